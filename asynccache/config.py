@@ -1,0 +1,286 @@
+"""Settings: frozen values, validated when built. Strings become Enums here and nowhere below.
+
+``CacheConfig`` is what a user writes; ``CacheConfig.core()`` and ``CacheConfig.pools()`` are what the layers below read.
+Imports neither torch nor anything that does I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from asynccache.core.settings import (
+    ComponentKind,
+    ComponentSlots,
+    CoreConfig,
+    HitPolicy,
+    PrefetchPolicy,
+    WritePolicy,
+)
+from asynccache.errors import ConfigError
+
+_E = TypeVar("_E", bound=Enum)
+
+EVICTION_POLICIES = ("lru",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """Full attention: every token keeps ``bytes_per_token`` bytes (all layers together; 0: a logical pool).
+
+    ``host_tokens`` 0 means that there is no host tier, and then no storage either.
+    """
+
+    bytes_per_token: int
+    device_tokens: int
+    host_tokens: int = 0
+    layers: int = 1
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Sliding-window attention: a position attends to the last ``window`` tokens only."""
+
+    window: int
+    bytes_per_token: int
+    device_tokens: int
+    host_tokens: int = 0
+    layers: int = 1
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba:
+    """Recurrent state: one state of ``state_bytes`` (all layers together) stands for a whole prefix."""
+
+    state_bytes: int
+    device_states: int
+    host_states: int = 0
+    layers: int = 1
+    dtype: str = "uint8"
+
+
+Component = Full | SlidingWindow | Mamba
+
+_KIND = {Full: ComponentKind.FULL, SlidingWindow: ComponentKind.SWA, Mamba: ComponentKind.MAMBA}
+POOL_NAME = {ComponentKind.FULL: "full", ComponentKind.SWA: "swa", ComponentKind.MAMBA: "mamba"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds."""
+
+    name: str
+    indices_from: str
+    bytes_per_page: int
+    layers: int = 1
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    replicated: bool = False
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """One pool, resolved. ``bytes_per_page`` covers all ``layers``; 0: logical (slots, no buffer, no stored object).
+
+    ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
+    ``device_pages`` and ``host_pages`` are that component's slot counts.
+    """
+
+    name: str
+    component: ComponentKind
+    bytes_per_page: int
+    layers: int
+    device_pages: int
+    host_pages: int
+    hit_policy: HitPolicy
+    indices_from: str | None = None
+    replicated: bool = False
+    dtype: str = "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Everything an ``AsyncCache`` is made from.
+
+    ``model`` names the weights: it is part of every page hash, so caches of different models never meet in storage.
+    ``components``: FULL first, then at most one ``SlidingWindow`` and one ``Mamba``.
+    ``storage``: ``None`` or a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points.
+    Times are seconds, sizes are tokens unless the name says otherwise.
+    """
+
+    model: str
+    components: tuple[Component, ...]
+    sidecars: tuple[Sidecar, ...] = ()
+    page_size: int = 16
+    device: str = "cpu"
+    storage: str | None = None
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    eviction: str = "lru"
+    prefetch_threshold: int = 256
+    prefetch_quota: float = 0.5
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_1k: float = 0.25
+    prefetch_timeout_max: float = 30.0
+    load_back_threshold: int = 0
+    max_backup_ops: int = 256
+    write_back_watermark: float = 0.1
+    kept_fraction: float = 0.25
+    close_deadline: float = 30.0
+    freeze_gc: bool = False
+    publish_events: bool = False
+    storage_options: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "write_policy", parse_enum("write_policy", self.write_policy, WritePolicy))
+        object.__setattr__(self, "prefetch_policy", parse_enum("prefetch_policy", self.prefetch_policy, PrefetchPolicy))
+        _check_scalars(self)
+        _check_components(self)
+        self.pools()
+
+    def core(self) -> CoreConfig:
+        """The core's part of these settings."""
+        slots = tuple(
+            ComponentSlots(_KIND[type(c)], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
+                           c.window if isinstance(c, SlidingWindow) else 0)
+            for c in self.components
+        )
+        return CoreConfig(
+            page_size=self.page_size,
+            components=slots,
+            write_policy=self.write_policy,
+            eviction=self.eviction,
+            storage=self.storage is not None,
+            publish=self.publish_events,
+            prefetch_threshold=self.prefetch_threshold,
+            load_back_threshold=self.load_back_threshold,
+            max_backup_ops=self.max_backup_ops,
+            max_prefetch_pages=max(1, int(slots[0].host * self.prefetch_quota)),
+            write_back_watermark=self.write_back_watermark,
+        )
+
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """Every pool: the components' own, in component order, then the sidecars in the order given.
+
+        Raises:
+            ConfigError: a sidecar's name is taken, its source is unknown, or sources form a cycle.
+        """
+        own = {spec.name: spec for spec in map(self._component_pool, self.components)}
+        sidecars = {s.name: s for s in self.sidecars}
+        if len(sidecars) < len(self.sidecars) or sidecars.keys() & own.keys():
+            raise ConfigError(f"sidecars: pool names must be unique: {[s.name for s in self.sidecars]}")
+        return (*own.values(), *(_sidecar_pool(s, own, sidecars) for s in self.sidecars))
+
+    def _component_pool(self, component: Component) -> PoolSpec:
+        kind = _KIND[type(component)]
+        unit = component.state_bytes if isinstance(component, Mamba) else component.bytes_per_token * self.page_size
+        return PoolSpec(
+            name=POOL_NAME[kind], component=kind, bytes_per_page=unit, layers=component.layers,
+            device_pages=_slots(component, self.page_size, host=False),
+            host_pages=_slots(component, self.page_size, host=True),
+            hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
+            dtype=component.dtype,
+        )
+
+
+def parse_enum(name: str, value: object, enum: type[_E]) -> _E:
+    """The member of ``enum`` that ``value`` (a member or its string) names.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    try:
+        return enum(value)
+    except ValueError:
+        raise ConfigError(f"{name}: unknown value {value!r}; one of {', '.join(m.value for m in enum)}") from None
+
+
+def _slots(component: Component, page_size: int, *, host: bool) -> int:
+    if isinstance(component, Mamba):
+        return component.host_states if host else component.device_states
+    return (component.host_tokens if host else component.device_tokens) // page_size
+
+
+def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
+    _positive(f"sidecar {spec.name!r}: layers", spec.layers)
+    _positive(f"sidecar {spec.name!r}: bytes_per_page", spec.bytes_per_page)
+    if spec.bytes_per_page % spec.layers:
+        raise ConfigError(f"sidecar {spec.name!r}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers")
+    source, seen = spec.indices_from, {spec.name}
+    while source not in own:
+        if source in seen:
+            raise ConfigError(f"sidecar {spec.name!r}: indices_from={source!r} closes a cycle")
+        if source not in sidecars:
+            raise ConfigError(f"sidecar {spec.name!r}: indices_from={source!r} is no pool")
+        seen.add(source)
+        source = sidecars[source].indices_from
+    root = own[source]
+    return PoolSpec(
+        name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
+        device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=spec.hit_policy,
+        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype,
+    )
+
+
+def _positive(name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be positive")
+
+
+def _not_negative(name: str, value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name}={value!r} must not be negative")
+
+
+def _check_scalars(config: CacheConfig) -> None:
+    if not config.model:
+        raise ConfigError("model='' must name the weights")
+    if config.eviction not in EVICTION_POLICIES:
+        raise ConfigError(f"eviction: unknown value {config.eviction!r}; one of {', '.join(EVICTION_POLICIES)}")
+    for name in ("page_size", "prefetch_timeout_max", "max_backup_ops", "close_deadline"):
+        _positive(name, getattr(config, name))
+    for name in ("prefetch_threshold", "load_back_threshold", "prefetch_timeout_base", "prefetch_timeout_per_1k"):
+        _not_negative(name, getattr(config, name))
+    for name in ("prefetch_quota", "write_back_watermark", "kept_fraction"):
+        value = getattr(config, name)
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}={value!r} must lie between 0 and 1")
+
+
+def _check_components(config: CacheConfig) -> None:
+    kinds = [_KIND.get(type(c)) for c in config.components]
+    if not kinds or kinds[0] is not ComponentKind.FULL or sorted(set(kinds)) != kinds:  # type: ignore[type-var]
+        raise ConfigError("components must be one Full, then at most one SlidingWindow, then at most one Mamba")
+    for component in config.components:
+        _check_component(component, config.page_size)
+    hosts = [_slots(c, config.page_size, host=True) > 0 for c in config.components]
+    if len(set(hosts)) > 1:
+        raise ConfigError("components: either every component has host pages or none has")
+    if config.storage is not None and not hosts[0]:
+        raise ConfigError(f"storage={config.storage!r} needs a host tier: host_tokens is 0")
+
+
+def _check_component(component: Component, page_size: int) -> None:
+    name = POOL_NAME[_KIND[type(component)]]
+    _positive(f"{name}: layers", component.layers)
+    if isinstance(component, Mamba):
+        _positive(f"{name}: state_bytes", component.state_bytes)
+        _positive(f"{name}: device_states", component.device_states)
+        _not_negative(f"{name}: host_states", component.host_states)
+        unit = component.state_bytes
+    else:
+        _not_negative(f"{name}: bytes_per_token", component.bytes_per_token)
+        _positive(f"{name}: device_tokens", component.device_tokens)
+        _not_negative(f"{name}: host_tokens", component.host_tokens)
+        for field_name in ("device_tokens", "host_tokens"):
+            value = getattr(component, field_name)
+            if value % page_size:
+                raise ConfigError(f"{name}: {field_name}={value} is not a multiple of page_size={page_size}")
+        unit = component.bytes_per_token * page_size
+    if isinstance(component, SlidingWindow):
+        _positive(f"{name}: window", component.window)
+    if unit % component.layers:
+        raise ConfigError(f"{name}: {unit} bytes a page are not a multiple of layers={component.layers}")

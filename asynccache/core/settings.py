@@ -1,0 +1,69 @@
+"""What the core must know of the configuration, and the enums that name its choices. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class ComponentKind(IntEnum):
+    """The kinds of KV a node can hold. The value is the component's index everywhere below the configuration."""
+
+    FULL = 0
+    SWA = 1
+    MAMBA = 2
+
+
+class HitPolicy(Enum):
+    """Which pages of a pool a prefix needs: every page of it, or the last few before its end."""
+
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+
+
+class WritePolicy(Enum):
+    """When a node's pages are copied to the host."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class PrefetchPolicy(Enum):
+    """What a lease does with a prefetch that is not finished when the lease could be granted."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSlots:
+    """One component's slots on both tiers. ``host`` 0: no host tier for it. ``window``: tokens, SWA only."""
+
+    kind: ComponentKind
+    device: int
+    host: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """The core's settings, already validated by ``asynccache.config``.
+
+    ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one
+    state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
+    """
+
+    page_size: int
+    components: tuple[ComponentSlots, ...]
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    eviction: str = "lru"
+    storage: bool = False
+    publish: bool = False
+    prefetch_threshold: int = 256
+    load_back_threshold: int = 0
+    max_backup_ops: int = 256
+    max_prefetch_pages: int = 1 << 30
+    write_back_watermark: float = 0.1
+    slice_steps: int = 256

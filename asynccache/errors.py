@@ -1,0 +1,66 @@
+"""Every error a caller can meet, named for its condition.
+
+A miss is a value, never an error. ``InvariantViolation`` is a bug in asynccache: nothing here or in user code
+should catch it.
+"""
+
+from __future__ import annotations
+
+
+class AsyncCacheError(Exception):
+    """Base of all errors that asynccache raises on purpose."""
+
+
+class ConfigError(AsyncCacheError, ValueError):
+    """A setting or an argument is unusable. The message names the field and the value."""
+
+
+class CacheFull(AsyncCacheError):
+    """The pages asked for cannot be had: never (``lease``), not now (``wait=False``, ``extend``)."""
+
+
+class CacheClosed(AsyncCacheError):
+    """The cache was closed, or one of its workers died (then ``__cause__`` is that worker's error)."""
+
+
+class LoadFailed(AsyncCacheError):
+    """A load_back under a lease failed. The first ``valid`` tokens of the lease are still good on the device.
+
+    Such a lease is good only for release; the request enters again.
+    """
+
+    def __init__(self, valid: int) -> None:
+        super().__init__(f"a load_back failed: only the first {valid} tokens of the lease are valid")
+        self.valid = valid
+
+
+class CopyFailed(AsyncCacheError):
+    """A device reported an error for a copy; every byte of its destination is undefined."""
+
+
+class RankFailure(AsyncCacheError):
+    """Another rank died, hung or reported bad health."""
+
+
+class RankDivergence(AsyncCacheError):
+    """Ranks hold different trees. The message names the first step and operation that differ."""
+
+
+class BackendError(AsyncCacheError):
+    """A storage backend could not do what was asked of it as a whole."""
+
+
+class Unavailable(BackendError):
+    """The backend cannot be reached or opened (locked folder, foreign schema, dead server)."""
+
+
+class Timeout(BackendError):
+    """The backend did not answer before its deadline."""
+
+
+class CorruptPage(BackendError):
+    """Stored bytes failed verification. Only tools raise it; the cache treats such a page as a miss."""
+
+
+class InvariantViolation(AssertionError):
+    """A law of the core was broken. This is a bug, never a condition to handle."""

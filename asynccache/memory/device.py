@@ -1,0 +1,97 @@
+"""What the runtime needs of a device: streams of copies and events that a coroutine can await.
+
+A device runs copies in order on each stream and in no order between streams, except where ``wait_event`` says so. It
+knows pools of pages and page ids; it never sees a tree, a lease or an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+    from asynccache.memory.pools import DevicePool, HostPool
+
+
+class Event(Protocol):
+    """A point in a stream. ``done`` never blocks."""
+
+    def done(self) -> bool:
+        """Whether the work before the event has ended, well or not."""
+        ...
+
+    async def wait(self) -> None:
+        """Return when the work before the event is done.
+
+        Cancelling stops the waiting, never the work.
+
+        Raises:
+            CopyFailed: that work, or earlier work of the stream, failed.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of work on the device."""
+
+    name: str
+
+    def record(self) -> Event:
+        """An event after all work submitted so far."""
+        ...
+
+    def wait_event(self, event: Event) -> None:
+        """Hold later work of this stream, on the device, until ``event`` is done. Does not block the caller. A failed
+        event lets the work go on: whoever awaits it learns of the failure."""
+        ...
+
+
+class PageCopy(NamedTuple):
+    """Pages ``src`` of one pool to pages ``dst`` of its counterpart on the other tier (or of the same device pool).
+
+    Ids are one-dimensional int32 arrays of equal length.
+    """
+
+    device: DevicePool
+    host: HostPool | None
+    src: npt.NDArray[np.int32]
+    dst: npt.NDArray[np.int32]
+
+
+class Device(Protocol):
+    """One accelerator, or threads that behave like one."""
+
+    name: str
+
+    def stream(self, name: str) -> Stream:
+        """A new long-lived stream."""
+        ...
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeroed uint8 memory on the device."""
+        ...
+
+    def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Host memory (uint8, contiguous, 4 KiB aligned) that the device copies from and to at full speed."""
+        ...
+
+    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
+        """Enqueue one batch. ``src`` are device pages. The arrays are not touched after the call returns."""
+        ...
+
+    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:
+        """Enqueue one batch, layer by layer; ``events[i]`` is done when layers 0..i of every copy are there.
+        ``len(events) == layers``, the largest layer count; a pool with fewer layers finishes with its last."""
+        ...
+
+    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
+        """Enqueue one batch of copies within device pools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Wait until every stream has let go of its buffers, then release the device."""
+        ...
