@@ -1,0 +1,62 @@
+# Everything a user or a developer runs. `make help` lists it; README explains `demo` and `test`.
+#
+#   PYTHON    the interpreter that .venv is made with (3.11 or newer)
+#   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+VENV     := .venv
+BIN      := $(VENV)/bin
+INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
+BENCH    := build/bench
+
+.PHONY: help demo test check lint bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
+	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
+	@echo "make check   the same without the tests marked slow: before a commit"
+	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
+	@echo "make clean   remove $(VENV), caches and build outputs"
+
+demo: $(VENV)/.installed-cli
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	    $(BIN)/asynccache stress --storage "file:$$folder/store"
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+check: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(VENV)/.installed-cli
+	@mkdir -p $(BENCH)
+	$(BIN)/asynccache bench tree --json $(BENCH)/tree.json
+	$(BIN)/asynccache bench store --json $(BENCH)/store.json
+	$(BIN)/asynccache bench runtime --json $(BENCH)/runtime.json
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps, so that a second run installs nothing. They are touched last: an interrupted install is done again.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	    "asynccache needs Python 3.11 or newer, this is %s; try: make PYTHON=python3.12" % sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
+	$(INSTALL) -e '.[cli]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed-cli
