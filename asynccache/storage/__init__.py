@@ -1,0 +1,37 @@
+"""Where L3 bytes go: the contract a backend fulfils, and the verified store that the runtime talks to.
+
+``contract`` is all that a backend needs. ``CheckedStore`` adds headers, checksums, deadlines and a breaker;
+``open_store`` finds a backend by its URL. Knows nothing of the core, the tiers or the runtime.
+"""
+
+from __future__ import annotations
+
+from asynccache.storage.breaker import Breaker, BreakerState
+from asynccache.storage.checked import CheckedStore
+from asynccache.storage.contract import (
+    HEADER_BYTES,
+    KEY_BYTES,
+    PageKey,
+    Record,
+    Result,
+    StorageBackend,
+    StoreLayout,
+)
+from asynccache.storage.opening import backend_class, open_store
+from asynccache.storage.records import (
+    RECORD_SCHEMA,
+    header_of,
+    pool_digest,
+    seal,
+    storage_key,
+    store_layout,
+    verify,
+)
+from asynccache.storage.settle import settled
+from asynccache.storage.url import ParsedUrl, parse_size, parse_url
+
+__all__ = [
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "Breaker", "BreakerState", "CheckedStore", "PageKey", "ParsedUrl",
+    "Record", "Result", "StorageBackend", "StoreLayout", "backend_class", "header_of", "open_store", "parse_size",
+    "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "verify",
+]

@@ -1,0 +1,243 @@
+"""Trust nothing that a backend says: ``CheckedStore`` is what the runtime talks to, and a backend is behind it.
+
+It writes each page's header on the way out and verifies header and payload on the way in. What does not verify is
+CORRUPT: a miss, counted, and deleted from the backend so that it is not served again. A call that fails as a whole, or
+misses its deadline, makes every key FAILED; after several in a row the breaker refuses calls for a while.
+
+Buffers: when a call returns or raises, for whatever reason, nothing touches the buffers that were passed in. A
+deadline cancels the backend's call, which by contract ends only after it has let go; so the answer FAILED may come
+later than its deadline, and when it comes the buffers are free.
+
+Checksums are computed in threads, in batches of a few MiB (0.2-1 ms); what takes a few µs is done on the spot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from asynccache.errors import BackendError, ConfigError
+from asynccache.storage.breaker import Breaker
+from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
+from asynccache.storage.headers import HeaderPool
+from asynccache.storage.records import seal, verify
+from asynccache.storage.settle import settled
+
+HEADER_POOL = "#headers"
+INLINE_BYTES = 128 << 10
+BATCH_BYTES = 4 << 20
+
+_T = TypeVar("_T")
+
+
+class CheckedStore:
+    """A verified view of ``backend``. Belongs to one event loop.
+
+    ``timeout``: seconds a backend call may take. ``threads`` 0: checksums on the loop, for simulations. ``clock``: the
+    breaker's, the loop's own if not given. ``headers``: pages in flight, over all calls; more wait.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        layout: StoreLayout,
+        *,
+        timeout: float = 30.0,
+        breaker: Breaker | None = None,
+        clock: Callable[[], float] | None = None,
+        threads: int = 2,
+        headers: int = 2048,
+    ) -> None:
+        self.backend = backend
+        self.layout = layout
+        self.breaker = breaker or Breaker()
+        self.last_error: Exception | None = None
+        self._timeout = timeout
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(threads, "asynccache-checksum") if threads else None
+        self._headers = HeaderPool(headers)
+        self._counts: Counter[str] = Counter()
+        backend.register(HEADER_POOL, self._headers.memory)
+
+    def __repr__(self) -> str:
+        return f"CheckedStore({self.backend!r}, {self.breaker!r})"
+
+    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        """Store each payload; HIT where a later ``get`` may find it.
+
+        Cancelling it returns after the backend has let go of the payloads; what was stored by then stays stored.
+        """
+        self._check(keys, payloads)
+        results: list[Result] = []
+        for part in self._parts(len(keys)):
+            results += await self._put(keys[part], payloads[part])
+        self._counts["put_pages"] += results.count(Result.HIT)
+        return results
+
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        """Fill each payload. HIT: the bytes are there and are the ones that were stored; otherwise they are undefined.
+
+        Cancelling it returns after backend and checksums have let go of the payloads.
+        """
+        self._check(keys, payloads)
+        results: list[Result] = []
+        for part in self._parts(len(keys)):
+            results += await self._get(keys[part], payloads[part])
+        self._counts["get_pages"] += results.count(Result.HIT)
+        self._counts["corrupt_pages"] += results.count(Result.CORRUPT)
+        return results
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key as the backend says, FAILED where it cannot be known. Cancelling it changes nothing."""
+        return await self._guarded(len(keys), lambda: self.backend.exists(keys))
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget each key. Cancelling it may leave any of them deleted."""
+        return await self._guarded(len(keys), lambda: self.backend.delete(keys))
+
+    async def clear(self) -> None:
+        """Forget everything.
+
+        Raises:
+            BackendError: the backend could not. Cancelling it may leave the store cleared.
+        """
+        await self.backend.clear()
+
+    async def flush(self) -> None:
+        """Return once everything put so far would survive a power loss, as far as the backend promises that.
+
+        Raises:
+            BackendError: the backend could not. Cancelling it leaves some of it volatile.
+        """
+        await self.backend.flush()
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Tell the backend where the payloads of ``pool`` lie."""
+        self.backend.register(pool, memory)
+
+    def stats(self) -> Mapping[str, int | float]:
+        """The backend's counters and this store's own."""
+        return {
+            **self.backend.stats(),
+            **{name: self._counts[name] for name in COUNTERS},
+            "breaker": int(self.breaker.state),
+        }
+
+    async def aclose(self) -> None:
+        """Close the backend and the threads. Calling it twice is fine; cancelling it is up to the backend."""
+        try:
+            await self.backend.aclose()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown(wait=True)
+
+    async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        headers = await self._headers.take(len(keys))
+        try:
+            records = list(map(Record, headers, payloads))
+            await self._in_batches(seal, keys, records)
+            return await self._guarded(len(keys), lambda: self.backend.put(keys, records))
+        finally:
+            self._headers.give(headers)
+
+    async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        headers = await self._headers.take(len(keys))
+        try:
+            records = list(map(Record, headers, payloads))
+            _blank(headers)
+            results = await self._guarded(len(keys), lambda: self.backend.get(keys, records))
+            await self._verify(keys, records, results)
+        finally:
+            self._headers.give(headers)
+        if Result.CORRUPT in results:
+            await self.delete([key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT])
+        return results
+
+    async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
+        """Turn every HIT that does not verify into CORRUPT."""
+        hits = [i for i, result in enumerate(results) if result is Result.HIT]
+        verdicts = await self._in_batches(verify, [keys[i] for i in hits], [records[i] for i in hits])
+        good = [ok for batch in verdicts for ok in batch]
+        for i, ok in zip(hits, good, strict=True):
+            if not ok:
+                results[i] = Result.CORRUPT
+
+    async def _in_batches(
+        self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey], records: list[Record]
+    ) -> list[_T]:
+        if self._executor is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
+            return [work(keys, records)]
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[_T]] = [
+            loop.run_in_executor(self._executor, work, keys[part], records[part]) for part in _batches(records)
+        ]
+        await settled(futures)
+        return [future.result() for future in futures]
+
+    async def _guarded(self, count: int, call: Callable[[], Awaitable[list[Result]]]) -> list[Result]:
+        """One call to the backend, under the breaker and the deadline; it may fail but not raise a backend's error."""
+        if not count:
+            return []
+        if not self.breaker.allow(self._now()):
+            self._counts["refused_calls"] += 1
+            return [Result.FAILED] * count
+        try:
+            async with asyncio.timeout(self._timeout):
+                results = await call()
+        except (BackendError, OSError) as error:
+            self._failed(error)
+            return [Result.FAILED] * count
+        except BaseException:
+            self.breaker.abandon()
+            raise
+        if len(results) != count:
+            self._failed(BackendError(f"{self.backend!r} answered {len(results)} results for {count} keys"))
+            return [Result.FAILED] * count
+        self.breaker.success()
+        self._counts["failed_pages"] += results.count(Result.FAILED)
+        return list(results)
+
+    def _failed(self, error: Exception) -> None:
+        self.last_error = error
+        self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
+        self.breaker.failure(self._now())
+
+    def _now(self) -> float:
+        return self._clock() if self._clock else asyncio.get_running_loop().time()
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        step = max(1, self._headers.count // 2)
+        return (slice(at, at + step) for at in range(0, count, step))
+
+    def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> None:
+        sizes = self.layout.page_bytes
+        for key, payload in zip(keys, payloads, strict=True):
+            if sizes.get(key.pool) != payload.nbytes:
+                expected = sizes.get(key.pool)
+                raise ConfigError(f"pool {key.pool!r}: a payload has {payload.nbytes} bytes, expected {expected}")
+
+
+COUNTERS = ("put_pages", "get_pages", "corrupt_pages", "failed_pages", "failed_calls", "timeouts", "refused_calls")
+
+_BLANK = bytes(64)
+
+
+def _blank(headers: Sequence[memoryview]) -> None:
+    """So that a backend which claims a hit and writes nothing finds no old header to hide behind."""
+    for header in headers:
+        header[:] = _BLANK
+
+
+def _batches(records: Sequence[Any]) -> Iterator[slice]:
+    """Runs of records of about ``BATCH_BYTES``, at least one record each."""
+    start = size = 0
+    for i, record in enumerate(records):
+        size += record.payload.nbytes
+        if size >= BATCH_BYTES:
+            yield slice(start, i + 1)
+            start, size = i + 1, 0
+    if size:
+        yield slice(start, len(records))

@@ -1,0 +1,75 @@
+"""Store URLs, parsed once at the edge: ``scheme:path?option=value&...``. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl
+
+from asynccache.errors import ConfigError
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes in ``text``: a number and a unit (``B``, ``KB``, ``MiB``, ``10G``...); K is 1000, Ki is 1024.
+
+    Raises:
+        ConfigError: it is no size; the message names the field and the value.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
+    power = " kmgtp".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedUrl:
+    """A store URL, taken apart. ``path`` is literal: nothing in it is decoded."""
+
+    scheme: str
+    path: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        query = "&".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.scheme}:{self.path}" + (f"?{query}" if query else "")
+
+    def allow_only(self, names: Collection[str]) -> None:
+        """Raises ConfigError if there is an option that is not one of ``names``."""
+        for name in self.options:
+            if name not in names:
+                raise ConfigError(f"storage={str(self)!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
+
+    def size(self, name: str, default: int) -> int:
+        """An option that is a size in bytes."""
+        text = self.options.get(name)
+        return default if text is None else parse_size(f"storage option {name}", text)
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """An option that is one of ``choices``, the first by default."""
+        value = self.options.get(name, choices[0])
+        if value not in choices:
+            raise ConfigError(f"storage option {name}={value!r}: one of {', '.join(choices)}")
+        return value
+
+
+def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
+    """Take ``text`` apart; ``options`` are added to those in it and win.
+
+    Raises:
+        ConfigError: there is no scheme, or the query cannot be read.
+    """
+    location, _, query = text.partition("?")
+    scheme, colon, path = location.partition(":")
+    if not scheme or not (colon or scheme == "none"):
+        raise ConfigError(f"storage={text!r}: expected scheme:path?option=value, as in file:/var/kv?capacity=10GiB")
+    if path.startswith("//"):
+        path = path[2:]
+    try:
+        found = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError as error:
+        raise ConfigError(f"storage={text!r}: {error}") from None
+    return ParsedUrl(scheme, path, {**found, **(options or {})})

@@ -1,0 +1,150 @@
+"""Records in this process's memory: L3 without a disk, for tests and for machines with memory to spare.
+
+``memory:?capacity=1GiB``; without a capacity it grows. Least recently used records leave first. Large copies run in a
+thread, in batches, so that the loop stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.errors import ConfigError
+from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, settled
+
+BATCH_BYTES = 2 << 20
+INLINE_BYTES = 128 << 10
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+class MemoryBackend:
+    """``capacity`` counts headers and payloads; None: no limit."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = capacity
+        self._stored: OrderedDict[PageKey, _Bytes] = OrderedDict()
+        self._bytes = 0
+        self._counts: Counter[str] = Counter()
+        self._executor = ThreadPoolExecutor(2, "asynccache-memory")
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        """``memory:?capacity=SIZE``. Raises ConfigError if the capacity does not hold one page."""
+        url.allow_only(("capacity",))
+        if "capacity" not in url.options:
+            return cls()
+        capacity = url.size("capacity", 0)
+        needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
+        if capacity < needed:
+            raise ConfigError(f"storage option capacity={url.options['capacity']!r} is less than one page: {needed} bytes")
+        return cls(capacity)
+
+    def __repr__(self) -> str:
+        return f"MemoryBackend(pages={len(self._stored)}, bytes={self._bytes}, capacity={self._capacity})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key. Never waits."""
+        return [Result.HIT if key in self._stored else Result.MISS for key in keys]
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Copy what is stored. Cancelling it returns after the copies have ended."""
+        results = [self._lookup(key, record) for key, record in zip(keys, records, strict=True)]
+        pairs = [(records[i], self._stored[keys[i]]) for i, r in enumerate(results) if r is Result.HIT]
+        await self._copy(_copy_out, pairs)
+        return results
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Copy each new record in. Cancelling it returns after the copies have ended; the records are not kept then."""
+        new = {key: record for key, record in zip(keys, records, strict=True) if key not in self._stored}
+        pairs = [(record, np.empty(HEADER_BYTES + record.payload.nbytes, np.uint8)) for record in new.values()]
+        await self._copy(_copy_in, pairs)
+        for key, (_, data) in zip(new, pairs, strict=True):
+            self._keep(key, data)
+        return [Result.HIT] * len(keys)
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget each key. Never waits."""
+        return [Result.HIT if self._drop(key) else Result.MISS for key in keys]
+
+    async def clear(self) -> None:
+        """Forget everything. Never waits."""
+        self._stored.clear()
+        self._bytes = 0
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Nothing to do: any memory will do."""
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Pages and bytes held, and how many records left for want of room."""
+        return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._counts["evicted"]}
+
+    async def flush(self) -> None:
+        """Nothing here survives the process."""
+
+    async def aclose(self) -> None:
+        """Forget everything and end the threads. Twice is fine."""
+        await self.clear()
+        self._executor.shutdown(wait=True)
+
+    def _lookup(self, key: PageKey, record: Record) -> Result:
+        data = self._stored.get(key)
+        if data is None:
+            return Result.MISS
+        self._stored.move_to_end(key)
+        return Result.HIT if data.nbytes == HEADER_BYTES + record.payload.nbytes else Result.CORRUPT
+
+    def _keep(self, key: PageKey, data: _Bytes) -> None:
+        if key in self._stored:
+            return
+        self._stored[key] = data
+        self._bytes += data.nbytes
+        while self._capacity is not None and self._bytes > self._capacity:
+            self._drop(next(iter(self._stored)))
+            self._counts["evicted"] += 1
+
+    def _drop(self, key: PageKey) -> bool:
+        data = self._stored.pop(key, None)
+        self._bytes -= 0 if data is None else data.nbytes
+        return data is not None
+
+    async def _copy(
+        self, work: Callable[[Sequence[tuple[Record, _Bytes]]], None], pairs: Sequence[tuple[Record, _Bytes]]
+    ) -> None:
+        if sum(data.nbytes for _, data in pairs) <= INLINE_BYTES:
+            work(pairs)
+            return
+        loop = asyncio.get_running_loop()
+        futures = [loop.run_in_executor(self._executor, work, batch) for batch in _batches(pairs)]
+        await settled(futures)
+        for future in futures:
+            future.result()
+
+
+def _copy_in(pairs: Sequence[tuple[Record, _Bytes]]) -> None:
+    for record, data in pairs:
+        data[:HEADER_BYTES] = np.frombuffer(record.header, np.uint8)
+        data[HEADER_BYTES:] = np.frombuffer(record.payload, np.uint8)
+
+
+def _copy_out(pairs: Sequence[tuple[Record, _Bytes]]) -> None:
+    for record, data in pairs:
+        np.frombuffer(record.header, np.uint8)[:] = data[:HEADER_BYTES]
+        np.frombuffer(record.payload, np.uint8)[:] = data[HEADER_BYTES:]
+
+
+def _batches(pairs: Sequence[tuple[Record, _Bytes]]) -> Iterator[Sequence[tuple[Record, _Bytes]]]:
+    start = size = 0
+    for i, (_, data) in enumerate(pairs):
+        size += data.nbytes
+        if size >= BATCH_BYTES:
+            yield pairs[start : i + 1]
+            start, size = i + 1, 0
+    if size:
+        yield pairs[start:]
