@@ -1,0 +1,180 @@
+"""The stand-in for an inference engine: it reads and writes KV where a real one would, on the device.
+
+Writing follows ``pattern``; reading compares with it. Anything but the smallest piece goes to a thread, in calls that
+let go of the GIL, so a request's work is truly in flight while its task waits, and goes on when that task is
+cancelled: whoever releases the lease then passes the work's event, as for a kernel on a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asynccache.cli.pattern import Pattern, Values
+from asynccache.config import PoolSpec
+from asynccache.core.settings import ComponentKind
+
+INLINE_BYTES = 32 << 10
+CALL_BYTES = 1 << 20
+THREADS = 2
+
+Ids = npt.NDArray[np.int32]
+
+
+class Layers(Protocol):
+    """A pool on the device."""
+
+    def layer(self, index: int) -> torch.Tensor: ...
+
+
+class Piece(NamedTuple):
+    """Pages of one component: ``first`` is the position of the first in its sequence, for messages."""
+
+    component: ComponentKind
+    ids: Ids
+    values: Values
+    first: int
+
+
+class Verdict(NamedTuple):
+    """``wrong``: pages that are missing or hold other bytes; ``what`` describes the first few."""
+
+    pages: int
+    wrong: int
+    what: tuple[str, ...] = ()
+
+
+class Work:
+    """Work in flight. It is an ``Event`` to the cache: done when the threads have let go of the pages."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether the work has ended, well or not, or will never begin."""
+        return self._future.done()
+
+    async def wait(self) -> None:
+        """Return when it is done. Cancelling stops the waiting, never the work."""
+        if self._future.done():
+            return
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        self._future.add_done_callback(lambda _: loop.call_soon_threadsafe(_settle, ended))
+        await ended
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Engine:
+    """Owns the threads and the patterns. One per cache, closed with it."""
+
+    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers]) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "engine")
+        self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}
+        for spec in specs:
+            if spec.bytes_per_page:
+                self._pools[spec.component].append(_Pool(spec, pools[spec.name]))
+
+    def lane(self) -> Lane:
+        """For one request."""
+        return Lane(self)
+
+    def close(self) -> None:
+        """Wait for the work in flight."""
+        self._threads.shutdown()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        return self._threads.submit(job)
+
+    def size(self, pieces: Sequence[Piece]) -> int:
+        """Bytes that a job over these pieces touches."""
+        return sum(len(p.ids) * pool.page_bytes for p in pieces for pool in self._pools[p.component])
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Blocking."""
+        for piece in pieces:
+            for pool in self._pools[piece.component]:
+                pool.write(piece)
+
+    def verify(self, pieces: Sequence[Piece]) -> Verdict:
+        """Blocking."""
+        pages, wrong, what = 0, 0, []
+        for piece in pieces:
+            for pool in self._pools[piece.component]:
+                found = pool.verify(piece)
+                pages += len(piece.ids)
+                wrong += len(found)
+                what += found[:3]
+        return Verdict(pages, wrong, tuple(what))
+
+
+class Lane:
+    """The work of one request, one job at a time. ``work`` is the last one, for whoever gives the pages back."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.work: Work | None = None
+
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """Fill these pages. Cancelling leaves the job running: ``work`` tells when it is over."""
+        await self._run(pieces, lambda: self._engine.write(pieces))
+
+    async def verify(self, pieces: Sequence[Piece]) -> Verdict:
+        """Compare these pages with what they must hold. Cancelling is as for ``write``."""
+        verdicts: list[Verdict] = []
+        await self._run(pieces, lambda: verdicts.append(self._engine.verify(pieces)))
+        return verdicts[0]
+
+    async def _run(self, pieces: Sequence[Piece], job: Callable[[], None]) -> None:
+        if self._engine.size(pieces) <= INLINE_BYTES:
+            job()
+            return
+        future = self._engine.submit(job)
+        self.work = Work(future)
+        await asyncio.wrap_future(future)
+
+
+class _Pool:
+    """One pool with a pattern per layer."""
+
+    def __init__(self, spec: PoolSpec, layers: Layers) -> None:
+        self.name = spec.name
+        self.page_bytes = spec.bytes_per_page
+        self._layers = [layers.layer(i) for i in range(spec.layers)]
+        size = spec.bytes_per_page // spec.layers
+        self._patterns = [Pattern(spec.name, i, size, layer.device) for i, layer in enumerate(self._layers)]
+        self._slice = max(1, CALL_BYTES // size)
+
+    def write(self, piece: Piece) -> None:
+        for ids, values, _ in self._slices(piece):
+            for layer, pattern in zip(self._layers, self._patterns, strict=True):
+                pattern.write(layer, ids, values)
+
+    def verify(self, piece: Piece) -> list[str]:
+        """One line for each page that is wrong, however many of its layers are."""
+        wrong = {piece.first + int(i): "has no slot" for i in np.flatnonzero(piece.ids < 0)}
+        present = piece.ids >= 0
+        positions = piece.first + np.flatnonzero(present)
+        held = Piece(piece.component, piece.ids[present], piece.values[present], 0)
+        for ids, values, start in self._slices(held):
+            for index, (layer, pattern) in enumerate(zip(self._layers, self._patterns, strict=True)):
+                for i in pattern.mismatches(layer, ids, values):
+                    wrong.setdefault(int(positions[start + i]), f"in slot {int(ids[i])} differs from layer {index} on")
+        return [f"{self.name} page {position} {what}" for position, what in sorted(wrong.items())]
+
+    def _slices(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        device = self._layers[0].device
+        ids = torch.from_numpy(piece.ids.astype(np.int64)).to(device)
+        values = torch.from_numpy(piece.values.view(np.int64)).to(device)
+        step = self._slice
+        return [(ids[i:i + step], values[i:i + step], i) for i in range(0, len(ids), step)]

@@ -1,0 +1,318 @@
+"""What ``replay`` and ``stress`` can be told, on the command line or in a TOML file, as one table.
+
+A row says how an option is written, what its text means and what holds where it is not given; the parser, the reader
+of ``--config`` and the checks all come from the table. The command line wins over the file, the file over the
+defaults. What cannot be used is refused here, with the option and the value, before anything starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from asynccache.config import EVICTION_POLICIES
+from asynccache.core.settings import PrefetchPolicy, WritePolicy
+from asynccache.errors import ConfigError
+
+COMPONENTS = ("full", "swa", "mamba")
+WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
+LOOPS = ("uvloop", "asyncio")
+
+Size = int | Literal["all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything a run is made from. ``trace``, ``speed`` and ``limit`` are None under ``stress``."""
+
+    command: Literal["replay", "stress"]
+    trace: str | None = None
+    speed: float | None = None
+    limit: int | None = None
+    workload: str | None = None
+    duration: float | None = None
+    requests: int | None = None
+    cancel_rate: float = 0.0
+    faults: float = 0.0
+    components: tuple[str, ...]
+    window: int
+    page_size: int
+    bytes_per_token: int
+    layers: int
+    mamba_bytes: int
+    device_tokens: Size
+    host_tokens: Size
+    swa_ratio: float
+    storage: str | None
+    concurrency: int
+    decode_tokens: int
+    insert_outputs: bool
+    end_hints: float
+    prefill_tokens_per_s: float
+    write_policy: WritePolicy
+    prefetch_policy: PrefetchPolicy
+    eviction: str
+    seed: int
+    loop: str | None
+    config: str | None = None
+    json: str | None = None
+    quiet: bool = False
+
+    def report(self) -> dict[str, object]:
+        """As plain values, for the JSON."""
+        values = asdict(self)
+        for name in ("write_policy", "prefetch_policy"):
+            values[name] = values[name].value
+        return values
+
+
+class Option(NamedTuple):
+    """One row. ``parse`` turns text into the value; None: a switch. ``defaults`` by command; a command that is not
+    there does not have the option."""
+
+    name: str
+    parse: Callable[[str], Any] | None
+    defaults: Mapping[str, Any]
+    metavar: str
+    help: str
+
+    @property
+    def field(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def _integer(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise ConfigError("must be an integer") from None
+        if value < low:
+            raise ConfigError(f"must be at least {low}")
+        return value
+    return parse
+
+
+def _real(text: str, wanted: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"must be {wanted}") from None
+    if not low <= value <= high:
+        raise ConfigError(f"must be {wanted}")
+    return value
+
+
+def _share(text: str) -> float:
+    return _real(text, "a share between 0 and 1", 0.0, 1.0)
+
+
+def _not_negative(text: str) -> float:
+    return _real(text, "a number from 0 on", 0.0, 1e15)
+
+
+def _positive(text: str) -> float:
+    return _real(text, "a number above 0", 1e-9, 1e15)
+
+
+def _choice(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ConfigError(f"must be one of {', '.join(names)}{_nearest(text, names)}")
+        return text
+    return parse
+
+
+def _size(none: bool) -> Callable[[str], Size]:
+    words = "a number of tokens, 'all' or 'none'" if none else "a number of tokens from 1 on, or 'all'"
+
+    def parse(text: str) -> Size:
+        if text == "all":
+            return "all"
+        if text == "none" and none:
+            return 0
+        try:
+            value = int(text)
+        except ValueError:
+            raise ConfigError(f"must be {words}") from None
+        if value < (0 if none else 1):
+            raise ConfigError(f"must be {words}")
+        return value
+    return parse
+
+
+def _components(text: str) -> tuple[str, ...]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in COMPONENTS:
+            raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{_nearest(name, COMPONENTS)}")
+    if names[0] != "full" or len(set(names)) < len(names):
+        raise ConfigError("must be full, then at most swa and mamba, each once")
+    return tuple(name for name in COMPONENTS if name in names)
+
+
+def _storage(text: str) -> str | None:
+    if text == "none":
+        return None
+    if ":" not in text:
+        raise ConfigError("must be 'none' or a URL such as memory: or file:/var/kv?capacity=10GiB")
+    return text
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _both(value: Any) -> Mapping[str, Any]:
+    return {"replay": value, "stress": value}
+
+
+def _each(replay: Any, stress: Any) -> Mapping[str, Any]:
+    return {"replay": replay, "stress": stress}
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("speed", _not_negative, {"replay": 0.0}, "X", "timestamps divided by X; 0: as fast as it goes"),
+    Option("limit", _integer(1), {"replay": None}, "N", "the first N requests only"),
+    Option("workload", _choice(*WORKLOADS), {"stress": "mixed"}, "NAME", "mixed, chat, shared, agent or random"),
+    Option("duration", _positive, {"stress": None}, "SECONDS",
+           "no new request after this; 20 where --requests is not given either"),
+    Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
+    Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests cancelled at a random await"),
+    Option("faults", _share, {"stress": 0.0}, "P",
+           "of all copies and backend calls P/2 are delayed by 1-50 ms, P/4 fail; P/4 of the backend's corrupt bytes"),
+    Option("components", _components, _each(("full",), COMPONENTS), "LIST", "full,swa,mamba or a part of it"),
+    Option("window", _integer(1), _each(1024, 512), "TOKENS", "the sliding window of swa"),
+    Option("page-size", _integer(1), _each(512, 16), "TOKENS", "tokens in a page"),
+    Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES", "KV of one token, all layers, full and swa each"),
+    Option("layers", _integer(1), _each(1, 4), "N", "layers in every pool"),
+    Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state, all layers"),
+    Option("device-tokens", _size(none=False), _each(1 << 20, 1 << 16), "N|all",
+           "room in L1; all: as much as is needed (replay)"),
+    Option("host-tokens", _size(none=True), _each(1 << 23, 1 << 18), "N|all|none", "room in L2, the same way"),
+    Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
+    Option("storage", _storage, _each(None, "memory:"), "URL",
+           "L3: none, memory: or file:PATH?capacity=10GiB"),
+    Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
+    Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
+    Option("insert-outputs", None, _each(False, True), "", "commit what was decoded, too"),
+    Option("end-hints", _share, _each(0.0, 0.5), "P", "share of conversations whose last request says that it is"),
+    Option("prefill-tokens-per-s", _positive, _both(8000.0), "X", "the compute model behind time to first token"),
+    Option("write-policy", _choice(*(p.value for p in WritePolicy)), _both("write_through"), "NAME",
+           ", ".join(p.value for p in WritePolicy)),
+    Option("prefetch-policy", _choice(*(p.value for p in PrefetchPolicy)), _each("wait_complete", "timeout"), "NAME",
+           ", ".join(p.value for p in PrefetchPolicy)),
+    Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
+    Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
+    Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
+    Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
+    Option("json", _text, _both(None), "PATH|-", "write the report as JSON"),
+    Option("quiet", None, _both(False), "", "no display, no summary"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The options of ``command``; values stay text until ``settle``."""
+    for option in OPTIONS:
+        if command not in option.defaults:
+            continue
+        default = option.defaults[command]
+        if option.name == "quiet":
+            parser.add_argument("--quiet", action="store_true", default=None, help=option.help)
+        elif option.parse is None:
+            parser.add_argument(f"--{option.name}", action=argparse.BooleanOptionalAction, default=None,
+                                help=f"{option.help} (default: {'yes' if default else 'no'})")
+        else:
+            shown = "" if default is None else f" (default: {_written(default)})"
+            parser.add_argument(f"--{option.name}", metavar=option.metavar, default=None,
+                                help=(option.help + shown).replace("%", "%%"))
+
+
+def _written(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def settle(command: Literal["replay", "stress"], given: Mapping[str, object]) -> Settings:
+    """The settings of a run from what the command line ``given`` says (None: nothing) and the file it names.
+
+    Raises:
+        ConfigError: an option, or a setting in the file, is unknown or cannot be used.
+    """
+    options = {o.name: o for o in OPTIONS if command in o.defaults}
+    values = {o.field: o.defaults[command] for o in options.values()}
+    if given.get("config"):
+        values |= _from_file(command, str(given["config"]), options)
+    for option in options.values():
+        text = given.get(option.field)
+        if text is not None:
+            values[option.field] = _parsed(option, text, f"--{option.name}")
+    values["write_policy"] = WritePolicy(values["write_policy"])
+    values["prefetch_policy"] = PrefetchPolicy(values["prefetch_policy"])
+    trace = given.get("trace")
+    return _checked(Settings(command=command, trace=None if trace is None else str(trace), **values))
+
+
+def _parsed(option: Option, value: object, where: str) -> Any:
+    if option.parse is None:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}={value!r} must be true or false")
+        return value
+    if isinstance(value, (bool, dict)):
+        raise ConfigError(f"{where}={value!r} must be a number or a string")
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        return option.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}={text}: {error}") from None
+
+
+def _from_file(command: str, path: str, options: Mapping[str, Option]) -> dict[str, Any]:
+    table = _read_toml(path)
+    own = table.pop(command, {})
+    for other in ("replay", "stress"):
+        table.pop(other, None)
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path}: {command} must be a table")
+    values: dict[str, Any] = {}
+    for key, value in {**table, **own}.items():
+        option = options.get(key.replace("_", "-"))
+        if option is None or option.name == "config":
+            raise ConfigError(f"{path}: {command} has no setting {key!r}{_nearest(key.replace('_', '-'), options)}")
+        values[option.field] = _parsed(option, value, f"{path}: {key}")
+    return values
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config={path}: cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config={path}: not TOML: {error}") from None
+
+
+def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def suggest(command: str, word: str) -> str:
+    """A hint for an option that ``command`` does not have."""
+    names = [f"--{o.name}" for o in OPTIONS if command in o.defaults]
+    return _nearest(word.split("=")[0], names)
+
+
+def _checked(settings: Settings) -> Settings:
+    if settings.command == "stress":
+        for name in ("device_tokens", "host_tokens"):
+            if getattr(settings, name) == "all":
+                raise ConfigError(f"--{name.replace('_', '-')}=all works with replay only: "
+                                  "a stress run has no end, give a number of tokens")
+    if settings.storage is not None and settings.host_tokens == 0:
+        raise ConfigError(f"--storage={settings.storage} needs a host tier, and --host-tokens is none")
+    return settings

@@ -1,0 +1,79 @@
+"""What stands in for KV: bytes that are a function of the tokens up to a page's end, the pool and the layer.
+
+A page's *value* is 64 bits that depend on every token from the first to the page's last, and on the namespace. It is
+this tool's own chain, not the cache's: a fault in the cache's hashing shows as wrong bytes. Word w of the page in a
+pool's layer is ``value ^ salt[pool, layer][w]`` with salts drawn at random, so a page in the wrong place, layer or
+pool, half a copy, and stale bytes all differ. One operation per 8 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asynccache.cli.request import Tokens
+
+Values = npt.NDArray[np.uint64]
+
+_U64 = np.uint64
+_A, _B, _C = _U64(0x9E3779B97F4A7C15), _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB133111EB)
+
+
+def page_values(tokens: Tokens, page_size: int, extra_key: str | None = None) -> Values:
+    """One value for each whole page of ``tokens``."""
+    pages = len(tokens) // page_size
+    words = tokens[: pages * page_size].astype(_U64)
+    words += np.arange(1, len(words) + 1, dtype=_U64) * _A
+    words ^= words >> _U64(31)
+    words *= _B
+    sums: Values = words.reshape(pages, page_size).sum(axis=1, dtype=_U64).cumsum(dtype=_U64)
+    sums += _U64(_namespace(extra_key))
+    sums ^= sums >> _U64(29)
+    sums *= _C
+    sums ^= sums >> _U64(32)
+    return sums
+
+
+def _namespace(extra_key: str | None) -> int:
+    if extra_key is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(extra_key.encode(), digest_size=8).digest(), "little")
+
+
+class Pattern:
+    """The bytes of one layer of one pool."""
+
+    def __init__(self, pool: str, layer: int, page_bytes: int, device: torch.device | None = None) -> None:
+        seed = hashlib.blake2b(f"{pool}/{layer}".encode(), digest_size=8).digest()
+        rng = np.random.Generator(np.random.PCG64(int.from_bytes(seed, "little")))
+        low, high = -(1 << 63), (1 << 63) - 1
+        salt = rng.integers(low, high, size=-(-page_bytes // 8), dtype=np.int64, endpoint=True)
+        self._salt = torch.from_numpy(salt).to(device)
+        self._bytes = page_bytes
+
+    def write(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> None:
+        """Page ``pages[i]`` of ``layer`` (uint8, ``[pages, page_bytes]``) becomes the page of ``values[i]``."""
+        self._words(layer).index_copy_(0, pages, self._expand(values))
+
+    def mismatches(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> Sequence[int]:
+        """The positions i at which page ``pages[i]`` of ``layer`` is not the page of ``values[i]``."""
+        found, expected = self._words(layer).index_select(0, pages), self._expand(values)
+        if torch.equal(found, expected):
+            return ()
+        wrong: list[int] = (found != expected).any(dim=1).nonzero().flatten().tolist()
+        return wrong
+
+    def _expand(self, values: torch.Tensor) -> torch.Tensor:
+        rows = torch.bitwise_xor(values[:, None], self._salt[None, :])
+        return rows if self._whole_words() else rows.view(torch.uint8)[:, : self._bytes]
+
+    def _words(self, layer: torch.Tensor) -> torch.Tensor:
+        """The layer as 64-bit words where that works: gathers of single bytes are ten times slower."""
+        return layer.view(torch.int64) if self._whole_words() else layer
+
+    def _whole_words(self) -> bool:
+        return self._bytes % 8 == 0

@@ -1,0 +1,44 @@
+"""One request as the driver sees it, and where requests come from. Values and a protocol, nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+BLOCK_TOKENS = 512
+
+
+class Request(NamedTuple):
+    """``prompt`` and ``output`` make the tokens when they are needed: a trace holds more than fits in memory.
+
+    ``at``: seconds after the start, for replays by the clock. ``ended``: what the caller tells the cache when it
+    releases, that this conversation will not come back.
+    """
+
+    number: int
+    length: int
+    output_length: int
+    prompt: Callable[[], Tokens]
+    output: Callable[[], Tokens]
+    at: float = 0.0
+    ended: bool = False
+    extra_key: str | None = None
+
+
+class Source(Protocol):
+    """Where requests come from. ``total`` is None when the source could go on for ever."""
+
+    total: int | None
+
+    def next(self) -> Request | None:
+        """The request that arrives now; None when there will be no more."""
+        ...
+
+    def done(self, request: Request) -> None:
+        """``request`` has ended, well or not: what follows it in its conversation may come."""
+        ...

@@ -1,0 +1,206 @@
+"""The Mooncake trace format: one JSON object a line, one request each.
+
+``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (one per 512 tokens of the prompt, the last block
+may be partial; equal ids are equal blocks given an equal prefix). What is wrong with a line is said with its number.
+What the trace says about itself, without any cache, is worked out here: ``survey``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import aiofiles
+
+from asynccache.cli.request import BLOCK_TOKENS, Request, Tokens
+from asynccache.cli.tokens import block_tokens, stream_tokens
+from asynccache.errors import AsyncCacheError
+
+_FIELDS = ("timestamp", "input_length", "output_length")
+_OUTPUT_STREAM = 1 << 48
+
+
+class TraceError(AsyncCacheError, ValueError):
+    """A trace cannot be read. The message names the file, and the line, field and value where there is one."""
+
+
+class TraceRequest(NamedTuple):
+    """One line of a trace."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    blocks: tuple[int, ...]
+
+
+class Survey(NamedTuple):
+    """What a trace implies for a cache that forgets nothing and serves one request at a time.
+
+    ``full_blocks`` are the full blocks of all prompts, ``shared_blocks`` those that an earlier prompt has under the
+    same prefix. ``fresh_tokens[i]``: tokens of prompt i that no earlier prompt has. ``last[i]``: no later prompt goes
+    on from prompt i's last full block.
+    """
+
+    full_blocks: int
+    shared_blocks: int
+    fresh_tokens: tuple[int, ...]
+    last: tuple[bool, ...]
+
+
+async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
+    """The first ``limit`` requests of the trace at ``path``. Cancelling closes the file.
+
+    Raises:
+        TraceError: the file cannot be read, is empty, or has a malformed line.
+    """
+    requests: list[TraceRequest] = []
+    try:
+        async with aiofiles.open(path, encoding="utf-8") as file:
+            number = 0
+            while (limit is None or len(requests) < limit) and (lines := await file.readlines(1 << 20)):
+                for line in lines:
+                    number += 1
+                    if line.strip():
+                        requests.append(parse_line(line, f"{path}:{number}"))
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from None
+    if not requests:
+        raise TraceError(f"the trace {path} has no requests")
+    return requests[:limit]
+
+
+def parse_line(line: str, where: str) -> TraceRequest:
+    """One line; ``where`` (file and line number) opens the message of an error."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where}: not a JSON object: {error}") from None
+    if not isinstance(row, dict):
+        raise TraceError(f"{where}: not a JSON object but {_shown(row)}")
+    timestamp, length, output = (_number(row, name, where) for name in _FIELDS)
+    blocks = row.get("hash_ids")
+    if not isinstance(blocks, list) or not all(type(b) is int and b >= 0 for b in blocks):
+        raise TraceError(f"{where}: hash_ids={_shown(blocks)} must be a list of integers from 0 on")
+    if type(length) is not int or length < 1:
+        raise TraceError(f"{where}: input_length={length!r} must be an integer from 1 on")
+    if type(output) is not int:
+        raise TraceError(f"{where}: output_length={output!r} must be an integer")
+    if len(blocks) != -(-length // BLOCK_TOKENS):
+        raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={length} makes "
+                         f"{-(-length // BLOCK_TOKENS)} of {BLOCK_TOKENS} tokens")
+    return TraceRequest(float(timestamp), length, output, tuple(blocks))
+
+
+def _number(row: dict[str, object], name: str, where: str) -> int | float:
+    if name not in row:
+        raise TraceError(f"{where}: the field {name} is missing")
+    value = row[name]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+        raise TraceError(f"{where}: {name}={_shown(value)} must be a number from 0 on")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def survey(trace: Sequence[TraceRequest]) -> Survey:
+    """Walk all prompts through a tree of blocks."""
+    nodes: dict[tuple[int, int], int] = {}
+    partial: dict[tuple[int, int], int] = {}
+    shared, fresh, ends = 0, [], []
+    paths: list[list[int]] = []
+    for request in trace:
+        full, rest = divmod(request.input_length, BLOCK_TOKENS)
+        path, known = _walk(nodes, request.blocks[:full])
+        shared += known
+        new = (full - known) * BLOCK_TOKENS
+        if rest:
+            key = (path[-1] if path else 0, request.blocks[full])
+            new += max(0, rest - partial.get(key, 0))
+            partial[key] = max(rest, partial.get(key, 0))
+        fresh.append(new)
+        paths.append(path)
+    later: set[int] = set()
+    for path in reversed(paths):
+        ends.append(not path or path[-1] not in later)
+        later.update(path)
+    total = sum(r.input_length // BLOCK_TOKENS for r in trace)
+    return Survey(total, shared, tuple(fresh), tuple(reversed(ends)))
+
+
+def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[list[int], int]:
+    """The nodes of this path, made where they are missing, and how many were there."""
+    path, parent, known = [], 0, 0
+    for block in blocks:
+        node = nodes.get((parent, block))
+        if node is None:
+            node = nodes[parent, block] = len(nodes) + 1
+        else:
+            known += 1
+        path.append(node)
+        parent = node
+    return path, known
+
+
+def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
+    """Seconds from the start at which each request arrives. Timestamps come in ticks that several requests share:
+    those are spread evenly until the next tick. ``speed`` 0: all at once, in order."""
+    if not speed:
+        return [0.0] * len(trace)
+    times: list[float] = []
+    first = trace[0].timestamp
+    start, gap = 0, 0.0
+    while start < len(trace):
+        end = start
+        while end < len(trace) and trace[end].timestamp == trace[start].timestamp:
+            end += 1
+        gap = max(0.0, trace[end].timestamp - trace[start].timestamp) if end < len(trace) else gap
+        times += [trace[start].timestamp - first + gap * i / (end - start) for i in range(end - start)]
+        start = end
+    latest = 0.0
+    for i, at in enumerate(times):
+        latest = max(latest, at)
+        times[i] = latest / 1000.0 / speed
+    return times
+
+
+class TraceSource:
+    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so."""
+
+    def __init__(self, trace: Sequence[TraceRequest], last: Sequence[bool], *, speed: float = 0.0,
+                 hints: float = 0.0, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.total: int | None = len(trace)
+        self._trace = trace
+        self._at = arrivals(trace, speed)
+        self._ended = [end and rng.random() < hints for end in last]
+        self._next = 0
+
+    def next(self) -> Request | None:
+        number = self._next
+        if number == len(self._trace):
+            return None
+        self._next += 1
+        line = self._trace[number]
+        return Request(
+            number=number, length=line.input_length, output_length=line.output_length,
+            prompt=_prompt(line), output=_output(number, line.output_length),
+            at=self._at[number], ended=self._ended[number],
+        )
+
+    def done(self, request: Request) -> None:
+        """Requests of a trace do not wait for one another."""
+
+
+def _prompt(line: TraceRequest) -> Callable[[], Tokens]:
+    return lambda: block_tokens(line.blocks, line.input_length)
+
+
+def _output(number: int, length: int) -> Callable[[], Tokens]:
+    return lambda: stream_tokens(_OUTPUT_STREAM + number, 0, length)
