@@ -6,7 +6,7 @@ knows pools of pages and page ids; it never sees a tree, a lease or an operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Event(Protocol):
         Cancelling stops the waiting, never the work.
 
         Raises:
-            CopyFailed: that work, or earlier work of the stream, failed.
+            CopyFailed: that work failed: at least what was submitted since the stream's previous event. A device whose
+                errors are sticky goes on failing.
         """
         ...
 
@@ -45,8 +46,9 @@ class Stream(Protocol):
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Hold later work of this stream, on the device, until ``event`` is done. Does not block the caller. A failed
-        event lets the work go on: whoever awaits it learns of the failure."""
+        """Hold later work of this stream, on the device, until ``event`` is done. Does not block the caller. An event
+        that is done already, of whatever kind, holds nothing. A failed one lets the work go on: whoever awaits it
+        learns of the failure."""
         ...
 
 
@@ -69,6 +71,14 @@ class Device(Protocol):
 
     def stream(self, name: str) -> Stream:
         """A new long-lived stream."""
+        ...
+
+    def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
+        """Whether pools of these sizes (bytes by name, on either tier) fit together, before any is allocated.
+
+        Raises:
+            ConfigError: they do not; the message names the first pool that does not fit.
+        """
         ...
 
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:

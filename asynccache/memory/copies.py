@@ -1,0 +1,199 @@
+"""How a batch of page copies moves its bytes between arrays in host memory.
+
+Shared by the devices whose memory is host memory. A batch is a list of steps (a load has one per layer), a step a list
+of transfers, a transfer a list of pieces: index lists or runs of 256 KiB to 1 MiB that one numpy call copies without
+the GIL. Nothing here knows threads, events or time; pauses are yielded to whoever runs the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.errors import InvariantViolation
+from asynccache.memory.device import PageCopy
+from asynccache.memory.pools import Bytes, DevicePool, HostPool
+
+Ids = npt.NDArray[np.intp]
+Piece = tuple[Ids | slice, Ids | slice]
+
+GATHER_BYTES = 512 << 10
+"""One numpy call over an index list: it passes through a temporary, which should stay in the processor's cache."""
+DIRECT_BYTES = 256 << 10
+"""From here on a run of neighbours is worth a call of its own, which needs no temporary."""
+RUN_BYTES = 1 << 20
+"""Longer runs are cut, so that no call keeps its thread for much longer than 0.2 ms."""
+
+
+class Part(NamedTuple):
+    """A PageCopy whose ids were checked, copied and widened to what numpy indexes with."""
+
+    device: DevicePool
+    host: HostPool | None
+    src: Ids
+    dst: Ids
+
+
+class Transfer(NamedTuple):
+    """``dst[i] = src[j]`` for every piece ``(i, j)``."""
+
+    dst: Bytes
+    src: Bytes
+    pieces: Sequence[Piece]
+
+
+Step = Sequence[Transfer]
+
+
+class Hitch(NamedTuple):
+    """What goes wrong in one step: pauses (seconds) before and between its two halves, and then perhaps an error."""
+
+    before: float
+    between: float
+    fails: bool
+
+
+class InjectedFault(Exception):
+    """A device was told to fail this copy."""
+
+
+class Fires(Protocol):
+    """An event as the one who runs the batch sees it."""
+
+    def fire(self, error: Exception | None) -> None:
+        """The work has ended, with ``error`` or well. Firing twice does nothing."""
+        ...
+
+
+def device_to_host_parts(copies: Sequence[PageCopy]) -> list[Part]:
+    """Raises InvariantViolation if an id lies outside its pool."""
+    return [_checked(c, c.device.spec.device_pages, c.device.spec.host_pages) for c in copies]
+
+
+def host_to_device_parts(copies: Sequence[PageCopy]) -> list[Part]:
+    """Raises InvariantViolation if an id lies outside its pool."""
+    return [_checked(c, c.device.spec.host_pages, c.device.spec.device_pages) for c in copies]
+
+
+def device_to_device_parts(copies: Sequence[PageCopy]) -> list[Part]:
+    """Raises InvariantViolation if an id lies outside its pool."""
+    return [_checked(c, c.device.spec.device_pages, c.device.spec.device_pages) for c in copies]
+
+
+def _checked(copy: PageCopy, src_pages: int, dst_pages: int) -> Part:
+    for ids, pages in ((copy.src, src_pages), (copy.dst, dst_pages)):
+        # As unsigned numbers negative ids are huge: one pass finds both kinds of error.
+        if len(ids) and int(ids.view(np.uint32).max()) >= pages:
+            raise InvariantViolation(f"{copy.device!r}: a page id lies outside 0..{pages - 1}")
+    if len(copy.src) != len(copy.dst):
+        raise InvariantViolation(f"{copy.device!r}: {len(copy.src)} pages do not fit {len(copy.dst)} pages")
+    return Part(copy.device, copy.host, copy.src.astype(np.intp), copy.dst.astype(np.intp))
+
+
+def device_to_host_steps(parts: Sequence[Part]) -> Iterator[Step]:
+    """One step: all layers of every part."""
+    yield [t for part in parts for t in _whole_pages(part, host=_host(part).array)]
+
+
+def device_to_device_steps(parts: Sequence[Part]) -> Iterator[Step]:
+    """One step: all layers of every part."""
+    yield [t for part in parts for t in _whole_pages(part, host=None)]
+
+
+def host_to_device_steps(parts: Sequence[Part], layers: int) -> Iterator[Step]:
+    """A step per layer; a pool with fewer layers has no part in the later steps."""
+    pieces = [cut(p.src, p.dst, p.device.spec.bytes_per_page // p.device.spec.layers) for p in parts]
+    for i in range(layers):
+        yield [
+            Transfer(part.device.arrays[i], _host(part).array[:, i], at)
+            for part, at in zip(parts, pieces, strict=True)
+            if i < part.device.spec.layers
+        ]
+
+
+def _host(part: Part) -> HostPool:
+    if part.host is None:
+        raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
+    return part.host
+
+
+def _whole_pages(part: Part, host: Bytes | None) -> list[Transfer]:
+    """Device pages to the host, or to other device pages: in one transfer if the layers lie in one block."""
+    spec, stacked = part.device.spec, part.device.stacked
+    if stacked is not None:
+        at = cut(part.src, part.dst, spec.bytes_per_page)
+        return [Transfer(stacked if host is None else host, stacked, at)]
+    at = cut(part.src, part.dst, spec.bytes_per_page // spec.layers)
+    arrays = part.device.arrays
+    return [Transfer(a if host is None else host[:, i], a, at) for i, a in enumerate(arrays)]
+
+
+def cut(src: Ids, dst: Ids, row_bytes: int) -> list[Piece]:
+    """Pieces that together copy every row once: long runs of neighbours as slices, the rest as index lists."""
+    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    edges = np.concatenate(([0], ends, [len(src)]))
+    long = np.diff(edges) * row_bytes >= DIRECT_BYTES
+    if not long.any():
+        return _gathers(src, dst, row_bytes)
+    scattered = np.repeat(~long, np.diff(edges))
+    runs = [run for run, is_long in zip(pairwise(edges.tolist()), long.tolist(), strict=True) if is_long]
+    slices = [piece for a, b in runs for piece in _slices(int(src[a]), int(dst[a]), b - a, row_bytes)]
+    return slices + _gathers(src[scattered], dst[scattered], row_bytes)
+
+
+def _gathers(src: Ids, dst: Ids, row_bytes: int) -> list[Piece]:
+    rows = max(1, GATHER_BYTES // row_bytes)
+    return [(dst[i : i + rows], src[i : i + rows]) for i in range(0, len(src), rows)]
+
+
+def _slices(src: int, dst: int, count: int, row_bytes: int) -> list[Piece]:
+    rows = max(1, RUN_BYTES // row_bytes)
+    starts = range(0, count, rows)
+    sizes = [min(rows, count - i) for i in starts]
+    return [(slice(dst + i, dst + i + n), slice(src + i, src + i + n)) for i, n in zip(starts, sizes, strict=True)]
+
+
+def perform(
+    steps: Iterable[Step], hitches: Mapping[int, Hitch], events: Sequence[Fires]
+) -> Generator[float, None, Exception | None]:
+    """Run a batch, yielding each pause. ``events[i]``, if there are any, fires after step ``i``. After an error nothing
+    more is moved: the events that are left report it, and so does the result."""
+    try:
+        for i, step in enumerate(steps):
+            hitch = hitches.get(i)
+            if hitch is None:
+                move(step)
+            else:
+                yield from _move_torn(step, hitch)
+            if events:
+                events[i].fire(None)
+    except Exception as error:
+        for event in events:
+            event.fire(error)
+        return error
+    return None
+
+
+def _move_torn(step: Step, hitch: Hitch) -> Iterator[float]:
+    """In two halves with the pause between them: who reads without waiting finds half of every page."""
+    yield hitch.before
+    move([_columns(t, slice(None, t.dst.shape[-1] // 2)) for t in step])
+    yield hitch.between
+    if hitch.fails:
+        raise InjectedFault("an injected fault")
+    move([_columns(t, slice(t.dst.shape[-1] // 2, None)) for t in step])
+
+
+def _columns(transfer: Transfer, columns: slice) -> Transfer:
+    return Transfer(transfer.dst[..., columns], transfer.src[..., columns], transfer.pieces)
+
+
+def move(step: Step) -> None:
+    """Copy everything in the step."""
+    for dst, src, pieces in step:
+        for to, of in pieces:
+            dst[to] = src[of]

@@ -1,0 +1,161 @@
+"""Performs the core's moves on a device: owns the pools of every tier in memory and the streams between them.
+
+A move names a component; the mover expands it to every pool that the component's slots index, its own and sidecars,
+and skips logical ones. Nothing here knows a pool by name, a tree or a lease. It belongs to one thread, the loop's, and
+never blocks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from asynccache.errors import ConfigError
+from asynccache.memory.device import Device, Event, PageCopy, Stream
+from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
+
+if TYPE_CHECKING:
+    from asynccache.config import PoolSpec
+    from asynccache.core.plan import Move
+
+
+class NothingToDo:
+    """The event of a batch without bytes: done from the start."""
+
+    def done(self) -> bool:
+        return True
+
+    async def wait(self) -> None:
+        """Return at once; there is nothing to cancel."""
+
+
+NOTHING = NothingToDo()
+
+
+class LayerEvents(NamedTuple):
+    """A load_back, layer by layer: ``layers[i]`` is done when layers 0..i of every page are on the device."""
+
+    layers: tuple[Event, ...]
+
+    @property
+    def done(self) -> Event:
+        """Done when every layer is there."""
+        return self.layers[-1]
+
+    def wait_layer(self, stream: Stream, i: int) -> None:
+        """Hold later work of an engine's ``stream``, on the device, until layer ``i`` is there."""
+        stream.wait_event(self.layers[i])
+
+
+class Mover:
+    """The pools, by name, and the batches of copies between them."""
+
+    def __init__(
+        self,
+        device: Device,
+        pools: Sequence[PoolSpec],
+        *,
+        device_tensors: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        host_align: int = 1,
+    ) -> None:
+        """``device_tensors``: an engine's own tensors, one per layer, for the pools that it has allocated itself.
+        ``host_align``: host pages start at multiples of it (a store's direct I/O may want 4096).
+
+        Raises:
+            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then.
+        """
+        given = device_tensors or {}
+        if unknown := given.keys() - {spec.name for spec in pools}:
+            raise ConfigError(f"device_tensors: no pool is called {sorted(unknown)[0]!r}")
+        own = {spec.name: DevicePool(spec, given[spec.name]) for spec in pools if spec.name in given}
+        device.check_room(*_demands(pools, given, host_align))
+        self.device = device
+        self.layers = max(spec.layers for spec in pools)
+        self.device_pools: Mapping[str, DevicePool] = {
+            spec.name: own.get(spec.name) or DevicePool.allocate(spec, device) for spec in pools
+        }
+        self.host_pools: Mapping[str, HostPool] = {
+            spec.name: HostPool.allocate(spec, device, align=host_align) for spec in pools if spec.host_pages
+        }
+        self._moved = _by_component(pools)
+        self._backups = device.stream("backup_host")
+        self._loads = device.stream("load_back")  # clones too: one may copy what the load before it brought
+        self._fences: list[Event] = []
+        self._fences_checked = 0
+
+    def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
+        """Enqueue a backup_host: device to host, once ``after`` (the engine's writes) is done."""
+        copies = self._copies(moves)
+        if not copies:
+            return NOTHING
+        _hold(self._backups, after)
+        self.device.device_to_host(self._backups, copies)
+        return self._backups.record()
+
+    def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
+        """Enqueue a load_back: host to device, layer by layer, behind all fences and ``after``."""
+        copies = self._copies(moves)
+        if not copies:
+            return LayerEvents((NOTHING,) * self.layers)
+        _hold(self._loads, (*self._take_fences(), *after))
+        return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
+
+    def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
+        """Enqueue private copies on the device, behind all fences, ``after`` and every load before."""
+        copies = self._copies(moves)
+        if not copies:
+            return NOTHING
+        _hold(self._loads, (*self._take_fences(), *after))
+        self.device.device_to_device(self._loads, copies)
+        return self._loads.record()
+
+    def fence(self, event: Event) -> None:
+        """Have later loads and clones wait, on the device, for ``event``: an engine may still read what it released."""
+        self._fences.append(event)
+        if len(self._fences) > 2 * self._fences_checked + 16:
+            self._fences = [e for e in self._fences if not e.done()]
+            self._fences_checked = len(self._fences)
+
+    def bytes_moved(self, moves: Sequence[Move]) -> int:
+        """How many bytes these moves copy."""
+        return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))
+
+    def _take_fences(self) -> list[Event]:
+        """One stream does all loads and clones, so the first batch behind a fence holds it for every later one."""
+        fences, self._fences = self._fences, []
+        self._fences_checked = 0
+        return fences
+
+    def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
+        return [self._copy(spec.name, m) for m in moves if m.src for spec in self._moved.get(m.component, ())]
+
+    def _copy(self, name: str, move: Move) -> PageCopy:
+        src, dst = np.frombuffer(move.src, np.int32), np.frombuffer(move.dst, np.int32)
+        return PageCopy(self.device_pools[name], self.host_pools.get(name), src, dst)
+
+    def __repr__(self) -> str:
+        return f"<Mover on {self.device!r}: {', '.join(map(repr, self.device_pools))}>"
+
+
+def _hold(stream: Stream, events: Sequence[Event]) -> None:
+    for event in events:
+        stream.wait_event(event)
+
+
+def _by_component(pools: Sequence[PoolSpec]) -> dict[int, list[PoolSpec]]:
+    moved: dict[int, list[PoolSpec]] = {}
+    for spec in pools:
+        if not is_logical(spec):
+            moved.setdefault(int(spec.component), []).append(spec)
+    return moved
+
+
+def _demands(
+    pools: Sequence[PoolSpec], given: Mapping[str, Sequence[torch.Tensor]], align: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    device = {f"pool {s.name!r} on the device": s.device_pages * s.bytes_per_page for s in pools if s.name not in given}
+    host = {f"pool {s.name!r} on the host": s.host_pages * round_up(s.bytes_per_page, align) for s in pools}
+    return device, host

@@ -1,0 +1,16 @@
+"""Every device that must behave alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asynccache.memory.cpu import CpuDevice
+from asynccache.testing.simulated_device import SimulatedDevice
+
+
+@pytest.fixture(params=[CpuDevice, SimulatedDevice], ids=["cpu", "simulated"])
+def make_device(request: pytest.FixtureRequest) -> Callable[..., CpuDevice | SimulatedDevice]:
+    make: Callable[..., CpuDevice | SimulatedDevice] = request.param
+    return make

@@ -1,0 +1,53 @@
+"""Pools small enough to check byte by byte. Shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asynccache.config import PoolSpec
+from asynccache.core.plan import Move
+from asynccache.core.settings import ComponentKind, HitPolicy
+from asynccache.memory.mover import Mover
+
+
+def pool(
+    name: str = "full",
+    component: ComponentKind = ComponentKind.FULL,
+    *,
+    size: int = 64,
+    layers: int = 4,
+    device_pages: int = 32,
+    host_pages: int = 48,
+    indices_from: str | None = None,
+) -> PoolSpec:
+    return PoolSpec(
+        name=name,
+        component=component,
+        bytes_per_page=size,
+        layers=layers,
+        device_pages=device_pages,
+        host_pages=host_pages,
+        hit_policy=HitPolicy.ALL_PAGES,
+        indices_from=indices_from,
+    )
+
+
+def move(src: list[int], dst: list[int], component: ComponentKind = ComponentKind.FULL) -> Move:
+    return Move(int(component), np.array(src, "<i4").tobytes(), np.array(dst, "<i4").tobytes())
+
+
+def fill_device(mover: Mover, seed: int = 7) -> None:
+    """Every byte of every device pool is random."""
+    rng = np.random.default_rng(seed)
+    for p in mover.device_pools.values():
+        for array in p.arrays:
+            array[:] = rng.integers(0, 256, array.shape, np.uint8)
+
+
+def device_page(mover: Mover, name: str, slot: int) -> bytes:
+    """A device page as the host would hold it: layer after layer."""
+    return b"".join(array[slot].tobytes() for array in mover.device_pools[name].arrays)
+
+
+def host_page(mover: Mover, name: str, slot: int) -> bytes:
+    return bytes(mover.host_pools[name].page(slot))
