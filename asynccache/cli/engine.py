@@ -19,6 +19,7 @@ import torch
 from asynccache.cli.pattern import Pattern, Values
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
+from asynccache.memory.device import Event
 
 INLINE_BYTES = 32 << 10
 CALL_BYTES = 1 << 20
@@ -30,7 +31,13 @@ Ids = npt.NDArray[np.int32]
 class Layers(Protocol):
     """A pool on the device."""
 
-    def layer(self, index: int) -> torch.Tensor: ...
+    def layer(self, i: int) -> torch.Tensor: ...
+
+
+class Gate(Event, Protocol):
+    """An event of the device that whoever holds it fires, from any thread."""
+
+    def open(self) -> None: ...
 
 
 class Piece(NamedTuple):
@@ -50,35 +57,11 @@ class Verdict(NamedTuple):
     what: tuple[str, ...] = ()
 
 
-class Work:
-    """Work in flight. It is an ``Event`` to the cache: done when the threads have let go of the pages."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether the work has ended, well or not, or will never begin."""
-        return self._future.done()
-
-    async def wait(self) -> None:
-        """Return when it is done. Cancelling stops the waiting, never the work."""
-        if self._future.done():
-            return
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-        self._future.add_done_callback(lambda _: loop.call_soon_threadsafe(_settle, ended))
-        await ended
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 class Engine:
     """Owns the threads and the patterns. One per cache, closed with it."""
 
-    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers]) -> None:
+    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate]) -> None:
+        self._gate = gate
         self._threads = ThreadPoolExecutor(THREADS, "engine")
         self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}
         for spec in specs:
@@ -93,8 +76,12 @@ class Engine:
         """Wait for the work in flight."""
         self._threads.shutdown()
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        return self._threads.submit(job)
+    def submit(self, job: Callable[[], None]) -> tuple[Future[None], Event]:
+        """Start a job; the event fires when the threads have let go of its pages, also if it never begins."""
+        gate = self._gate()
+        future = self._threads.submit(job)
+        future.add_done_callback(lambda _: gate.open())
+        return future, gate
 
     def size(self, pieces: Sequence[Piece]) -> int:
         """Bytes that a job over these pieces touches."""
@@ -119,11 +106,11 @@ class Engine:
 
 
 class Lane:
-    """The work of one request, one job at a time. ``work`` is the last one, for whoever gives the pages back."""
+    """The work of one request, one job at a time. ``work`` ends with the last one, for whoever gives the pages back."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.work: Work | None = None
+        self.work: Event | None = None
 
     async def write(self, pieces: Sequence[Piece]) -> None:
         """Fill these pages. Cancelling leaves the job running: ``work`` tells when it is over."""
@@ -139,8 +126,7 @@ class Lane:
         if self._engine.size(pieces) <= INLINE_BYTES:
             job()
             return
-        future = self._engine.submit(job)
-        self.work = Work(future)
+        future, self.work = self._engine.submit(job)
         await asyncio.wrap_future(future)
 
 

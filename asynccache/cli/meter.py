@@ -110,15 +110,3 @@ def _open_schedstat() -> int | None:
 def peak_rss() -> int:
     """The largest resident size of the process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

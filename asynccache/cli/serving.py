@@ -92,7 +92,8 @@ class Server:
     def _prefetch(self, request: Request, text: Text) -> PrefetchHandle | None:
         if not self._prefetches:
             return None
-        return self._cache.prefetch(text.tokens[: text.prompt], extra_key=request.extra_key)
+        handle: PrefetchHandle = self._cache.prefetch(text.tokens[: text.prompt], extra_key=request.extra_key)
+        return handle
 
     async def _enter(self, request: Request, text: Text, handle: PrefetchHandle | None) -> None:
         """Enter again, with a new match, when a load has failed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import aiofiles
@@ -20,6 +21,7 @@ from asynccache.errors import AsyncCacheError
 
 _FIELDS = ("timestamp", "input_length", "output_length")
 _OUTPUT_STREAM = 1 << 48
+_READ_BYTES = 1 << 20
 
 
 class TraceError(AsyncCacheError, ValueError):
@@ -56,21 +58,24 @@ async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
         TraceError: the file cannot be read, is empty, or has a malformed line.
     """
     requests: list[TraceRequest] = []
+    number = 0
     try:
         async with aiofiles.open(path, encoding="utf-8") as file:
-            number = 0
-            while (limit is None or len(requests) < limit) and (lines := await file.readlines(1 << 20)):
-                for line in lines:
-                    number += 1
-                    if line.strip():
-                        requests.append(parse_line(line, f"{path}:{number}"))
+            while (limit is None or len(requests) < limit) and (lines := await file.readlines(_READ_BYTES)):
+                requests += _parse_lines(lines, path, number, None if limit is None else limit - len(requests))
+                number += len(lines)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise TraceError(f"cannot read the trace {path}: it is not UTF-8 text") from None
     if not requests:
         raise TraceError(f"the trace {path} has no requests")
-    return requests[:limit]
+    return requests
+
+
+def _parse_lines(lines: Sequence[str], path: str, before: int, limit: int | None) -> list[TraceRequest]:
+    numbered = ((number, line) for number, line in enumerate(lines, before + 1) if line.strip())
+    return [parse_line(line, f"{path}:{number}") for number, line in islice(numbered, limit)]
 
 
 def parse_line(line: str, where: str) -> TraceRequest:

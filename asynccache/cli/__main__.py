@@ -1,0 +1,7 @@
+"""``python -m asynccache.cli``: the command where it is not on the path."""
+
+import sys
+
+from asynccache.cli.main import main
+
+sys.exit(main())

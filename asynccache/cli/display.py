@@ -1,0 +1,172 @@
+"""What is to be seen while a run lasts: a live panel on a terminal, a line now and then anywhere else.
+
+Everything goes to standard error, so ``--json -`` stays clean. The panel is drawn from a snapshot in a thread: the
+loop, whose lateness is being measured, does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
+
+from asynccache.cli.text import bar, milliseconds, number, percent, size
+from asynccache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+_PANEL_EVERY, _LINE_EVERY = 0.5, 10.0
+
+
+class Snapshot(NamedTuple):
+    """A run at one moment. ``progress``: the share of it that is done, None where nobody knows. ``tiers``: name and
+    share of the pages in use. ``stages``: name, bytes moved so far and operations in flight."""
+
+    title: str
+    clock: str
+    progress: float | None
+    served: int
+    running: int
+    cancelled: int
+    failed: int
+    rate: float
+    tokens: int
+    hits: tuple[int, int, int]
+    verified: int
+    mismatches: int
+    tiers: tuple[tuple[str, float], ...]
+    stages: tuple[tuple[str, float], ...]
+    lag: tuple[float, float]
+    memory: int
+    note: str
+
+
+class Display(Protocol):
+    """Shows snapshots until it is cancelled."""
+
+    async def show(self, take: Callable[[], Snapshot]) -> None: ...
+
+
+def choose(quiet: bool, stream: TextIO | None = None) -> Display:
+    """The display that fits: none, a panel, or lines where there is no terminal.
+
+    Raises:
+        ConfigError: a panel is due and rich is not installed.
+    """
+    stream = stream or sys.stderr
+    if quiet:
+        return Silence()
+    if not stream.isatty():
+        return Lines(stream)
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise ConfigError("the live display needs rich: pip install 'asynccache[cli]', or use --quiet") from None
+    return Panel(Console(file=stream))
+
+
+class Silence:
+    """Shows nothing."""
+
+    async def show(self, take: Callable[[], Snapshot]) -> None:
+        """Return at once."""
+
+
+class Lines:
+    """One line every few seconds, for logs."""
+
+    def __init__(self, stream: TextIO, every: float = _LINE_EVERY) -> None:
+        self._stream = stream
+        self._every = every
+
+    async def show(self, take: Callable[[], Snapshot]) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._every)
+            self._stream.write(line(take()) + "\n")
+            self._stream.flush()
+
+
+class Panel:
+    """A panel that is redrawn in place."""
+
+    def __init__(self, console: Console, every: float = _PANEL_EVERY) -> None:
+        self._console = console
+        self._every = every
+
+    async def show(self, take: Callable[[], Snapshot]) -> None:
+        """Until it is cancelled; the panel goes and leaves its place to the summary."""
+        from rich.live import Live
+
+        live = Live(console=self._console, auto_refresh=False, transient=True)
+        loop = asyncio.get_running_loop()
+        drawing: asyncio.Future[None] | None = None
+        with live:
+            try:
+                while True:
+                    drawing = loop.run_in_executor(None, _draw, live, take())
+                    await drawing
+                    await asyncio.sleep(self._every)
+            finally:
+                if drawing is not None and not drawing.done():
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([drawing])
+
+
+def _draw(live: Live, now: Snapshot) -> None:
+    live.update(panel(now), refresh=True)
+
+
+def line(now: Snapshot) -> str:
+    """A snapshot on one line."""
+    share = "" if now.progress is None else f" {100 * now.progress:3.0f} %"
+    return (f"{now.clock}{share} · {number(now.served)} served · {now.running} running · {now.rate:.1f}/s · "
+            f"hits {percent(sum(now.hits), now.tokens)} · {number(now.verified)} pages verified · "
+            f"{now.mismatches} wrong · lag p99 {milliseconds(now.lag[0])}")
+
+
+def panel(now: Snapshot) -> RenderableType:
+    """A snapshot as a block of at most 80 columns."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Table.grid(expand=True)
+    head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    head.add_column(justify="right", no_wrap=True)
+    head.add_row(Text(now.title, style="bold"), now.clock)
+    body = Table.grid(padding=(0, 2))
+    body.add_column(style="dim", no_wrap=True)
+    body.add_column(no_wrap=True, overflow="ellipsis")
+    for name, text in rows(now):
+        body.add_row(name, text)
+    parts: list[RenderableType] = [head]
+    if now.progress is not None:
+        parts.append(ProgressBar(total=1.0, completed=now.progress))
+    parts.append(body)
+    if now.note:
+        parts.append(Text(now.note, style="yellow"))
+    return Group(*parts)
+
+
+def rows(now: Snapshot) -> list[tuple[str, str]]:
+    """Name and text of each line of the panel."""
+    tiers = "   ".join(f"{name} {bar(share, 8):<8} {100 * share:3.0f} %" for name, share in now.tiers)
+    moves = " · ".join(f"{name} {size(rate)}/s" for name, rate in now.stages)
+    wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
+    return [
+        ("requests", f"{number(now.served)} served · {now.running} running · {number(now.cancelled)} cancelled · "
+                     f"{number(now.failed)} failed · {now.rate:.1f}/s"),
+        ("hits", f"{percent(sum(now.hits), now.tokens)}: " + " · ".join(
+            f"{name} {percent(tokens, now.tokens)}"
+            for name, tokens in zip(("device", "host", "storage"), now.hits, strict=True))),
+        ("in use", tiers),
+        ("moving", moves),
+        ("verified", f"{number(now.verified)} pages, {wrong}"),
+        ("loop lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])} · memory {size(now.memory)}"),
+    ]

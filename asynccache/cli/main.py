@@ -1,0 +1,109 @@
+"""The command ``asynccache``: finds out what is wanted, and says in a sentence what cannot be done.
+
+Exit status: 0 all was well, 1 something was wrong with the cache or the run, 2 the input could not be used,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Literal, NoReturn
+
+from asynccache import __version__
+from asynccache.cli.options import add_arguments, settle, suggest
+from asynccache.errors import AsyncCacheError
+
+BENCHES = {
+    "store": "the storage tier: CPU and bandwidth per page",
+    "tree": "the core: time and memory per operation",
+    "runtime": "what an await adds to a call of the core",
+}
+_COMMANDS: dict[Literal["replay", "stress"], str] = {
+    "replay": "serve the requests of a recorded trace, and verify every page",
+    "stress": "serve made-up conversations, with faults and cancellations if wanted, and verify every page",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers what it cannot use with one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        words = self.prog.split()
+        hint = ""
+        if message.startswith("unrecognized arguments: -") and words[-1] in _COMMANDS:
+            hint = suggest(words[-1], message.split()[2])
+        self.exit(2, f"{self.prog}: {message}{hint}\n{self.prog} --help lists what there is\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except AsyncCacheError as error:
+        print(f"asynccache: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["bench"]:
+        return _bench(arguments[1:])
+    if arguments[:1] and arguments[0] in _COMMANDS:
+        return _run(arguments)
+    _parser().parse_args(arguments or ["--help"])
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
+    parser.add_argument("--version", action="version", version=f"asynccache {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, text in _COMMANDS.items():
+        _fill(commands.add_parser(name, help=text, description=text), name)
+    commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
+    return parser
+
+
+def _fill(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "replay":
+        parser.add_argument("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
+    add_arguments(parser, command)
+
+
+def _run(arguments: list[str]) -> int:
+    name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
+    parser = _Parser(prog=f"asynccache {name}", description=_COMMANDS[name] + ".")
+    _fill(parser, name)
+    settings = settle(name, vars(parser.parse_args(arguments[1:])))
+    from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
+
+    return execute(settings)
+
+
+def _bench(arguments: list[str]) -> int:
+    """Each benchmark is a module of its own, imported when it is asked for."""
+    parser = _Parser(prog="asynccache bench", description="Measure a part of the cache.")
+    parser.add_argument("bench", choices=list(BENCHES), metavar="|".join(BENCHES),
+                        help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
+    chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
+    module: Any = import_module(f"asynccache.cli.bench_{chosen}")
+    own = _Parser(prog=f"asynccache bench {chosen}", description=BENCHES[chosen] + ".", conflict_handler="resolve")
+    own.add_argument("--json", metavar="PATH|-", default="-", help="where the figures go (default: -)")
+    module.add_arguments(own)
+    options = own.parse_args(arguments[1:])
+    from asynccache.cli.report import dump
+
+    dump(module.run(options), options.json or "-")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

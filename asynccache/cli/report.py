@@ -1,0 +1,89 @@
+"""The report of a run as plain values: what ``--json`` writes, and what the summary is made from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asynccache.cli.meter import Meter, Spread, peak_rss, spread
+from asynccache.cli.options import Settings
+from asynccache.cli.tally import Tally
+from asynccache.errors import ConfigError
+
+Report = dict[str, Any]
+
+
+class Leaks(NamedTuple):
+    """What is left when nothing should be."""
+
+    device_pages: int
+    host_pages: int
+    pins: int
+    tasks: int
+
+
+def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
+    """``cache``: what the cache says about itself (``stages``, ``evicted``, ``lost_pages``, ...), as plain values."""
+    report: Report = {
+        "command": settings.command,
+        "ok": not tally.problems,
+        "problems": list(tally.problems),
+        "requests": tally.requests,
+        "served": tally.served,
+        "cancelled": tally.cancelled,
+        "failed": tally.failed,
+        "entered_again": tally.entered_again,
+        "cut_short": tally.cut_short,
+        "tokens": {
+            "total": tally.tokens,
+            "hit": {"device": tally.device, "host": tally.host, "storage": tally.storage},
+            "output": tally.output_tokens,
+        },
+        "hit_ratio": tally.ratio(),
+        "verify": {"pages": tally.verified, "mismatches": tally.mismatches},
+        "leaks": leaks._asdict(),
+        "wait_ms": _spread(spread(tally.waits, 1e3)),
+        "wait_mean_ms": _mean(tally.waits),
+        "ttft_ms": _spread(spread(tally.first_token, 1e3)),
+        "ttft_without_cache_ms": _spread(spread(tally.first_token_without, 1e3)),
+        "ttft_mean_ms": _mean(tally.first_token),
+        "ttft_without_cache_mean_ms": _mean(tally.first_token_without),
+        "loop_lag_ms": _spread(meter.lag_ms()),
+        "run_queue_ms": _spread(meter.run_queue_ms()),
+        "elapsed_s": round(meter.elapsed(), 3),
+        "cpu_s": round(meter.cpu(), 3),
+        "rss_bytes": peak_rss(),
+        **cache,
+        "settings": settings.report(),
+    }
+    if settings.command == "replay":
+        report["blocks"] = {"total": tally.blocks, "hit": tally.blocks_hit}
+    return report
+
+
+def _spread(values: Spread) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in values._asdict().items()}
+
+
+def _mean(samples: Sequence[float]) -> float:
+    return round(sum(samples) / len(samples) * 1e3, 4) if samples else 0.0
+
+
+def dump(report: Mapping[str, Any], path: str) -> None:
+    """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(report, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--json={path}: cannot be written: {error.strerror or error}") from None

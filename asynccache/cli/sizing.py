@@ -1,0 +1,89 @@
+"""From settings to a cache configuration: how many pages ``all`` means, and what SWA and MAMBA get beside FULL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.cli.options import Settings, Size
+from asynccache.cli.trace import Survey, TraceRequest
+from asynccache.config import CacheConfig, Component, Full, Mamba, SlidingWindow
+from asynccache.errors import ConfigError
+
+MODEL = "asynccache-stand-in"
+_TOKENS_PER_STATE = 512
+_STATES_PER_REQUEST = 4
+
+
+def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Survey | None = None) -> CacheConfig:
+    """The configuration of a run.
+
+    Raises:
+        ConfigError: the settings do not fit together; the message names the field and the value.
+    """
+    needed = 0 if survey is None else tokens_needed(settings, trace, survey)
+    device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
+    components: list[Component] = [Full(
+        bytes_per_token=settings.bytes_per_token, layers=settings.layers, device_tokens=device, host_tokens=host,
+    )]
+    if "swa" in settings.components:
+        components.append(SlidingWindow(
+            window=settings.window, bytes_per_token=settings.bytes_per_token, layers=settings.layers,
+            device_tokens=_swa(settings, settings.device_tokens, device),
+            host_tokens=_swa(settings, settings.host_tokens, host),
+        ))
+    if "mamba" in settings.components:
+        components.append(Mamba(
+            state_bytes=settings.mamba_bytes, layers=settings.layers,
+            device_states=_states(settings, settings.device_tokens, device, len(trace)),
+            host_states=_states(settings, settings.host_tokens, host, len(trace)) if host else 0,
+        ))
+    return CacheConfig(
+        model=MODEL, components=tuple(components), page_size=settings.page_size, storage=settings.storage,
+        write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy, eviction=settings.eviction,
+        freeze_gc=True,
+    )
+
+
+def tokens_needed(settings: Settings, trace: Sequence[TraceRequest], survey: Survey) -> int:
+    """Room for every page of the trace and for the requests that run: pages that no earlier prompt has, one more
+    where a prompt leaves a path inside a page, outputs if they are kept."""
+    page = settings.page_size
+    kept = sum(-(-fresh // page) + 1 for fresh in survey.fresh_tokens)
+    if settings.insert_outputs:
+        kept += sum(-(-min(r.output_length, settings.decode_tokens) // page) + 1 for r in trace)
+    longest = max(r.input_length for r in trace) + settings.decode_tokens
+    running = settings.concurrency * (-(-longest // page) + 3)
+    return (kept + running) * page
+
+
+def _tokens(settings: Settings, size: Size, needed: int) -> int:
+    return needed if size == "all" else size
+
+
+def _swa(settings: Settings, size: Size, tokens: int) -> int:
+    if size == "all" or not tokens:
+        return tokens
+    return max(1, int(tokens * settings.swa_ratio) // settings.page_size) * settings.page_size
+
+
+def _states(settings: Settings, size: Size, tokens: int, requests: int) -> int:
+    running = settings.concurrency * _STATES_PER_REQUEST
+    return running + (2 * requests if size == "all" else tokens // _TOKENS_PER_STATE)
+
+
+def check_fits(settings: Settings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
+    """Refuse a trace whose longest request can never fit in L1.
+
+    Raises:
+        ConfigError: names the request's length and the room.
+    """
+    full = config.components[0]
+    assert isinstance(full, Full)
+    number, longest = max(enumerate(trace, start=1), key=lambda item: item[1].input_length)
+    output = min(longest.output_length, settings.decode_tokens)
+    needed = longest.input_length + output + 2 * settings.page_size
+    if needed > full.device_tokens:
+        raise ConfigError(
+            f"--device-tokens={full.device_tokens}: request {number} of the trace has {longest.input_length} prompt "
+            f"tokens and decodes {output}: at least {needed} are needed"
+        )

@@ -1,0 +1,119 @@
+"""The end of a run on one screen of 80 columns: the verdict first, then where hits came from, then what it cost.
+
+Made from the report alone, so the text says nothing that the JSON does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asynccache.cli.report import Report
+from asynccache.cli.text import bar, milliseconds, number, percent, size
+
+_ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+_GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
+
+
+def summary(report: Report, *, color: bool = False) -> str:
+    """The text, with ANSI colours or without."""
+    lines = [*_verdict(report), "", *_hits(report), "", *_first_token(report), "", *_moved(report), "",
+             *_rest(report)]
+    text = "\n".join(lines)
+    return text if color else _without_color(text)
+
+
+def _without_color(text: str) -> str:
+    for code in (_GREEN, _RED, _BOLD, _DIM, _PLAIN):
+        text = text.replace(code, "")
+    return text
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    verify, elapsed = report["verify"], report["elapsed_s"]
+    rate = report["served"] / elapsed if elapsed else 0.0
+    word = f"{_GREEN}OK{_PLAIN}" if report["ok"] else f"{_RED}NOT OK{_PLAIN}"
+    yield (f"{_BOLD}{report['command']}{_PLAIN} {word}: {number(report['served'])} requests served in {elapsed:.1f} s "
+           f"({rate:.1f}/s), {number(verify['pages'])} pages verified")
+    for problem in report["problems"]:
+        yield f"  {_RED}✗{_PLAIN} {problem}"
+
+
+def _hits(report: Report) -> Iterator[str]:
+    total, hit = report["tokens"]["total"], report["tokens"]["hit"]
+    yield _title(f"Hits: {percent(sum(hit.values()), total)} of {number(total)} prompt tokens")
+    computed = total - sum(hit.values())
+    for name, tokens in (("L1 device", hit["device"]), ("L2 host", hit["host"]), ("L3 storage", hit["storage"]),
+                         ("computed", computed)):
+        share = tokens / total if total else 0.0
+        yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}"
+    if "blocks" in report:
+        blocks = report["blocks"]
+        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} full blocks of 512 tokens "
+               f"({_ratio(blocks['hit'], blocks['total'])}); the trace allows "
+               f"{_ratio(blocks['shared'], blocks['total'])}")
+
+
+def _ratio(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0.0:.4f}"
+
+
+def _first_token(report: Report) -> Iterator[str]:
+    rate = report["settings"]["prefill_tokens_per_s"]
+    yield _title(f"Time to first token: wait for pages + prefill at {number(rate)} tokens/s (modelled)")
+    yield f"  {_DIM}{'':<16}{'mean':>10}{'p50':>10}{'p99':>10}{'max':>10}{_PLAIN}"
+    with_cache, without = report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]
+    times = f"   {without / with_cache:.1f}x sooner" if with_cache else ""
+    yield _times("with cache", report["ttft_ms"], with_cache) + times
+    yield _times("without cache", report["ttft_without_cache_ms"], without)
+    yield _times("of it waiting", report["wait_ms"], report["wait_mean_ms"])
+
+
+def _times(name: str, spread: dict[str, float], mean: float) -> str:
+    cells = "".join(f"{milliseconds(v):>10}" for v in (mean, spread["p50"], spread["p99"], spread["max"]))
+    return f"  {name:<16}{cells}"
+
+
+def _moved(report: Report) -> Iterator[str]:
+    yield _title("Moved")
+    yield (f"  {_DIM}{'':<21}{'ops':>8}{'tokens':>12}{'bytes':>10}{'rate':>12}{'p50':>8}{'p99':>8}"
+           f"{_PLAIN}").rstrip()
+    elapsed = report["elapsed_s"] or 1.0
+    for name, stage in report["stages"].items():
+        yield _stage(name, stage, elapsed)
+        if stage["errors"]:
+            yield f"  {'':<21}{_RED}{number(stage['errors'])} errors{_PLAIN}"
+
+
+def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
+    latency = stage["latency_ms"]
+    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>8}{number(stage['tokens']):>12}"
+            f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>12}"
+            f"{_short(latency['p50']):>8}{_short(latency['p99']):>8}")
+
+
+def _short(value: float) -> str:
+    return milliseconds(value).replace(" ", "")
+
+
+def _rest(report: Report) -> Iterator[str]:
+    lag, leaks = report["loop_lag_ms"], report["leaks"]
+    yield _row("requests", f"{number(report['requests'])} arrived · {number(report['cancelled'])} cancelled · "
+               f"{number(report['failed'])} failed")
+    yield _row("", f"{number(report['entered_again'])} entered again after a failed load")
+    evicted = " · ".join(f"{name} {number(pages)}" for name, pages in report["evicted"].items())
+    yield _row("evicted", f"{evicted or 'nothing'} · lost for good {number(report['lost_pages'])}")
+    yield _row("left behind", "nothing" if not any(leaks.values()) else
+               ", ".join(f"{number(count)} {name.replace('_', ' ')}" for name, count in leaks.items() if count))
+    yield _row("loop lag", f"p50 {milliseconds(lag['p50'])} · p99 {milliseconds(lag['p99'])} · "
+               f"p99.9 {milliseconds(lag['p999'])} · max {milliseconds(lag['max'])}")
+    yield _row("", f"waiting for a core: p99.9 {milliseconds(report['run_queue_ms']['p999'])}")
+    yield _row("process", f"{report['cpu_s']:.1f} s of CPU · {size(report['rss_bytes'])} of memory at most")
+
+
+def _row(name: str, text: str) -> str:
+    return f"{_BOLD}{name:<12}{_PLAIN} {text}"
+
+
+def _title(text: str) -> str:
+    return f"{_BOLD}{text}{_PLAIN}"

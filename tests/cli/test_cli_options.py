@@ -1,0 +1,122 @@
+"""Options: what wins over what, and that everything unusable is refused by name before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from asynccache.cli.main import main
+from asynccache.cli.options import OPTIONS, Settings, add_arguments, settle, suggest
+from asynccache.core.settings import PrefetchPolicy, WritePolicy
+from asynccache.errors import ConfigError
+
+
+def stress(*arguments: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, "stress")
+    return settle("stress", vars(parser.parse_args(arguments)))
+
+
+def replay(*arguments: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trace")
+    add_arguments(parser, "replay")
+    return settle("replay", vars(parser.parse_args(["t.jsonl", *arguments])))
+
+
+def test_values_arrive_in_their_types() -> None:
+    settings = replay("--components", "full,swa,mamba", "--device-tokens", "all", "--host-tokens", "none",
+                      "--insert-outputs", "--write-policy", "write_back", "--speed", "2", "--storage", "none")
+    assert settings.components == ("full", "swa", "mamba")
+    assert (settings.device_tokens, settings.host_tokens) == ("all", 0)
+    assert settings.insert_outputs
+    assert settings.write_policy is WritePolicy.WRITE_BACK
+    assert settings.speed == 2.0
+    assert settings.storage is None
+    assert settings.trace == "t.jsonl"
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('page-size = 32\nconcurrency = 3\nlayers = 2\ncomponents = ["full", "swa"]\n'
+                    '[stress]\nconcurrency = 4\nquiet = true\nprefetch_policy = "best_effort"\n[replay]\nlimit = 1\n')
+    settings = stress("--config", str(file), "--page-size", "64")
+    assert (settings.page_size, settings.concurrency, settings.layers) == (64, 4, 2)
+    assert settings.components == ("full", "swa")
+    assert settings.prefetch_policy is PrefetchPolicy.BEST_EFFORT
+    assert settings.quiet
+    assert settings.bytes_per_token == stress().bytes_per_token
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("page-sise = 16", r"stress has no setting 'page-sise'; did you mean 'page-size'\?"),
+    ("limit = 3", "stress has no setting 'limit'"),
+    ("page_size = 0", "page_size=0: must be at least 1"),
+    ("page_size = 1.5", "page_size=1.5: must be an integer"),
+    ("page_size = true", "page_size=True must be a number or a string"),
+    ("quiet = 1", "quiet=1 must be true or false"),
+    ("stress = 1", "stress must be a table"),
+    ("= 3", "not TOML"),
+])
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        stress("--config", str(file))
+    assert "run.toml" in str(caught.value)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--config=/no/such\.toml: cannot be read: No such file"):
+        stress("--config", "/no/such.toml")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--window", "0"], "--window=0: must be at least 1"),
+    (["--page-size", "x"], "--page-size=x: must be an integer"),
+    (["--cancel-rate", "1.5"], "--cancel-rate=1.5: must be a share between 0 and 1"),
+    (["--faults", "nan"], "--faults=nan: must be a share"),
+    (["--duration", "0"], "--duration=0: must be a number above 0"),
+    (["--components", "full,sva"], "'sva' is no component: one of full, swa, mamba; did you mean 'swa'"),
+    (["--components", "swa"], "must be full, then at most swa and mamba"),
+    (["--components", "full,full"], "each once"),
+    (["--write-policy", "write_trough"], "did you mean 'write_through'"),
+    (["--eviction", "fifo"], "--eviction=fifo: must be one of lru"),
+    (["--storage", "disk"], "--storage=disk: must be 'none' or a URL"),
+    (["--host-tokens", "none", "--storage", "memory:"], "--storage=memory: needs a host tier"),
+    (["--device-tokens", "all"], "--device-tokens=all works with replay only"),
+    (["--device-tokens", "none"], "--device-tokens=none: must be a number of tokens from 1 on"),
+    (["--loop", "trio"], "--loop=trio: must be one of uvloop, asyncio"),
+])
+def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stress(*arguments)
+    assert message in str(caught.value)
+
+
+def test_every_option_of_a_command_is_a_setting() -> None:
+    names = set(Settings.__dataclass_fields__)
+    assert {o.field for o in OPTIONS} == names - {"command", "trace"}
+
+
+def test_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suggest("stress", "--page-sise=3") == "; did you mean '--page-size'?"
+    with pytest.raises(SystemExit) as caught:
+        main(["stress", "--conkurrency", "3"])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert "did you mean '--concurrency'?" in error
+    assert "Traceback" not in error
+
+
+def test_bad_input_ends_with_2_and_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["stress", "--window", "0", "--quiet"]) == 2
+    assert capsys.readouterr().err == "asynccache: --window=0: must be at least 1\n"
+
+
+def test_settings_are_reported_as_plain_values() -> None:
+    values = stress("--write-policy", "write_back").report()
+    assert values["write_policy"] == "write_back"
+    assert values["page_size"] == 16

@@ -1,0 +1,171 @@
+"""The trace: what is read, what is refused and how, and what the trace implies without a cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asynccache.cli.request import BLOCK_TOKENS
+from asynccache.cli.tokens import block_tokens, stream_tokens
+from asynccache.cli.trace import TraceError, TraceRequest, TraceSource, arrivals, parse_line, read_trace, survey
+
+REAL = os.environ.get("ASYNCCACHE_TRACE", "")
+
+GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
+
+
+def made_trace(path: Path, *, conversations: int = 30, seed: int = 5) -> Path:
+    """A trace of conversations that share a first block and grow, interleaved."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 1 << 20))
+    state = [([0], rng.randint(1, 400)) for _ in range(conversations)]
+    lines = []
+    for at in range(conversations * 5):
+        who = rng.randrange(conversations)
+        blocks = state[who][0] + [next(fresh) for _ in range(rng.randint(1, 6))]
+        rest = rng.randint(1, BLOCK_TOKENS - 1)
+        state[who] = (blocks, rest)
+        lines.append({"timestamp": at // 4 * 3000, "input_length": len(blocks) * BLOCK_TOKENS + rest,
+                      "output_length": rng.randint(1, 90), "hash_ids": [*blocks, next(fresh)]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return path
+
+
+def rows_of(path: str | Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def implied(rows: list[dict[str, object]]) -> tuple[int, int]:
+    """Shared and all full blocks, worked out with nothing but dicts."""
+    tree: dict[int, object] = {}
+    shared = total = 0
+    for row in rows:
+        blocks, length = row["hash_ids"], row["input_length"]
+        assert isinstance(blocks, list)
+        assert isinstance(length, int)
+        node = tree
+        for block in blocks[: length // 512]:
+            total += 1
+            shared += block in node
+            node = node.setdefault(block, {})  # type: ignore[assignment]
+    return shared, total
+
+
+@pytest.mark.asyncio
+@pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
+async def test_the_real_trace_implies_what_is_published() -> None:
+    assert implied(rows_of(REAL)) == (105_592, 276_491)
+    found = survey(await read_trace(REAL))
+    assert (found.shared_blocks, found.full_blocks) == (105_592, 276_491)
+
+
+@pytest.mark.asyncio
+async def test_survey_agrees_with_dicts_of_blocks(tmp_path: Path) -> None:
+    path = made_trace(tmp_path / "trace.jsonl")
+    found = survey(await read_trace(str(path)))
+    assert (found.shared_blocks, found.full_blocks) == implied(rows_of(path))
+    assert 0 < found.shared_blocks < found.full_blocks
+
+
+def test_survey_finds_the_last_request_of_a_conversation() -> None:
+    rows = [(1, 2), (5, 6), (1, 2, 3), (5, 7)]
+    trace = [TraceRequest(0, len(blocks) * 512, 1, blocks) for blocks in rows]
+    assert survey(trace).last == (False, True, True, True)
+
+
+def test_fresh_tokens_count_a_partial_block_once() -> None:
+    trace = [TraceRequest(0, 512 + 100, 1, (1, 2)), TraceRequest(0, 512 + 300, 1, (1, 2)), TraceRequest(0, 40, 1, (9,))]
+    assert survey(trace).fresh_tokens == (612, 200, 40)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"input_length": 0}, "input_length=0 must be an integer from 1 on"),
+    ({"input_length": "x"}, "input_length='x' must be a number"),
+    ({"input_length": True}, "input_length=True must be a number"),
+    ({"output_length": -1}, "output_length=-1 must be a number from 0 on"),
+    ({"output_length": 1.5}, "output_length=1.5 must be an integer"),
+    ({"timestamp": None}, "timestamp=None must be a number"),
+    ({"hash_ids": [3]}, "hash_ids has 1 blocks, but input_length=600 makes 2 of 512 tokens"),
+    ({"hash_ids": [3, "4"]}, "hash_ids=[3, '4'] must be a list of integers"),
+    ({"hash_ids": [3, -4]}, "must be a list of integers from 0 on"),
+    ({"hash_ids": 7}, "hash_ids=7 must be a list"),
+])
+def test_a_bad_field_is_named_with_its_value(change: dict[str, object], message: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        parse_line(json.dumps({**GOOD, **change}), "t.jsonl:9")
+    assert str(caught.value).startswith("t.jsonl:9: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "message"), [("{", "not a JSON object"), ("[1]", "not a JSON object but [1]"),
+                                               ('{"timestamp": 1}', "the field input_length is missing")])
+def test_a_line_that_is_no_request_is_refused(line: str, message: str) -> None:
+    with pytest.raises(TraceError, match="t:1") as caught:
+        parse_line(line, "t:1")
+    assert message in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_the_line_number_counts_empty_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n" + "nonsense\n")
+    with pytest.raises(TraceError, match=r"t\.jsonl:3: not a JSON object"):
+        await read_trace(str(path))
+    assert len(await read_trace(str(path), limit=1)) == 1, "lines behind the limit do not matter"
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"cannot read the trace .*: No such file or directory"):
+        await read_trace(str(tmp_path / "nothing"))
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        await read_trace(str(tmp_path))
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(TraceError, match="has no requests"):
+        await read_trace(str(tmp_path / "empty"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TraceError, match="not UTF-8"):
+        await read_trace(str(tmp_path / "binary"))
+
+
+def test_requests_of_one_tick_are_spread_until_the_next() -> None:
+    trace = [TraceRequest(at, 1, 1, (0,)) for at in (0, 0, 0, 3000, 6000, 6000)]
+    assert arrivals(trace, 1.0) == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
+    assert arrivals(trace, 2.0) == [0.0, 0.5, 1.0, 1.5, 3.0, 3.75]
+    assert arrivals(trace, 0.0) == [0.0] * 6
+
+
+def test_time_never_runs_back() -> None:
+    times = arrivals([TraceRequest(at, 1, 1, (0,)) for at in (0, 3000, 1000, 9000)], 1.0)
+    assert times == sorted(times)
+
+
+def test_hints_are_given_to_last_requests_only() -> None:
+    trace = [TraceRequest(0, 512, 1, (i,)) for i in range(200)]
+    last = [i % 2 == 0 for i in range(200)]
+    source = TraceSource(trace, last, hints=0.5, seed=1)
+    ended = [request.ended for _ in range(200) if (request := source.next()) is not None]
+    assert source.next() is None
+    assert not any(ended[1::2])
+    assert 20 < sum(ended) < 80
+
+
+def test_equal_blocks_are_equal_tokens_and_a_part_is_a_prefix() -> None:
+    one, other = block_tokens([7, 8], 1024), block_tokens([9, 8], 600)
+    assert one.dtype == np.int32
+    assert one.min() >= 0
+    assert np.array_equal(one[512:600], other[512:])
+    assert not np.array_equal(one[:512], other[:512])
+    assert np.array_equal(block_tokens([7], 100), one[:100])
+    assert len(np.unique(block_tokens(range(200), 200 * 512))) > 0.99 * 200 * 512
+
+
+def test_a_stream_continues_where_it_stopped() -> None:
+    whole = stream_tokens(5, 0, 100)
+    assert np.array_equal(whole[40:], stream_tokens(5, 40, 60))
+    assert not np.array_equal(whole, stream_tokens(6, 0, 100))
