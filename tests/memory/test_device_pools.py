@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from dataclasses import replace
@@ -103,5 +104,5 @@ def test_check_room_names_the_pool_and_the_sizes() -> None:
 
 
 def test_available_memory_is_that_of_this_machine() -> None:
-    total = pools.os.sysconf("SC_PHYS_PAGES") * pools.os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < pools.available_memory() <= total

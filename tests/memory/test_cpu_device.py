@@ -1,0 +1,247 @@
+"""The CPU device's threads: any loop, any thread, few hops, and a loop that stays free while bytes move."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from asynccache.core.plan import Move
+from asynccache.errors import CopyFailed
+from asynccache.memory import copies
+from asynccache.memory.cpu import CpuDevice, CpuEvent
+from asynccache.memory.faults import Faults
+from asynccache.memory.mover import Mover
+from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
+def run(new_loop: NewLoop, main: Callable[[], Any]) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+
+
+def big_move(pages: int, seed: int = 0) -> Move:
+    rng = np.random.default_rng(seed)
+    src, dst = (rng.permutation(pages).astype("<i4").tobytes() for _ in range(2))
+    return Move(0, src, dst)
+
+
+@LOOPS
+def test_the_loop_stays_free_while_256_mib_are_copied(new_loop: NewLoop) -> None:
+    async def main() -> None:
+        spec = pool(size=64 << 10, layers=4, device_pages=1024, host_pages=1024)
+        mover = Mover(CpuDevice(), [spec])
+        for array in mover.device_pools["full"].arrays:
+            array[:] = 3
+        await mover.backup([big_move(1024)]).wait()  # touches the host's pages
+        events = [mover.backup([big_move(1024, seed)]) for seed in range(4)]
+        late, ticks = [], 0
+        while not events[-1].done():
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            late.append(time.perf_counter() - started - 0.001)
+            ticks += 1
+        assert ticks >= 5
+        assert sorted(late)[len(late) // 2] < 0.005
+        assert max(late) < 0.25
+        await mover.device.aclose()
+
+    run(new_loop, main)
+
+
+@LOOPS
+def test_submitting_and_waiting_work_on_every_loop(new_loop: NewLoop) -> None:
+    async def main() -> None:
+        mover = Mover(CpuDevice(faults=Faults(delayed=0.5, delay=(0.0, 0.001))), [pool()])
+        fill_device(mover)
+        await asyncio.gather(*(mover.backup([move([s], [s])]).wait() for s in range(20)))
+        assert [host_page(mover, "full", s) for s in range(20)] == [device_page(mover, "full", s) for s in range(20)]
+        await mover.device.aclose()
+
+    run(new_loop, main)
+
+
+@LOOPS
+def test_a_burst_of_events_costs_one_hop(new_loop: NewLoop) -> None:
+    async def main() -> None:
+        loop, device = asyncio.get_running_loop(), CpuDevice()
+        gate, stream, other = device.gate(), device.stream("s"), device.stream("other")
+        stream.wait_event(gate)
+        events = [stream.record() for _ in range(50)]
+        waiters = [asyncio.create_task(e.wait()) for e in events]
+        await asyncio.sleep(0)
+        hops = device._bells.of(loop)
+        answered, answer = [], hops._answer
+
+        def count() -> None:
+            answered.append(1)
+            answer()
+
+        hops._answer = count  # type: ignore[method-assign]
+        gate.open()
+        other.wait_event(events[-1])
+        ended = other.record()
+        while not ended.done():
+            time.sleep(0.0001)  # noqa: ASYNC251 - the loop is kept from answering until the whole burst has rung
+        await asyncio.gather(*waiters)
+        assert len(answered) == 1
+        await device.aclose()
+
+    run(new_loop, main)
+
+
+@LOOPS
+def test_a_waiter_whose_loop_has_gone_harms_nobody(new_loop: NewLoop) -> None:
+    device = CpuDevice()
+    gate, stream = device.gate(), device.stream("s")
+    stream.wait_event(gate)
+    event = stream.record()
+    loop = new_loop()
+    task = loop.create_task(event.wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop.close()
+
+    async def main() -> None:
+        gate.open()
+        await event.wait()
+        await device.aclose()
+
+    run(new_loop, main)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    assert not task.done()
+
+
+def test_two_loops_in_two_threads_wait_for_one_event() -> None:
+    device = CpuDevice()
+    gate, stream = device.gate(), device.stream("s")
+    stream.wait_event(gate)
+    event, woken = stream.record(), []
+
+    def wait(new_loop: NewLoop) -> None:
+        run(new_loop, event.wait)
+        woken.append(new_loop)
+
+    threads = [threading.Thread(target=wait, args=(f,)) for f in (asyncio.new_event_loop, uvloop.new_event_loop)]
+    for thread in threads:
+        thread.start()
+    gate.open()
+    for thread in threads:
+        thread.join(10)
+    assert len(woken) == 2
+    asyncio.run(device.aclose())
+
+
+@pytest.mark.asyncio
+async def test_an_engine_in_another_thread_may_submit_and_record() -> None:
+    mover = Mover(CpuDevice(), [pool()])
+    fill_device(mover)
+    engine = mover.device.stream("engine")
+    ready = await asyncio.to_thread(engine.record)
+    await mover.backup([move([1], [1])], after=[ready]).wait()
+    assert host_page(mover, "full", 1) == device_page(mover, "full", 1)
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_aclose_ends_the_threads() -> None:
+    device = CpuDevice()
+    streams = [device.stream(f"gone-{i}") for i in range(3)]
+    names = {f"asynccache-{s.name}" for s in streams}
+    assert names <= {t.name for t in threading.enumerate()}
+    await device.aclose()
+    assert not names & {t.name for t in threading.enumerate()}
+
+
+@pytest.mark.asyncio
+async def test_an_idle_stream_holds_no_buffers() -> None:
+    device = CpuDevice()
+    stream = device.stream("s")
+    seen: list[int] = []
+
+    class Buffer:
+        def __call__(self) -> None:
+            seen.append(1)
+
+        def __del__(self) -> None:
+            seen.append(2)
+
+    stream._submit(Buffer())
+    await stream.record().wait()
+    assert seen == [1, 2]
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_real_error_in_a_copy_reaches_the_waiter_and_the_thread_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover = Mover(CpuDevice(), [pool()])
+    fill_device(mover)
+
+    def broken(src: object, dst: object, row_bytes: int) -> list[copies.Piece]:
+        raise MemoryError("no room for index lists")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "cut", broken)
+        with pytest.raises(CopyFailed) as failed:
+            await mover.backup([move([1], [1])]).wait()
+        for event in mover.load([move([1], [1])]).layers:
+            with pytest.raises(CopyFailed):
+                await event.wait()
+    assert isinstance(failed.value.__cause__, MemoryError)
+    await mover.backup([move([2], [2])]).wait()
+    assert host_page(mover, "full", 2) == device_page(mover, "full", 2)
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_half_of_a_delayed_page_is_there_before_its_event() -> None:
+    """A reader that does not wait sees a torn page."""
+    spec = pool(size=64, layers=1)
+    mover = Mover(CpuDevice(faults=Faults(delayed=1.0, delay=(0.3, 0.3))), [spec])
+    mover.device_pools["full"].arrays[0][:] = 1
+    event = mover.backup([move([0], [0])])
+    torn = bytes([1]) * 32 + bytes(32)
+    while (page := host_page(mover, "full", 0)) != torn:
+        assert page == bytes(64), "the second half came before the pause"
+        await asyncio.sleep(0)
+    assert not event.done()
+    await event.wait()
+    assert host_page(mover, "full", 0) == bytes([1]) * 64
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
+    device = CpuDevice()
+    gate = device.gate()
+    for _ in range(100):
+        task = asyncio.create_task(gate.wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert gate._callbacks == []
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_event_that_fires_between_check_and_subscription_is_not_lost() -> None:
+    device = CpuDevice()
+    for _ in range(500):
+        stream_event: CpuEvent = device.gate()
+        thread = threading.Thread(target=stream_event.fire)
+        thread.start()
+        async with asyncio.timeout(10):
+            await stream_event.wait()
+        thread.join()
+    await device.aclose()

@@ -1,0 +1,168 @@
+"""The mover: components become pools, logical pools move nothing, fences hold, errors come before allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.mover import NOTHING, Mover
+from asynccache.testing.simulated_device import SimulatedDevice
+from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+
+FULL, SWA, MAMBA = ComponentKind
+CONFIG = CacheConfig(
+    model="m",
+    page_size=4,
+    components=(
+        Full(bytes_per_token=0, device_tokens=64, host_tokens=64),
+        SlidingWindow(window=8, bytes_per_token=6, device_tokens=32, host_tokens=48, layers=3),
+        Mamba(state_bytes=40, device_states=5, host_states=6, layers=5),
+    ),
+    sidecars=(
+        Sidecar(name="compressed", indices_from="full", bytes_per_page=10, layers=2),
+        Sidecar(name="indexer", indices_from="compressed", bytes_per_page=7),
+        Sidecar(name="scales", indices_from="swa", bytes_per_page=9, layers=3),
+    ),
+)
+
+
+@pytest.mark.asyncio
+async def test_a_move_covers_the_components_pool_and_its_sidecars() -> None:
+    mover = Mover(CpuDevice(), CONFIG.pools(), host_align=16)
+    fill_device(mover)
+    moves = [move([1, 2], [8, 9], FULL), move([7], [3], SWA), move([4], [5], MAMBA)]
+    await mover.backup(moves).wait()
+    copied = [("compressed", 1, 8), ("compressed", 2, 9), ("indexer", 2, 9), ("swa", 7, 3), ("scales", 7, 3)]
+    for name, src, dst in [*copied, ("mamba", 4, 5)]:
+        assert host_page(mover, name, dst) == device_page(mover, name, src)
+    for name, dst in (("swa", 8), ("scales", 8), ("compressed", 3), ("mamba", 4)):
+        assert not any(host_page(mover, name, dst))
+    assert mover.layers == 5
+    assert mover.bytes_moved(moves) == 2 * (10 + 7) + (24 + 9) + 40
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
+    mover = Mover(CpuDevice(), [pool(size=0, layers=1)])
+    moves = [move([1], [2])]
+    load = mover.load(moves)
+    for event in (mover.backup(moves), mover.clone(moves), *load.layers):
+        assert event is NOTHING
+        assert event.done()
+        await event.wait()
+    assert mover.bytes_moved(moves) == 0
+    load.wait_layer(mover.device.stream("engine"), 0)
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("moves", [[], [move([], [])]])
+async def test_an_empty_batch_is_done(moves: list[object]) -> None:
+    mover = Mover(CpuDevice(), [pool()])
+    assert mover.backup(moves) is mover.clone(moves) is mover.load(moves).done is NOTHING  # type: ignore[arg-type]
+    assert len(mover.load([]).layers) == 4
+    await mover.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_fence_holds_later_loads_and_clones_but_no_backup(
+    make_device: Callable[..., CpuDevice | SimulatedDevice],
+) -> None:
+    device = make_device()
+    mover = Mover(device, [pool()])
+    fill_device(mover)
+    before = mover.load([move([0], [0])])
+    gates = [device.gate(), device.gate()]
+    for gate in gates:
+        mover.fence(gate)
+    held = [mover.load([move([0], [1])]).done, mover.clone([move([2], [3])]), mover.load([move([0], [4])]).done]
+    await before.done.wait()
+    await mover.backup([move([5], [5])]).wait()
+    gates[0].open()
+    await mover.backup([move([6], [6])]).wait()
+    assert not any(e.done() for e in held)
+    gates[1].open()
+    for event in held:
+        await event.wait()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_fences_that_are_done_do_not_pile_up() -> None:
+    device = SimulatedDevice()
+    mover = Mover(device, [pool()])
+    waiting = [device.gate() for _ in range(3)]
+    for gate in waiting:
+        mover.fence(gate)
+    for _ in range(500):
+        gate = device.gate()
+        mover.fence(gate)
+        gate.open()
+    assert len(mover._fences) < 50
+    assert all(gate in mover._fences for gate in waiting)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_engines_tensors_are_where_loads_arrive() -> None:
+    spec = pool(size=64, layers=2)
+    mine = [torch.zeros((32, 16), dtype=torch.bfloat16) for _ in range(2)]
+    mover = Mover(CpuDevice(), [spec], device_tensors={"full": mine})
+    fill_device(mover)
+    wanted = device_page(mover, "full", 8)
+    await mover.backup([move([8], [1])]).wait()
+    await mover.load([move([1], [9])]).done.wait()
+    await mover.clone([move([9], [10])]).wait()
+    assert b"".join(t[10].view(torch.uint8).numpy().tobytes() for t in mine) == wanted
+    await mover.device.aclose()
+
+
+def test_tensors_for_an_unknown_pool_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no pool is called 'ful'"):
+        Mover(CpuDevice(), [pool()], device_tensors={"ful": []})
+
+
+class _SmallDevice(SimulatedDevice):
+    """Counts allocations, on a machine with 1 MiB."""
+
+    allocated = 0
+
+    def check_room(self, device: object, host: object) -> None:
+        from asynccache.memory.pools import check_room
+
+        check_room((*dict(device).items(), *dict(host).items()), 1 << 20)  # type: ignore[call-overload]
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        type(self).allocated += 1
+        return super().device_tensor(shape)
+
+
+def test_pools_that_do_not_fit_together_are_refused_before_any_is_allocated() -> None:
+    fits = pool(size=1 << 14, device_pages=16, host_pages=16)
+    Mover(_SmallDevice(), [fits])
+    _SmallDevice.allocated = 0
+    with pytest.raises(ConfigError, match=r"pool 'aux' on the host: .* do not fit in memory"):
+        Mover(_SmallDevice(), [fits, pool("aux", size=1 << 13, device_pages=16, host_pages=64)])
+    assert _SmallDevice.allocated == 0
+
+
+def test_a_pool_larger_than_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pool 'full' on the device"):
+        Mover(CpuDevice(), [pool(size=1 << 30, device_pages=1 << 20)])
+
+
+@pytest.mark.asyncio
+async def test_without_a_host_tier_there_are_no_host_pools() -> None:
+    mover = Mover(CpuDevice(), [pool(host_pages=0)])
+    assert mover.host_pools == {}
+    fill_device(mover)
+    await mover.clone([move([1], [2])]).wait()
+    assert device_page(mover, "full", 1) == device_page(mover, "full", 2)
+    await mover.device.aclose()
