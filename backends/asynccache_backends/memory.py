@@ -43,7 +43,7 @@ class MemoryBackend:
         capacity = url.size("capacity", 0)
         needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
         if capacity < needed:
-            raise ConfigError(f"storage option capacity={url.options['capacity']!r} is less than one page: {needed} bytes")
+            raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
         return cls(capacity)
 
     def __repr__(self) -> str:

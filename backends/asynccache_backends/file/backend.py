@@ -1,0 +1,371 @@
+"""The file backend: pages in segment files under one folder, for one process at a time.
+
+The laws. Nothing is overwritten: a page is written once, beside others, and its segment is deleted whole. The index
+in memory says what is there; the files can say it again after a crash. A page is usable once it is written; it survives
+a power loss once ``flush``, a snapshot or ``aclose`` has synced it. Payloads are not verified here: ``CheckedStore``
+does that. A disk that is full or broken makes writes FAILED at once and for a while (a back-off), and reads go on.
+
+``file:PATH?capacity=10GiB&direct=auto|on|off&segment=64MiB``. ``capacity`` is what the segments take on the disk;
+``direct`` is O_DIRECT: auto uses it where the folder allows it, for pages whose length and buffers are multiples of
+4 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from asynccache.errors import ConfigError, Unavailable
+from asynccache.storage import Breaker, PageKey, ParsedUrl, Record, Result, StoreLayout, settled
+from asynccache_backends.file.aio import Moved, ThreadIO
+from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
+from asynccache_backends.file.folder import FolderLock, claim, load_manifest
+from asynccache_backends.file.janitor import Janitor
+from asynccache_backends.file.operations import Operations
+from asynccache_backends.file.reads import Place, ReadBatch, plan_reads, whole_pages
+from asynccache_backends.file.recovery import recover
+from asynccache_backends.file.segments import Segment, supports_direct
+from asynccache_backends.file.state import StoreState, Writing
+
+DEFAULT_CAPACITY = 10 << 30
+LEAST_SEGMENT = 4 << 20
+SEGMENTS = 32
+
+
+class _Put(NamedTuple):
+    """One call's new pages: ``fresh`` by payload length, and keys that this or another call is writing already."""
+
+    keys: Sequence[PageKey]
+    records: Sequence[Record]
+    results: list[Result]
+    fresh: dict[int, list[int]]
+    shared: list[tuple[int, asyncio.Future[None]]]
+    writings: list[tuple[Writing, list[int]]]
+    done: asyncio.Future[None]
+
+
+class FileBackend:
+    """Made by ``open``."""
+
+    def __init__(self, state: StoreState, lock: FolderLock, page_bytes: Mapping[str, int]) -> None:
+        self._state = state
+        self._lock = lock
+        self._page_bytes = page_bytes
+        self._janitor = Janitor(state)
+        self._gate = Breaker(threshold=1)
+        self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._operations = Operations(f"store folder {str(state.folder)!r}")
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        """Open or make the store in the folder ``url.path``.
+
+        Raises:
+            ConfigError: an option is unknown or unusable.
+            Unavailable: another process has the folder, another format or schema wrote it, or the disk refuses.
+
+        Cancelling it leaves nothing open.
+        """
+        url.allow_only(("capacity", "direct", "segment"))
+        capacity, segment_bytes = sizes(url, layout)
+        direct = url.choice("direct", ("auto", "on", "off"))
+        folder = Path(url.path)
+        lock = claim(folder)
+        io = ThreadIO()
+        try:
+            manifest = await load_manifest(folder, layout.schema)
+            state = StoreState(folder, manifest.seed, io, capacity, segment_bytes, _use_direct(folder, direct))
+            store = cls(state, lock, layout.page_bytes)
+            await store._recover()
+        except BaseException as error:
+            io.close()
+            lock.release()
+            if isinstance(error, OSError):
+                raise Unavailable(f"store folder {str(folder)!r}: {error}") from error
+            raise
+        return store
+
+    def __repr__(self) -> str:
+        return f"FileBackend({str(self._state.folder)!r}, {self._state.index!r}, {self._state.log!r})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key. Never waits."""
+        with self._operations:
+            index = self._state.index
+            return [Result.HIT if key.key in index else Result.MISS for key in keys]
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Read pages straight into their payload buffers.
+
+        Cancelling it returns after the reads that have begun are over.
+        """
+        with self._operations:
+            results, places = self._find(keys, records)
+            batches = plan_reads(places, records)
+            segments = [self._state.log.segments[batch.segment] for batch in batches]
+            futures = [self._begin_read(batch, segment) for batch, segment in zip(batches, segments, strict=True)]
+            try:
+                await settled(futures)
+            finally:
+                for segment in segments:
+                    segment.leave()
+            for batch, future in zip(batches, futures, strict=True):
+                self._end_read(batch, future.result(), records, results)
+            return results
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Append new pages, in groups; those that are there already are left alone.
+
+        Cancelling it returns after the writes that have begun are over; they count.
+        """
+        with self._operations:
+            put = self._sort_out(keys, records)
+            if put.fresh:
+                await self._write(put)
+            for i, done in put.shared:
+                await asyncio.wait([done])
+                put.results[i] = Result.HIT if keys[i].key in self._state.index else Result.FAILED
+            return put.results
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget each key, now and after a restart. FAILED: gone now, but a crash may bring it back.
+
+        Cancelling it may leave any of them deleted.
+        """
+        with self._operations:
+            found = [self._state.index.forget(key.key) for key in keys]
+            deaths: dict[Group, int] = {}
+            for group, page in filter(None, found):
+                deaths[group] = deaths.get(group, 0) | 1 << page
+            if not deaths:
+                return [Result.MISS] * len(keys)
+            self._state.counts["deleted"] += len(keys) - found.count(None)
+            error = await self._janitor.log_deaths(list(deaths.items()))
+            self._state.counts["errors"] += error is not None
+            outcome = Result.HIT if error is None else Result.FAILED
+            return [Result.MISS if place is None else outcome for place in found]
+
+    async def clear(self) -> None:
+        """Forget everything and delete the segments.
+
+        Raises:
+            Unavailable: the disk refuses. Cancelling it may leave part of it cleared.
+        """
+        with self._operations:
+            await self._janitor.clear()
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Nothing to do: whether buffers are aligned shows when they are used."""
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Counters. ``write_amplification`` is bytes written, rewritten ones included, per byte put."""
+        state, counts = self._state, self._state.counts
+        return {
+            "pages": state.index.pages,
+            "bytes": state.index.bytes,
+            "capacity_bytes": state.capacity,
+            "disk_bytes": state.log.bytes,
+            "segments": len(state.log.segments),
+            "direct": int(state.direct),
+            "write_amplification": 1 + counts["moved_bytes"] / max(1, counts["put_bytes"]),
+            **{name: counts[name] for name in COUNTERS},
+        }
+
+    async def flush(self) -> None:
+        """Return once everything put so far would survive a power loss.
+
+        Raises:
+            Unavailable: the disk refuses. Cancelling it is safe.
+        """
+        with self._operations:
+            await self._janitor.sync()
+            await self._janitor.save_if_due()
+
+    async def aclose(self) -> None:
+        """Wait for what is in flight, sync, save the index, and let go of the folder. Calls made later raise.
+
+        Raises:
+            Unavailable: the disk refuses; the folder is let go all the same. Cancelling it skips syncing and saving,
+            after what is in flight is over.
+        """
+        if self._operations.closed:
+            return
+        try:
+            await self._operations.close()
+            await self._janitor.close()
+        finally:
+            for segment in self._state.log.segments.values():
+                segment.drop()
+            self._state.io.close()
+            self._lock.release()
+
+    def _find(self, keys: Sequence[PageKey], records: Sequence[Record]) -> tuple[list[Result], list[Place]]:
+        """Where the pages lie; MISS and CORRUPT (another length) are decided here."""
+        results, places = [Result.MISS] * len(keys), []
+        find = self._state.index.find
+        for i, (key, record) in enumerate(zip(keys, records, strict=True)):
+            found = find(key.key)
+            if found is None:
+                continue
+            group, page = found
+            if group.length == record.payload.nbytes:
+                places.append(Place(group.segment, group.payload_offset(page), i, page, group))
+            else:
+                results[i] = Result.CORRUPT
+        return results, places
+
+    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[list[Moved]]:
+        segment.enter()
+        return self._state.io.read(self._state.files_for(segment, batch.length), batch.runs)
+
+    def _end_read(
+        self, batch: ReadBatch, answers: list[Moved], records: Sequence[Record], results: list[Result]
+    ) -> None:
+        for moved, places in zip(answers, batch.places, strict=True):
+            whole = whole_pages(moved, batch.length)
+            for place in places[:whole]:
+                records[place.which].header[:] = place.group.header(place.page)
+                place.group.hot |= 1 << place.page
+                results[place.which] = Result.HIT
+            for place in places[whole:]:
+                results[place.which] = Result.CORRUPT if moved.error is None else Result.FAILED
+            if moved.misaligned:
+                self._state.misaligned(batch.length)
+            self._state.counts["errors"] += moved.error is not None
+            self._state.counts["get_bytes"] += whole * batch.length
+
+    def _sort_out(self, keys: Sequence[PageKey], records: Sequence[Record]) -> _Put:
+        """Which pages must be written: not those that are there, nor those that some call is writing now."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        put = _Put(keys, records, [Result.FAILED] * len(keys), {}, [], [], done)
+        for i, (pool, key) in enumerate(keys):
+            if key in self._state.index:
+                put.results[i] = Result.HIT
+            elif key in self._writing:
+                put.shared.append((i, self._writing[key]))
+            elif records[i].payload.nbytes == self._page_bytes.get(pool):
+                self._writing[key] = done
+                put.fresh.setdefault(records[i].payload.nbytes, []).append(i)
+        return put
+
+    async def _write(self, put: _Put) -> None:
+        """Write the fresh pages, all groups at once; results and index are true when it ends, come what may."""
+        allowed, error = self._gate.allow(asyncio.get_running_loop().time()), None
+        try:
+            if allowed:
+                error = await self._submit(put)
+        finally:
+            try:
+                await settled([writing.done for writing, _ in put.writings])
+            finally:
+                error = self._finish(put) or error
+                self._tell_gate(allowed, error, put)
+
+    async def _submit(self, put: _Put) -> OSError | None:
+        """Start a write for every group. An error: there is no segment to be had for the rest."""
+        try:
+            for length, indices in put.fresh.items():
+                at = 0
+                while at < len(indices):
+                    part = indices[at : at + await self._fit(length, len(indices) - at)]
+                    put.writings.append((self._begin_write(put, length, part), part))
+                    at += len(part)
+        except OSError as error:
+            self._state.counts["errors"] += 1
+            return error
+        self._janitor.look_ahead()
+        return None
+
+    async def _fit(self, length: int, wanted: int) -> int:
+        """How many pages the next group gets; there is room for it, until the next await."""
+        while not (count := self._state.log.fit(length, wanted)):
+            await self._janitor.advance()
+        return count
+
+    def _begin_write(self, put: _Put, length: int, part: Sequence[int]) -> Writing:
+        records = [put.records[i] for i in part]
+        directory = b"".join(
+            [piece for i, record in zip(part, records, strict=True) for piece in (put.keys[i].key, record.header)]
+        )
+        return self._state.begin_write(length, directory, [record.payload for record in records])
+
+    def _finish(self, put: _Put) -> OSError | None:
+        """Take note of every write that has begun, and tell those who share its keys."""
+        failed = None
+        for writing, part in put.writings:
+            error = self._state.end_write(writing)
+            failed = failed or error
+            if error is None:
+                self._state.counts["put_bytes"] += len(part) * writing.group.length
+                for i in part:
+                    put.results[i] = Result.HIT
+        for indices in put.fresh.values():
+            for i in indices:
+                del self._writing[put.keys[i].key]
+        put.done.set_result(None)
+        return failed
+
+    def _tell_gate(self, allowed: bool, error: OSError | None, put: _Put) -> None:
+        if not allowed:
+            self._state.counts["refused_writes"] += 1
+        elif error is not None:
+            self._gate.failure(asyncio.get_running_loop().time())
+        elif put.writings:
+            self._gate.success()
+        else:
+            self._gate.abandon()
+
+    async def _recover(self) -> None:
+        """Find what earlier runs left, and go on in their last segment if it has room."""
+        state, started = self._state, time.monotonic()
+        found = await state.io.call(recover, state.folder, state.seed, state.direct)
+        if isinstance(found, OSError):
+            raise found
+        state.index = found.found
+        for segment in found.segments:
+            state.log.add(segment)
+        await self._janitor.trim()
+        last = next(reversed(state.log.segments.values()), None)
+        if last is not None and last.tail < state.segment_bytes:
+            await self._janitor.reuse(last)
+        if found.scanned or found.stale_deaths:
+            await self._janitor.save()
+        state.counts["scanned_groups"] = found.scanned
+        state.counts["open_ms"] = round((time.monotonic() - started) * 1000)
+
+
+COUNTERS = (
+    "errors", "put_bytes", "get_bytes", "moved_pages", "moved_bytes", "evicted_pages", "reclaimed_segments",
+    "refused_writes", "deleted", "snapshots", "scanned_groups", "open_ms",
+)
+
+
+def sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
+    """The capacity and the size of a segment.
+
+    Raises:
+        ConfigError: there is no path, or the capacity does not hold three segments of at least one page each.
+    """
+    if not url.path:
+        raise ConfigError(f"storage={str(url)!r} names no folder")
+    capacity = url.size("capacity", DEFAULT_CAPACITY)
+    least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
+    usual = max(capacity // SEGMENTS, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES
+    segment = url.size("segment", max(least, usual))
+    if segment % BLOCK_BYTES or segment < least:
+        raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
+    if capacity < 3 * segment:
+        raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
+    return capacity, segment
+
+
+def _use_direct(folder: Path, wanted: str) -> bool:
+    if wanted == "off":
+        return False
+    possible = supports_direct(folder)
+    if wanted == "on" and not possible:
+        raise ConfigError(f"storage option direct='on': folder {str(folder)!r} does not support O_DIRECT")
+    return possible

@@ -1,0 +1,291 @@
+"""Keeps the store going: makes the next segment, reclaims the oldest, syncs, and saves the index.
+
+Reclaim is a second-chance FIFO over segments. When another segment would exceed the capacity the oldest one goes; those
+of its pages that were read since they were written are written again, up to half a segment's worth, and all others are
+dropped. So what is read survives, at a write amplification of at most 2; ``stats`` has the measured one. It
+starts when the active segment is half full, so that there is room to write to and writers seldom wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
+
+from asynccache.errors import Unavailable
+from asynccache.storage import settled
+from asynccache_backends.file import deletions, snapshot
+from asynccache_backends.file.aio import Run
+from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.folder import replace_file, sync_folder
+from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend
+from asynccache_backends.file.state import StoreState
+
+SAVE_EVERY = 8
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Janitor:
+    """Owns the one task that prepares segments. ``save`` and the deletion log have a lock each, never both taken."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._next: asyncio.Task[Segment | OSError] | None = None
+        self._saving = asyncio.Lock()
+        self._deleting = asyncio.Lock()
+        self._new_names = False
+
+    async def advance(self) -> None:
+        """Make another segment the active one, or return because somebody else did.
+
+        Raises:
+            OSError: the disk does not give one. Cancelling it cancels nothing but the wait.
+        """
+        task = self._prepare_task()
+        await asyncio.wait([task])
+        if self._next is not task:
+            return
+        self._next = None
+        segment = task.result()
+        if isinstance(segment, OSError):
+            raise segment
+        self._state.log.add(segment)
+        self._state.log.active = segment
+
+    def look_ahead(self) -> None:
+        """Start to prepare the next segment if the active one is half full."""
+        log = self._state.log
+        if log.active is not None and log.room * 2 < log.active.size:
+            self._prepare_task()
+
+    async def sync(self) -> None:
+        """Return once all that was written before is on the disk.
+
+        Raises:
+            Unavailable: the disk could not; what was not synced will be tried again. Cancelling it is safe.
+        """
+        await self._await_writes(list(self._state.log.segments.values()))
+        dirty = [segment for segment in self._state.log.segments.values() if segment.dirty]
+        for segment in dirty:
+            await self._sync_segment(segment)
+        await self._call(deletions.sync, self._state.folder)
+        await self._call(sync_folder, self._state.folder)
+
+    async def save(self) -> None:
+        """Write the snapshot, after syncing what it speaks of.
+
+        Raises:
+            Unavailable: the disk could not; the old snapshot is still there. Cancelling it leaves the old or a new one.
+        """
+        state = self._state
+        async with self._saving:
+            covered = state.unsaved_bytes
+            groups = state.index.groups()
+            scan_from = {segment.number: segment.settled_to for segment in state.log.segments.values()}
+            await self.sync()
+            parts = await self._call(snapshot.pack, scan_from, groups, state.seed)
+            await self._replace(snapshot.NAME, parts)
+            state.unsaved_bytes -= covered
+            state.counts["snapshots"] += 1
+        await self._compact_deletions()
+
+    async def save_if_due(self) -> None:
+        """Save when a start would otherwise scan more than an eighth of the capacity."""
+        if self._state.unsaved_bytes * SAVE_EVERY >= self._state.capacity:
+            await self.save()
+
+    async def log_deaths(self, deaths: Sequence[tuple[Group, int]]) -> OSError | None:
+        """Make deletes outlive a restart. Cancelling it may leave them unlogged."""
+        entries = deletions.pack(deaths, self._state.seed)
+        async with self._deleting:
+            future = self._state.io.call(deletions.append, self._state.folder, entries)
+            await settled([future])
+        return future.result()
+
+    async def close(self) -> None:
+        """End the task, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
+        state = self._state
+        if self._next is not None:
+            await settled([self._next])
+            segment = self._next.result()
+            self._next = None
+            if isinstance(segment, Segment):
+                await self._unlink(segment)
+        if (active := state.log.active) is not None:
+            await self._call(cut, active, active.tail)
+            active.size = active.tail
+        if state.unsaved_bytes or state.counts["deleted"]:
+            await self.save()
+
+    async def clear(self) -> None:
+        """Drop every segment."""
+        self._state.log.active = None
+        for segment in list(self._state.log.segments.values()):
+            await self._drop(segment)
+        await self.save()
+
+    async def trim(self) -> None:
+        """Drop the oldest segments until the rest fits the capacity; for a capacity smaller than last time's."""
+        log = self._state.log
+        while log.bytes > self._state.capacity and (oldest := log.oldest()):
+            self._state.counts["evicted_pages"] += await self._drop(oldest)
+
+    async def reuse(self, segment: Segment) -> None:
+        """Go on in the last segment of an earlier run; if the disk does not give the room it stays as it is."""
+        size = self._state.segment_bytes
+        if not isinstance(await self._done(extend, segment, segment.tail, size), OSError):
+            segment.size = size
+            self._state.log.active = segment
+
+    def _prepare_task(self) -> asyncio.Task[Segment | OSError]:
+        if self._next is None or _failed(self._next):
+            self._next = asyncio.get_running_loop().create_task(self._prepare(), name="asynccache-file-janitor")
+        return self._next
+
+    async def _prepare(self) -> Segment | OSError:
+        state = self._state
+        while state.log.bytes + state.segment_bytes > state.capacity and (victim := state.log.oldest()):
+            await self._reclaim(victim)
+        number = state.log.next_number
+        state.log.next_number += 1
+        segment = await self._done(create_segment, state.folder, number, state.segment_bytes, state.direct)
+        if isinstance(segment, Segment):
+            await self._save_quietly()
+        return segment
+
+    async def _save_quietly(self) -> None:
+        """A snapshot that cannot be written is counted and tried again later: it only makes a start slower."""
+        try:
+            await self.save_if_due()
+        except Unavailable:
+            self._state.counts["errors"] += 1
+
+    async def _reclaim(self, victim: Segment) -> None:
+        await self._rescue(victim)
+        dropped = await self._drop(victim)
+        self._state.counts["evicted_pages"] += dropped
+        self._state.counts["reclaimed_segments"] += 1
+
+    async def _rescue(self, victim: Segment) -> None:
+        """Write again what was read since it was written, as far as there is room at once."""
+        state, budget = self._state, self._state.segment_bytes // 2
+        scratch: memoryview | None = None
+        for group, pages in _hot_pages(state.index.groups_of(victim.number)):
+            count = state.log.fit(group.length, min(len(pages), budget // group.length))
+            if not count:
+                return
+            scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
+            await self._move(victim, group, pages[:count], scratch)
+            budget -= count * group.length
+
+    async def _move(self, victim: Segment, group: Group, pages: list[int], scratch: memoryview) -> None:
+        state, length = self._state, group.length
+        buffers = [scratch[i * length : (i + 1) * length] for i in range(len(pages))]
+        read = await self._read(victim, group, pages, buffers)
+        count = state.log.fit(length, len(read))
+        if not count:
+            return
+        pages = [page for page, _ in read[:count]]
+        writing = state.begin_write(
+            length, b"".join(map(group.entry, pages)), [buffer for _, buffer in read[:count]]
+        )
+        try:
+            await settled([writing.done])
+        finally:
+            writing.group.dead = sum(1 << i for i, page in enumerate(pages) if group.dead >> page & 1)
+            error = state.end_write(writing)
+        if error is None:
+            state.counts["moved_pages"] += count
+            state.counts["moved_bytes"] += count * length
+            if writing.group.dead:
+                await self.log_deaths([(writing.group, writing.group.dead)])
+
+    async def _read(
+        self, segment: Segment, group: Group, pages: Sequence[int], buffers: Sequence[memoryview]
+    ) -> list[tuple[int, memoryview]]:
+        """Read pages of a group; those that are there to the last byte."""
+        runs = [Run(group.payload_offset(page), [buffer]) for page, buffer in zip(pages, buffers, strict=True)]
+        segment.enter()
+        future = self._state.io.read(self._state.files_for(segment, group.length), runs)
+        try:
+            await settled([future])
+        finally:
+            segment.leave()
+        moved = zip(pages, buffers, future.result(), strict=True)
+        return [(page, buffer) for page, buffer, m in moved if m.error is None and m.bytes == group.length]
+
+    async def _sync_segment(self, segment: Segment) -> None:
+        """A segment with groups in flight stays dirty: they may miss this sync."""
+        if segment.dropped:
+            return
+        segment.dirty = bool(segment.writing)
+        segment.enter()
+        try:
+            await self._call(os.fdatasync, segment.files.buffered)
+        except BaseException:
+            segment.dirty = True
+            raise
+        finally:
+            segment.leave()
+
+    async def _drop(self, segment: Segment) -> int:
+        """Forget a segment and delete its file; the number of pages that went."""
+        self._state.log.segments.pop(segment.number, None)
+        dropped = self._state.index.drop_segment(segment.number)
+        await self._unlink(segment)
+        return dropped
+
+    async def _unlink(self, segment: Segment) -> None:
+        segment.drop()
+        await self._done(os.unlink, segment.path)
+
+    async def _compact_deletions(self) -> None:
+        """Replace the log by one entry for each group that has dead pages."""
+        state = self._state
+        async with self._deleting:
+            deaths = [(group, group.dead) for group in state.index.groups() if group.dead]
+            await self._replace(deletions.NAME, [deletions.pack(deaths, state.seed)])
+
+    async def _replace(self, name: str, parts: list[bytes]) -> None:
+        try:
+            await replace_file(self._state.folder / name, parts)
+        except OSError as error:
+            self._raise(error)
+
+    async def _await_writes(self, segments: Sequence[Segment]) -> None:
+        await settled([future for segment in segments for future in segment.writing.values()])
+
+    async def _done(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
+        """Blocking file work in a thread. Cancelling it waits for its end."""
+        future = self._state.io.call(function, *args, **kwargs)
+        await settled([future])
+        return future.result()
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As ``_done``; raises Unavailable if it failed."""
+        result = await self._done(function, *args, **kwargs)
+        self._raise(result)
+        assert not isinstance(result, OSError)
+        return result
+
+    def _raise(self, result: object) -> None:
+        if isinstance(result, OSError):
+            self._state.counts["errors"] += 1
+            raise Unavailable(f"store folder {str(self._state.folder)!r}: {result}") from result
+
+
+def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
+    """A segment could not be had, and nobody was there to hear it."""
+    return task.done() and isinstance(task.result(), OSError)
+
+
+def _hot_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
+    """Per group the live pages that were read since they were written."""
+    for group in groups:
+        wanted = group.hot & ~group.dead
+        if wanted:
+            yield group, [page for page in range(group.count) if wanted >> page & 1]

@@ -1,0 +1,85 @@
+"""The mutable state of one open store, and the two steps of every write. Changed only on the loop, in one go.
+
+A group is written in two steps: ``begin_write`` takes its place in the log and hands the bytes to the I/O seam,
+``end_write`` enters it into the index once they are in the file. Between the two the bytes belong to the I/O seam.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from asynccache_backends.file.aio import BatchIO, Files, Moved, Run
+from asynccache_backends.file.blocks import BLOCK_BYTES, Group, pack_block
+from asynccache_backends.file.index import Index
+from asynccache_backends.file.segments import Segment, SegmentLog
+
+
+class Writing(NamedTuple):
+    """A group on its way to the file."""
+
+    group: Group
+    segment: Segment
+    block: memoryview
+    done: asyncio.Future[Moved]
+
+
+class StoreState:
+    """``capacity`` bounds what the segment files take on the disk; ``segment_bytes`` is the size of a new one."""
+
+    def __init__(self, folder: Path, seed: int, io: BatchIO, capacity: int, segment_bytes: int, direct: bool) -> None:
+        self.folder = folder
+        self.seed = seed
+        self.io = io
+        self.capacity = capacity
+        self.segment_bytes = segment_bytes
+        self.direct = direct
+        self.index = Index()
+        self.log = SegmentLog()
+        self.counts: Counter[str] = Counter()
+        self.unsaved_bytes = 0
+        self._blocks: list[memoryview] = []
+        self._buffered_lengths: set[int] = set()
+
+    def files_for(self, segment: Segment, length: int) -> Files:
+        """How pages of ``length`` are read and written: direct only where lengths, and so far buffers, allow it."""
+        if length % BLOCK_BYTES or length in self._buffered_lengths:
+            return Files(segment.files.buffered, None)
+        return segment.files
+
+    def misaligned(self, length: int) -> None:
+        """Buffers of pages of ``length`` are not aligned: do not try them with direct I/O again."""
+        self._buffered_lengths.add(length)
+
+    def begin_write(self, length: int, directory: bytes, payloads: Sequence[memoryview]) -> Writing:
+        """Start to write a group that ``log.fit`` has found to fit."""
+        segment, offset = self.log.take(length, len(payloads))
+        group = Group(segment.number, offset, length, directory)
+        block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
+        packed = pack_block(group, self.seed)
+        block[: len(packed)] = packed
+        segment.enter()
+        done = self.io.write(self.files_for(segment, length), Run(offset, [block, *payloads]))
+        segment.writing[offset] = done
+        return Writing(group, segment, block, done)
+
+    def end_write(self, writing: Writing) -> OSError | None:
+        """Take note of a write whose future is done. What is in the file can be found from now on."""
+        group, segment, block, done = writing
+        moved = done.result()
+        del segment.writing[group.offset]
+        segment.leave()
+        self._blocks.append(block)
+        if moved.misaligned:
+            self.misaligned(group.length)
+        if moved.error is not None:
+            self.counts["errors"] += 1
+            return moved.error
+        if not segment.dropped:
+            self.index.add(group)
+        self.unsaved_bytes += moved.bytes
+        return None
