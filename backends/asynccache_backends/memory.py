@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, settled
 
 BATCH_BYTES = 2 << 20
@@ -33,6 +33,7 @@ class MemoryBackend:
         self._bytes = 0
         self._counts: Counter[str] = Counter()
         self._executor = ThreadPoolExecutor(2, "asynccache-memory")
+        self._closed = False
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
@@ -51,10 +52,12 @@ class MemoryBackend:
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Never waits."""
+        self._check_open()
         return [Result.HIT if key in self._stored else Result.MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy what is stored. Cancelling it returns after the copies have ended."""
+        self._check_open()
         results = [self._lookup(key, record) for key, record in zip(keys, records, strict=True)]
         pairs = [(records[i], self._stored[keys[i]]) for i, r in enumerate(results) if r is Result.HIT]
         await self._copy(_copy_out, pairs)
@@ -62,6 +65,7 @@ class MemoryBackend:
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy each new record in. Cancelling it returns after the copies have ended; the records are not kept then."""
+        self._check_open()
         new = {key: record for key, record in zip(keys, records, strict=True) if key not in self._stored}
         pairs = [(record, np.empty(HEADER_BYTES + record.payload.nbytes, np.uint8)) for record in new.values()]
         await self._copy(_copy_in, pairs)
@@ -71,6 +75,7 @@ class MemoryBackend:
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Forget each key. Never waits."""
+        self._check_open()
         return [Result.HIT if self._drop(key) else Result.MISS for key in keys]
 
     async def clear(self) -> None:
@@ -90,8 +95,13 @@ class MemoryBackend:
 
     async def aclose(self) -> None:
         """Forget everything and end the threads. Twice is fine."""
+        self._closed = True
         await self.clear()
         self._executor.shutdown(wait=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the memory store is closed")
 
     def _lookup(self, key: PageKey, record: Record) -> Result:
         data = self._stored.get(key)

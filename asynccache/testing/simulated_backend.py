@@ -1,0 +1,192 @@
+"""A storage backend for simulated worlds: in memory, without threads, every delay, failure and lie drawn from a seed.
+
+It is as hostile as the contract allows. Bytes move in two halves with time between them, so a buffer that is
+used too early, or a page that changes while it is written, shows. What was begun cannot be stopped: a cancelled call
+returns when it is over. Lies go beyond the contract; ``CheckedStore`` must see through each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from asynccache.errors import Unavailable
+from asynccache.storage import PageKey, Record, Result, settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hostility:
+    """Shares between 0 and 1. Per call: ``unavailable`` raises. Per page: ``failed`` answers FAILED; the lies of
+    ``get`` are ``wrong`` (a flipped bit), ``short`` (the first half only), ``empty`` (nothing written), each claimed as
+    HIT; ``vanished``: ``exists`` says HIT and the page is gone. ``delay``: seconds at most, for each half of a call."""
+
+    delay: float = 0.01
+    unavailable: float = 0.0
+    failed: float = 0.0
+    wrong: float = 0.0
+    short: float = 0.0
+    empty: float = 0.0
+    vanished: float = 0.0
+
+
+HONEST = Hostility()
+
+
+class SimulatedBackend:
+    """``pages`` is what is stored; it may be shared by one backend after another, as a store that outlives a process.
+    ``lies`` counts lies by name, ``holding`` the calls that hold buffers now."""
+
+    def __init__(
+        self, random: Random, hostility: Hostility = HONEST, pages: dict[PageKey, tuple[bytes, bytes]] | None = None
+    ) -> None:
+        self.hostility = hostility
+        self.pages = {} if pages is None else pages
+        self.lies: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.holding = 0
+        self.closed = False
+        self._random = random
+
+    def __repr__(self) -> str:
+        return f"SimulatedBackend(pages={len(self.pages)}, holding={self.holding})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS; a page that vanishes does so after this said HIT."""
+        return await self._whole("exists", self._exists(keys))
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Fill the records, or lie. Cancelling it returns when it is over."""
+        return await self._whole("get", self._get(keys, records))
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Store the records. Cancelling it returns when it is over; they are stored then."""
+        return await self._whole("put", self._put(keys, records))
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget the keys. Cancelling it returns when it is over."""
+        return await self._whole("delete", self._delete(keys))
+
+    async def clear(self) -> None:
+        """Forget everything."""
+        self.pages.clear()
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Nothing to do."""
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Pages, bytes and errors, and the number of lies."""
+        size = sum(len(header) + len(payload) for header, payload in self.pages.values())
+        return {"pages": len(self.pages), "bytes": size, "errors": self.calls["failed"], "lies": self.lies.total()}
+
+    async def flush(self) -> None:
+        """Takes time."""
+        await self._pause()
+
+    async def aclose(self) -> None:
+        """The pages stay, for the next backend."""
+        self.closed = True
+
+    async def _whole(self, name: str, work: Coroutine[Any, Any, list[Result]]) -> list[Result]:
+        if self.closed:
+            work.close()
+            raise Unavailable("the simulated backend is closed")
+        self.calls[name] += 1
+        task = asyncio.get_running_loop().create_task(work, name=f"simulated-backend-{name}")
+        self.holding += 1
+        try:
+            await settled([task])
+        finally:
+            self.holding -= 1
+            failed = task.exception()
+        if failed is not None:
+            raise failed
+        return task.result()
+
+    async def _exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self._begin()
+        results = [self._or_failed(Result.HIT if key in self.pages else Result.MISS) for key in keys]
+        for key in keys:
+            if key in self.pages and self._draw("vanished"):
+                del self.pages[key]
+        return results
+
+    async def _get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._begin()
+        found = [self.pages.get(key) for key in keys]
+        lies = [self._lie() if page else "" for page in found]
+        self._fill(found, records, lies, _first_half)
+        await self._pause()
+        self._fill(found, records, lies, _second_half)
+        return [self._answer(page, record) for page, record in zip(found, records, strict=True)]
+
+    async def _put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self._begin()
+        results = [self._or_failed(Result.HIT) for _ in keys]
+        first = [bytes(record.payload[: record.payload.nbytes // 2]) for record in records]
+        await self._pause()
+        for key, record, half, result in zip(keys, records, first, results, strict=True):
+            if result is Result.HIT:
+                self.pages.setdefault(key, (bytes(record.header), half + bytes(record.payload[len(half) :])))
+        return results
+
+    async def _delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        await self._begin()
+        outcomes = [self._or_failed(Result.HIT if key in self.pages else Result.MISS) for key in keys]
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome is Result.HIT:
+                self.pages.pop(key, None)
+        return outcomes
+
+    async def _begin(self) -> None:
+        await self._pause()
+        if self._draw("unavailable"):
+            self.calls["failed"] += 1
+            raise Unavailable("the simulated backend is unavailable")
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._random.uniform(0, self.hostility.delay))
+
+    def _fill(
+        self, found: Sequence[tuple[bytes, bytes] | None], records: Sequence[Record], lies: Sequence[str],
+        half: Callable[[Record, bytes, bytes, str], None],
+    ) -> None:
+        for page, record, lie in zip(found, records, lies, strict=True):
+            if page is not None and len(page[1]) == record.payload.nbytes:
+                half(record, *page, lie)
+
+    def _answer(self, page: tuple[bytes, bytes] | None, record: Record) -> Result:
+        if page is None:
+            return self._or_failed(Result.MISS)
+        return self._or_failed(Result.HIT if len(page[1]) == record.payload.nbytes else Result.CORRUPT)
+
+    def _or_failed(self, result: Result) -> Result:
+        return Result.FAILED if self._random.random() < self.hostility.failed else result
+
+    def _lie(self) -> str:
+        return next((name for name in ("wrong", "short", "empty") if self._draw(name)), "")
+
+    def _draw(self, name: str) -> bool:
+        share: float = getattr(self.hostility, name)
+        drawn = self._random.random() < share
+        if drawn and name != "unavailable":
+            self.lies[name] += 1
+        return drawn
+
+
+def _first_half(record: Record, header: bytes, payload: bytes, lie: str) -> None:
+    if lie != "empty":
+        half = len(payload) // 2
+        record.header[:] = header
+        record.payload[:half] = payload[:half]
+
+
+def _second_half(record: Record, header: bytes, payload: bytes, lie: str) -> None:
+    half = len(payload) // 2
+    if lie not in ("empty", "short"):
+        record.payload[half:] = payload[half:]
+    if lie == "wrong":
+        record.payload[half] ^= 0x10
