@@ -1,0 +1,220 @@
+"""Every invariant of the core, one function each. ``check`` proves them all after any call.
+
+For tests, simulated worlds and ``--audit``: it walks everything, so it is never on a hot path.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from asynccache.core.cache import CacheCore
+from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
+from asynccache.core.prefetching import run_nodes
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.states import ABSENT, ARRIVING, LEAVING, NAMES, PRESENT
+from asynccache.core.tree import Node
+from asynccache.errors import InvariantViolation
+
+_FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}
+
+
+def check(core: CacheCore, idle: bool = False) -> None:
+    """Raise ``InvariantViolation`` naming the first broken law. ``idle``: nobody holds anything and nothing is in flight."""
+    for law in LAWS:
+        law(core)
+    if idle:
+        _idle(core)
+
+
+def _require(holds: bool, *what: object) -> None:
+    if not holds:
+        raise InvariantViolation(" ".join(map(str, what)))
+
+
+def _nodes(core: CacheCore) -> Iterator[Node]:
+    stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
+    while stack:
+        node = stack.pop()
+        if node.parent is not None:
+            yield node
+        stack.extend((node.children or {}).values())
+
+
+def _slot_list(slots: bytes) -> list[int]:
+    return list(memoryview(slots).cast("i"))
+
+
+def _every_slot_is_in_one_place(core: CacheCore) -> None:
+    world = core.world
+    for place, shelf in enumerate(world.shelves):
+        found = Counter(shelf.slots.free())
+        for node in _nodes(core):
+            found.update(_slot_list(node.cells[place].slots))
+        if place < world.count:
+            for lease in core.active_leases():
+                kept = lease.own[place] if world.components[place].divides else lease.states
+                found.update(_slot_list(kept))
+            for op in world.ledger.ops.values():
+                if op.slots:
+                    found.update(_slot_list(op.slots[place]))
+        else:
+            for fetch in core.active_fetches():
+                found.update(_slot_list(fetch.held.get(place - world.count, b"")))
+        wrong = [slot for slot in range(shelf.slots.capacity) if found[slot] != 1]
+        _require(not wrong and len(found) == shelf.slots.capacity, "place", place, "slots not in exactly one place", wrong)
+
+
+def _parent_and_child_agree(core: CacheCore) -> None:
+    world, count = core.world, 0
+    for node in _nodes(core):
+        count += 1
+        parent = node.parent
+        assert parent is not None
+        page = world.page_bytes
+        _require(bool(node.key) and len(node.key) % page == 0, node, "has no whole pages")
+        _require(node.end == parent.end + len(node.key) // page, node, "does not end where its key does")
+        _require((parent.children or {}).get(node.key[:page]) is node, node, "is not its parent's child")
+        _require(node.root is parent.root, node, "has another root than its parent")
+        _require(len(node.hashes) in (0, 32 * (len(node.key) // page)), node, "has hashes of other pages")
+    _require(count == world.counters.nodes, "nodes counted", world.counters.nodes, "found", count)
+
+
+def _slots_fit_states(core: CacheCore) -> None:
+    world = core.world
+    for node in _nodes(core):
+        for place, cell in enumerate(node.cells):
+            wanted = 0 if cell.state == ABSENT else world.pages(node, place % world.count) * SLOT_BYTES
+            _require(len(cell.slots) == wanted, node, "place", place, "has slots that do not fit its state")
+
+
+def _data_is_closed_towards_the_root(core: CacheCore) -> None:
+    for node in _nodes(core):
+        for base in (0, core.world.count):
+            state = node.cells[base].state
+            above = node.parent
+            if above is None or above.parent is None:
+                continue
+            higher = above.cells[base].state
+            _require(state != PRESENT or higher == PRESENT, node, "is PRESENT below", NAMES[higher])
+            _require(state != ARRIVING or higher in (ARRIVING, PRESENT), node, "is ARRIVING below", NAMES[higher])
+
+
+def _no_auxiliary_data_without_full(core: CacheCore) -> None:
+    count = core.world.count
+    for node in _nodes(core):
+        for base in (0, count):
+            full = node.cells[base].state
+            for cell in node.cells[base + 1 : base + count]:
+                _require(cell.state != PRESENT or full == PRESENT, node, "has auxiliary data, FULL is", NAMES[full])
+                _require(cell.state != ARRIVING or full in (ARRIVING, PRESENT), node, "auxiliary arrives without FULL")
+
+
+def _no_node_is_empty(core: CacheCore) -> None:
+    count = core.world.count
+    for node in _nodes(core):
+        _require(node.cells[0].state != ABSENT or node.cells[count].state != ABSENT, node, "has FULL on no tier")
+
+
+def _sums_are_exact(core: CacheCore) -> None:
+    world, count = core.world, core.world.count
+    evictable, clean = [0] * (2 * count), 0
+    for node in _nodes(core):
+        kids = list((node.children or {}).values())
+        _require(node.kids_device == sum(k.cells[0].state != ABSENT for k in kids), node, "kids_device is wrong")
+        _require(node.kids_host == sum(k.cells[count].state != ABSENT for k in kids), node, "kids_host is wrong")
+        for place, cell in enumerate(node.cells):
+            if cell.state == PRESENT and not cell.pins:
+                evictable[place] += len(cell.slots) // SLOT_BYTES
+        if node.cells[0].state == PRESENT and node.cells[count].state == PRESENT:
+            clean += world.pages(node, 0)
+    _require([s.evictable for s in world.shelves] == evictable, "evictable", [s.evictable for s in world.shelves], evictable)
+    _require(world.clean_pages == clean, "clean pages", world.clean_pages, "found", clean)
+
+
+def _pins_are_exact(core: CacheCore) -> None:
+    world, count = core.world, core.world.count
+    pins: Counter[tuple[int, int]] = Counter()
+    for lease in core.active_leases():
+        pins[id(lease.hold.end), 0] += 1
+        for component in world.components[1:]:
+            node, low = lease.hold.end, lease.hold.lows[component.index]
+            while node.parent is not None and node.end > low:
+                pins[id(node), component.index] += 1
+                if not component.divides:
+                    break
+                node = node.parent
+    for op in world.ledger.ops.values():
+        for node, _, top in op.fragments:
+            for tier in PINNED_TIERS[op.kind]:
+                for c in range(top + 1):
+                    pins[id(node), tier * count + c] += 1
+    for fetch in core.active_fetches():
+        for tier in fetch.tiers:
+            pins[id(fetch.anchor), tier * count] += 1
+            for node in run_nodes(fetch):
+                pins[id(node), tier * count + fetch.swa] += 1
+    for node in _nodes(core):
+        for place, cell in enumerate(node.cells):
+            expected = pins[id(node), place]
+            if place % count == 0:
+                expected += sum(child.cells[place].pins > 0 for child in (node.children or {}).values())
+            _require(cell.pins == expected, node, "place", place, "has", cell.pins, "pins, found", expected)
+            _require(not cell.pins or place % count == 0 or node.cells[place - 1].pins > 0, node, "pins are not closed")
+
+
+def _orders_hold_what_they_should(core: CacheCore) -> None:
+    world = core.world
+    for place, shelf in enumerate(world.shelves):
+        for late, order in enumerate(shelf.orders):
+            queued = Counter(id(node) for _, node in order.entries() if node.parent is not None)
+            _require(all(n == 1 for n in queued.values()), "place", place, "a node waits twice in one order")
+            for node in _nodes(core):
+                cell = node.cells[place]
+                _require(bool(cell.queued >> late & 1) == (id(node) in queued), node, "place", place, "queued bit is wrong")
+                if world.is_candidate(node, place) and world.late(node, place) == late:
+                    _require(id(node) in queued, node, "place", place, "is evictable and waits in no order")
+
+
+def _operations_cover_live_nodes(core: CacheCore) -> None:
+    world = core.world
+    live = {id(node): node for node in _nodes(core)}
+    covering: Counter[tuple[int, int]] = Counter()
+    for op in world.ledger.ops.values():
+        for node, moves, top in op.fragments:
+            _require(id(node) in live, op, "covers a node that left the tree")
+            _require(sum(other is op for other in node.ops) == 1, op, "is not known to its node")
+            _require(moves.bit_length() - 1 <= top, op, "moves what it does not pin")
+            tier = _FILLS.get(op.kind)
+            for c in range(world.count):
+                if tier is not None and moves >> c & 1:
+                    covering[id(node), tier * world.count + c] += 1
+                    expected = LEAVING if op.doomed else ARRIVING
+                    _require(node.cells[tier * world.count + c].state == expected, op, "fills a cell that is", node)
+    for node in live.values():
+        _require(all(op.id in world.ledger.ops for op in node.ops), node, "is covered by an operation that ended")
+        for place, cell in enumerate(node.cells):
+            wanted = int(cell.state in (ARRIVING, LEAVING))
+            _require(covering[id(node), place] == wanted, node, "place", place, "is filled by", covering[id(node), place])
+
+
+def _idle(core: CacheCore) -> None:
+    _require(not core.active_leases(), "leases are left", core.active_leases())
+    _require(not core.world.ledger.ops, "operations are left", list(core.world.ledger.ops.values()))
+    for node in _nodes(core):
+        _require(not any(cell.pins for cell in node.cells), node, "is pinned by nobody")
+    _require(not core.world.dead_roots, "an invalidated namespace is left")
+
+
+LAWS: tuple[Callable[[CacheCore], None], ...] = (
+    _every_slot_is_in_one_place,
+    _parent_and_child_agree,
+    _slots_fit_states,
+    _data_is_closed_towards_the_root,
+    _no_auxiliary_data_without_full,
+    _no_node_is_empty,
+    _sums_are_exact,
+    _pins_are_exact,
+    _orders_hold_what_they_should,
+    _operations_cover_live_nodes,
+)

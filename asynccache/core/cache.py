@@ -1,0 +1,222 @@
+"""CacheCore: the synchronous state machine behind the cache. It owns every integer and moves no byte.
+
+One call is one transaction: it returns a frozen ``Plan`` (or a value that carries one) and leaves every invariant of
+``audit.check`` true. The caller enqueues the plan's effects before anything else can run, performs them, and reports
+one outcome per operation to ``complete``. Lengths and positions are tokens; keys are bytes of little-endian int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asynccache.core.invalidation import Invalidation
+from asynccache.core.keys import TOKEN_BYTES
+from asynccache.core.leases import Ask, Committed, Grant, Lease, Leases, Match
+from asynccache.core.ledger import Kind
+from asynccache.core.plan import More, Outcome, Plan, Wait
+from asynccache.core.prefetching import Fetch, Join, Opened, Prefetches, Shape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.settings import CoreConfig
+from asynccache.core.states import PRESENT
+from asynccache.core.transfers import Transfers
+from asynccache.core.tree import walk
+from asynccache.core.world import World
+
+
+class Unsaved(NamedTuple):
+    """FULL pages that a close would lose: with no host copy, and on the host but not in storage."""
+
+    host: int
+    storage: int
+
+
+class ShelfStatistics(NamedTuple):
+    """One component on one tier, in slots."""
+
+    capacity: int
+    free: int
+    evictable: int
+
+
+class Statistics(NamedTuple):
+    """Plain counts. ``device`` and ``host`` in component order; ``operations`` in flight by name; pages evicted since the
+    start; ``lost_pages``: only copies that were dropped although the write policy meant to keep them."""
+
+    nodes: int
+    leases: int
+    device: tuple[ShelfStatistics, ...]
+    host: tuple[ShelfStatistics, ...]
+    operations: dict[str, int]
+    deferred_backups: int
+    evicted_device: int
+    evicted_host: int
+    lost_pages: int
+    splits: int
+    failed_loads: int
+
+
+class CacheCore:
+    """The core. Not thread-safe, never blocks, keeps no clock."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.world = World(config)
+        self._transfers = Transfers(self.world)
+        self._leases = Leases(self.world, self._transfers)
+        self._prefetches = Prefetches(self.world, self._transfers)
+        self._invalidation = Invalidation(self.world, self._transfers.room, self._leases, self._prefetches)
+
+    def match(self, space: bytes, key: bytes) -> Match:
+        """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
+        return self._leases.match(space, key)
+
+    def known_hashes(self, space: bytes, key: bytes) -> bytes:
+        """The prefix hashes (32 bytes a page) that the tree holds for the start of ``key``."""
+        root = self.world.roots.get(space)
+        if root is None:
+            return b""
+        page = self.world.page_bytes
+        path, reached = walk(root, key[: len(key) // page * page], 0, page)
+        return b"".join([node.hashes for node in path])[: reached // page * 32]
+
+    def lease(self, ask: Ask) -> Grant | Wait | More:
+        """Pin the longest usable match, load back what of it is on the host, and take all new pages, or nothing.
+
+        Raises:
+            CacheFull: the reservation exceeds the device.
+        """
+        return self._leases.lease(ask)
+
+    def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
+        """Grow the reservation up to those positions, and by ``states`` MAMBA slots. ``Wait``: it does not fit now."""
+        return self._leases.extend(lease, reserve, reserve_swa, states)
+
+    def advance(self, lease: Lease, position: int) -> Plan:
+        """The request decodes at ``position``: what left the window (a page of margin kept) is unpinned or given back."""
+        return self._leases.advance(lease, position)
+
+    def truncate(self, lease: Lease, length: int) -> Plan:
+        """Give back own pages wholly beyond ``length``."""
+        return self._leases.truncate(lease, length)
+
+    def commit(
+        self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None = None
+    ) -> Committed | Wait:
+        """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
+
+        ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: (page-aligned position,
+        slot out of ``lease.states``). Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages on the way are being
+        loaded for somebody else; nothing was changed.
+
+        Raises:
+            ValueError: the key is shorter than what the lease has committed, or the checkpoint is not its own.
+        """
+        if len(key) < lease.length * TOKEN_BYTES:
+            raise ValueError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
+        if checkpoint is not None and checkpoint[0] % self.config.page_size:
+            raise ValueError(f"checkpoint position {checkpoint[0]} is not a multiple of {self.config.page_size}")
+        return self._leases.commit(lease, key, hashes, checkpoint)
+
+    def pages(self, lease: Lease, kind: int) -> bytes:
+        """The page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is none."""
+        return self._leases.pages(lease, kind)
+
+    def release(self, lease: Lease, *, ended: bool = False, retire: bool = False) -> Plan:
+        """Give everything back; a second call does nothing. ``ended``: its private tail goes first. ``retire``: own pages
+        come as ``Retire`` instead of being free at once."""
+        self._leases.release(lease, ended, retire)
+        self._invalidation.sweep()
+        return self.world.plan()
+
+    def prefetch_open(self, space: bytes, key: bytes) -> Opened | Wait | Join | Skip:
+        """Begin to fetch what storage has of ``key`` beyond what the host has."""
+        return self._prefetches.open(space, key)
+
+    def prefetch_take_full(self, op: int, pages: int) -> Taken | More:
+        """Host slots for the next ``pages`` FULL pages from the anchor; fewer if the host is short."""
+        return self._prefetches.take_full(op, pages)
+
+    def prefetch_take_aux(self, op: int, end: int) -> Taken | More:
+        """Host slots for the auxiliary pages that ``end`` needs, all or none; those of an earlier end go back."""
+        return self._prefetches.take_aux(op, end)
+
+    def prefetch_commit(self, op: int, end: int, hashes: bytes) -> Plan | Wait:
+        """Hang the fetched pages up to ``end`` (tokens) into the tree as it is now; the rest goes back.
+
+        ``hashes``: 32 bytes a page from the anchor to ``end``.
+        """
+        result = self._prefetches.commit(op, end, hashes)
+        self._invalidation.sweep()
+        return result
+
+    def prefetch_revoke(self, op: int) -> Plan:
+        """Give all slots back. Only after the I/O let go of their buffers."""
+        self._prefetches.revoke(op)
+        self._invalidation.sweep()
+        return self.world.plan()
+
+    def complete(self, outcomes: Sequence[Outcome]) -> Plan:
+        """Apply outcomes of operations that are no prefetch.
+
+        Raises:
+            InvariantViolation: an operation is unknown, or had its outcome already.
+        """
+        self._transfers.complete(outcomes)
+        self._transfers.retry_deferred()
+        self._invalidation.sweep()
+        return self.world.plan()
+
+    def drain(self) -> Plan:
+        """Start every backup, to host and storage, that can start now, whatever the write policy."""
+        self._transfers.save_everything()
+        return self.world.plan()
+
+    def unsaved(self) -> Unsaved:
+        """What would be lost if the process ended now."""
+        host = storage = 0
+        count = self.world.count
+        for node in self._invalidation.nodes():
+            pages = self.world.pages(node, 0)
+            if node.cells[count].state != PRESENT:
+                host += pages
+            elif not node.stored & 1:
+                storage += pages
+        return Unsaved(host, storage if self.config.storage else 0)
+
+    def invalidate(self, space: bytes | None) -> Plan | More:
+        """Forget a namespace (None: all of them) on device and host. Leases, and what is in flight, finish undisturbed
+        in a part of the tree that nobody matches any more, and go when they are released."""
+        return self._invalidation.invalidate(space)
+
+    def statistics(self) -> Statistics:
+        """Counts of now; cheap."""
+        world = self.world
+        shelves = [ShelfStatistics(s.slots.capacity, len(s.slots), s.evictable) for s in world.shelves]
+        counters = world.counters
+        return Statistics(
+            nodes=counters.nodes,
+            leases=len(self._leases.active),
+            device=tuple(shelves[: world.count]),
+            host=tuple(shelves[world.count :]),
+            operations={kind.name.lower(): world.ledger.count[kind] for kind in Kind},
+            deferred_backups=len(self._transfers.deferred),
+            evicted_device=counters.evicted_device,
+            evicted_host=counters.evicted_host,
+            lost_pages=counters.lost_pages,
+            splits=counters.splits,
+            failed_loads=counters.failed_loads,
+        )
+
+    def active_leases(self) -> tuple[Lease, ...]:
+        """Leases that are not released, for the audit and for tools."""
+        return tuple(self._leases.active.values())
+
+    def active_fetches(self) -> tuple[Fetch, ...]:
+        """Prefetches in flight, for the audit."""
+        return tuple(self._prefetches.active.values())
+
+
+__all__ = [
+    "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape", "Skip",
+    "Statistics", "Taken", "Unsaved", "Wait", "needed_pages", "usable_end",
+]  # fmt: skip

@@ -1,0 +1,40 @@
+"""FULL: a match may end at any page of an unbroken run from the root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.core.settings import ComponentKind
+from asynccache.core.states import ABSENT, ARRIVING, PRESENT
+from asynccache.core.tree import Node
+
+
+class Full:
+    """Full attention. On each tier its data is closed towards the root, so the run is found from its far end."""
+
+    __slots__ = ("_host", "divides", "index", "kind")
+
+    def __init__(self, index: int, hosts: int) -> None:
+        self.kind = ComponentKind.FULL
+        self.index = index
+        self.divides = True
+        self._host = index + hosts
+
+    def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
+        own, other = self.index, self._host
+        covered = 0
+        for i in range(len(path) - 1, -1, -1):
+            state = path[i].cells[own].state
+            if state == PRESENT or state == ARRIVING:
+                covered = i + 1
+                break
+        if host:
+            for i in range(covered, len(path)):
+                cells = path[i].cells
+                if cells[own].state != ABSENT or cells[other].state != PRESENT:
+                    break
+                covered = i + 1
+        return min(end, path[covered - 1].end) if covered else 0
+
+    def first_page(self, end: int) -> int:
+        return 0

@@ -1,0 +1,36 @@
+"""MAMBA: an end is valid where a node that ends there holds a checkpoint of the recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.core.settings import ComponentKind
+from asynccache.core.states import ABSENT, ARRIVING, PRESENT
+from asynccache.core.tree import Node
+
+
+class Mamba:
+    """Recurrent state. One slot stands for everything up to the node's end, so it stays with the suffix of a split."""
+
+    __slots__ = ("_host", "divides", "index", "kind")
+
+    def __init__(self, index: int, hosts: int) -> None:
+        self.kind = ComponentKind.MAMBA
+        self.index = index
+        self.divides = False
+        self._host = index + hosts
+
+    def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
+        own, other = self.index, self._host
+        for node in reversed(path):
+            if node.end > end:
+                continue
+            state = node.cells[own].state
+            if state == PRESENT or state == ARRIVING:
+                return node.end
+            if host and state == ABSENT and node.cells[other].state == PRESENT:
+                return node.end
+        return 0
+
+    def first_page(self, end: int) -> int:
+        return max(0, end - 1)

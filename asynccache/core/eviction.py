@@ -1,0 +1,111 @@
+"""Which node goes next: the policy that stamps cells, and the order that candidates wait in.
+
+An ``Order`` is a heap with lazy correction: an entry keeps the stamp it was pushed with; whoever pops it compares that
+with the cell's stamp of now and pushes it again if it moved. So a touch costs one store, and eviction costs the same
+per page however many nodes there are. Entries of nodes that left the tree are thrown out a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+from asynccache.core.tree import Cell, Node
+
+_ENDED = -(1 << 60)
+_SWEEP_FROM = 1024
+
+
+class EvictionPolicy(Protocol):
+    """Writes ``cell.stamp``; the smallest stamp goes first."""
+
+    def touch(self, cell: Cell) -> None:
+        """A match or a commit used this cell."""
+        ...
+
+    def fork(self, prefix: Cell, suffix: Cell) -> None:
+        """A split made ``prefix`` out of ``suffix``."""
+        ...
+
+    def uncover(self, cell: Cell, child: Cell) -> None:
+        """``child``, the last one below ``cell``, was evicted."""
+        ...
+
+    def end(self, cell: Cell) -> None:
+        """The conversation that this cell is private to will not come back."""
+        ...
+
+
+class Lru:
+    """Least recently used first; what was ended goes before everything else, the longest ended first."""
+
+    __slots__ = ("_clock",)
+
+    def __init__(self) -> None:
+        self._clock = 0
+
+    def touch(self, cell: Cell) -> None:
+        self._clock += 1
+        cell.stamp = self._clock
+
+    def fork(self, prefix: Cell, suffix: Cell) -> None:
+        prefix.stamp = suffix.stamp
+
+    def uncover(self, cell: Cell, child: Cell) -> None:
+        if child.stamp > cell.stamp:
+            cell.stamp = child.stamp
+
+    def end(self, cell: Cell) -> None:
+        self._clock += 1
+        cell.stamp = _ENDED + self._clock
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+
+
+class Order:
+    """A heap of (stamp, node). Pushing also carries entries over from an older heap, dropping those of removed nodes,
+    so that garbage stays a fraction of what lives and no single call pays for a rebuild."""
+
+    __slots__ = ("_heap", "_old", "_pushes", "_until_sweep")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, Node]] = []
+        self._old: list[tuple[int, Node]] = []
+        self._pushes = 0
+        self._until_sweep = _SWEEP_FROM
+
+    def __len__(self) -> int:
+        return len(self._heap) + len(self._old)
+
+    def push(self, stamp: int, node: Node) -> None:
+        heappush(self._heap, (stamp, node))
+        self._pushes += 1
+        if self._old:
+            self._carry()
+        elif self._pushes > self._until_sweep:
+            self._heap, self._old = self._old, self._heap
+            self._pushes, self._until_sweep = 0, max(_SWEEP_FROM, len(self._old))
+
+    def pop(self) -> tuple[int, Node] | None:
+        """The coldest entry; it may be stale."""
+        heap, old = self._heap, self._old
+        if old and (not heap or old[0] < heap[0]):
+            return heappop(old)
+        return heappop(heap) if heap else None
+
+    def entries(self) -> list[tuple[int, Node]]:
+        """Every entry, for the audit."""
+        return self._heap + self._old
+
+    def _carry(self) -> None:
+        old, heap = self._old, self._heap
+        for _ in range(3):
+            if not old:
+                return
+            entry = old.pop()
+            if entry[1].parent is not None:
+                heappush(heap, entry)
+
+

@@ -1,0 +1,116 @@
+"""Operations in flight and the fragments of the tree that each one covers.
+
+An operation opens once, is given exactly one outcome, and closes. It covers fragments, root first; when a covered node
+splits, its fragment becomes two in place, so an operation always covers exactly the pages it was opened for. What it
+pins is part of the fragment: pages under an operation are nobody else's until it closes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.core.plan import Status
+
+if TYPE_CHECKING:
+    from asynccache.core.leases import Lease
+    from asynccache.core.tree import Node
+
+
+class Kind(IntEnum):
+    """What an operation does."""
+
+    BACKUP_HOST = 0
+    LOAD_BACK = 1
+    BACKUP_STORAGE = 2
+    CLONE = 3
+    RETIRE = 4
+    PREFETCH = 5
+
+
+DEVICE = 0
+HOST = 1
+
+PINNED_TIERS: dict[Kind, tuple[int, ...]] = {
+    Kind.BACKUP_HOST: (DEVICE, HOST),
+    Kind.LOAD_BACK: (DEVICE, HOST),
+    Kind.BACKUP_STORAGE: (HOST,),
+    Kind.CLONE: (DEVICE,),
+    Kind.RETIRE: (),
+    Kind.PREFETCH: (),
+}
+
+
+class Fragment(NamedTuple):
+    """A covered node. ``moves``: bit per component whose data moves. ``top``: components 0..top are pinned by it."""
+
+    node: Node
+    moves: int
+    top: int
+
+
+class Operation:
+    """One transfer (or retirement) in flight.
+
+    ``slots``: by component, slots that only this operation holds (of the tier that its kind implies). ``status`` is set
+    when the outcome is known but must wait for an operation above it. ``doomed``: that one failed. ``leases``: who must
+    hear of a failure.
+    """
+
+    __slots__ = ("doomed", "fragments", "id", "kind", "leases", "pages", "slots", "status")
+
+    def __init__(self, op: int, kind: Kind) -> None:
+        self.id = op
+        self.kind = kind
+        self.fragments: list[Fragment] = []
+        self.slots: list[bytes] = []
+        self.status: Status | None = None
+        self.doomed = False
+        self.leases: list[Lease] = []
+        self.pages = 0
+
+    def __repr__(self) -> str:
+        return f"<{self.kind.name} {self.id} {[f.node.end for f in self.fragments]}{' doomed' * self.doomed}>"
+
+
+class Ledger:
+    """All operations in flight, by id; ids rise and are never used again."""
+
+    __slots__ = ("count", "next", "ops", "parked")
+
+    def __init__(self) -> None:
+        self.ops: dict[int, Operation] = {}
+        self.parked: dict[int, Operation] = {}
+        self.count = [0] * len(Kind)
+        self.next = 1
+
+    def open(self, kind: Kind) -> Operation:
+        """A new operation that covers nothing yet."""
+        op = Operation(self.next, kind)
+        self.next += 1
+        self.ops[op.id] = op
+        self.count[kind] += 1
+        return op
+
+    def close(self, op: Operation) -> None:
+        """Forget ``op``; its nodes forget it too."""
+        del self.ops[op.id]
+        self.parked.pop(op.id, None)
+        self.count[op.kind] -= 1
+        for node, _, _ in op.fragments:
+            node.ops = tuple([other for other in node.ops if other is not op])
+
+    def cover(self, op: Operation, node: Node, moves: int, top: int) -> None:
+        """Add ``node`` to what ``op`` covers."""
+        op.fragments.append(Fragment(node, moves, top))
+        node.ops = (*node.ops, op)
+
+    def divide(self, prefix: Node, suffix: Node, dividing: int) -> None:
+        """``suffix`` was split: every operation that covers it now covers ``prefix`` before it, without what does not
+        divide (``dividing``: how many components, from the first on, do)."""
+        prefix.ops = suffix.ops
+        mask = (1 << dividing) - 1
+        for op in suffix.ops:
+            at = next(i for i, fragment in enumerate(op.fragments) if fragment.node is suffix)
+            _, moves, top = op.fragments[at]
+            op.fragments.insert(at, Fragment(prefix, moves & mask, min(top, dividing - 1)))

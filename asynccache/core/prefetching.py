@@ -1,0 +1,395 @@
+"""Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
+
+A prefetch hangs below the root or an anchor whose FULL path is on the host. It pins the anchor, and the unbroken run
+of SWA that ends there, until it commits or is revoked. Its slots are its own until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from asynccache.core.keys import HASH_BYTES, common_pages
+from asynccache.core.ledger import DEVICE, HOST, Kind, Operation
+from asynccache.core.plan import Medium, More, Plan, Status, Wait
+from asynccache.core.room import Room
+from asynccache.core.settings import ComponentKind
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
+from asynccache.core.transfers import Transfers
+from asynccache.core.tree import Node, link, walk
+from asynccache.core.world import World
+
+
+class Shape(NamedTuple):
+    """The geometry of one prefetch, in tokens.
+
+    ``anchor``: where its FULL pages begin; ``covered``: the valid match end without it; ``length``: the key's whole
+    pages; ``window``: 0 without SWA; ``swa_run``: how far back from the anchor SWA is unbroken.
+    """
+
+    page_size: int
+    anchor: int
+    covered: int
+    length: int
+    window: int
+    swa_run: int
+    mamba: bool
+
+
+def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
+    """Which pages of ``component`` storage must give for the match to end at ``end`` (tokens)."""
+    size = shape.page_size
+    anchor, stop = shape.anchor // size, end // size
+    if component == ComponentKind.FULL:
+        return tuple(range(anchor, stop))
+    if component == ComponentKind.MAMBA:
+        return (stop - 1,) if shape.mamba and stop else ()
+    if not shape.window:
+        return ()
+    first = max(0, stop - -(-shape.window // size))
+    run = anchor - shape.swa_run // size
+    return (*range(first, min(run, stop)), *range(max(first, anchor), stop))
+
+
+def usable_end(
+    shape: Shape, pools: Sequence[tuple[str, int]], present: Mapping[str, Sequence[bool] | bytes], limit: int
+) -> int:
+    """The longest end (tokens) up to ``limit`` for which every pool has all pages it needs; else ``shape.covered``.
+
+    ``pools``: (name, component); ``present[name][i]``: whether page ``i`` of the key is in storage.
+    """
+    size = shape.page_size
+    end = min(limit, shape.length) // size * size
+    full = [present[name] for name, component in pools if component == ComponentKind.FULL]
+    reach = shape.anchor // size
+    while reach < end // size and all(pages[reach] for pages in full):
+        reach += 1
+    end = min(end, reach * size)
+    auxiliary = [(present[name], component) for name, component in pools if component != ComponentKind.FULL]
+    while end > shape.covered and end >= shape.anchor:
+        if all(pages[i] for pages, component in auxiliary for i in needed_pages(shape, component, end)):
+            return end
+        end -= size
+    return shape.covered
+
+
+class Opened(NamedTuple):
+    """A prefetch began."""
+
+    op: int
+    shape: Shape
+    plan: Plan
+
+
+class Join(NamedTuple):
+    """Another prefetch is fetching these pages: await its end, then open again."""
+
+    op: int
+
+
+class Skip(NamedTuple):
+    """There is nothing worth fetching."""
+
+    reason: str
+
+
+class Taken(NamedTuple):
+    """Host slots for a prefetch. ``slots``: FULL's, fewer than asked where the host is short. ``aux``: by component; None
+    if they cannot be had together."""
+
+    slots: bytes
+    aux: dict[int, bytes] | None
+    plan: Plan
+
+
+class Fetch:
+    """One prefetch in flight."""
+
+    __slots__ = ("anchor", "aux_end", "held", "key", "low", "op", "shape", "spare", "swa", "tiers", "total")
+
+    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: Shape) -> None:
+        self.op = op
+        self.anchor = anchor
+        self.key = key
+        self.shape = shape
+        self.total = shape.length // shape.page_size
+        self.held: dict[int, bytes] = {}
+        self.aux_end = 0
+        self.spare = b""
+        self.tiers: tuple[int, ...] = (HOST,)
+        self.low = 0
+        self.swa = 0
+
+    def take(self, size: int) -> bytes:
+        """The next ``size`` bytes of FULL slots, in page order."""
+        slots = self.held.get(0, b"")
+        self.held[0] = slots[size:]
+        return slots[:size]
+
+
+def run_nodes(fetch: Fetch) -> list[Node]:
+    """The nodes whose SWA the prefetch pins, from the anchor up."""
+    nodes, node = [], fetch.anchor
+    while node.parent is not None and node.end > fetch.low:
+        nodes.append(node)
+        node = node.parent
+    return nodes
+
+
+class Prefetches:
+    """The prefetches of one world."""
+
+    def __init__(self, world: World, transfers: Transfers) -> None:
+        self._world = world
+        self._transfers = transfers
+        self._size = world.config.page_size
+        self._index = {component.kind: component.index for component in world.components}
+        self.active: dict[int, Fetch] = {}
+
+    # open
+
+    def open(self, space: bytes, key: bytes) -> Opened | Wait | Join | Skip:
+        """See ``CacheCore.prefetch_open``."""
+        world, page = self._world, self._world.page_bytes
+        if not world.config.storage:
+            return Skip("no storage")
+        key = key[: len(key) // page * page]
+        root = world.root(space)
+        path, reached = walk(root, key, 0, page)
+        blocked = self._not_on_host(path)
+        if blocked is not None:
+            return blocked
+        covered = world.valid_end(path, reached // page, True)
+        total = len(key) // page
+        if (total - covered) * self._size < max(world.config.prefetch_threshold, 1):
+            return Skip("below the threshold")
+        join = self._same(root, key, reached // page, total)
+        if join is not None:
+            return join
+        in_flight = sum(f.total - f.shape.anchor // self._size for f in self.active.values())
+        quota = world.config.max_prefetch_pages
+        if in_flight and in_flight + total - reached // page > quota:
+            return Wait(world.plan(), tuple(self.active))
+        total = min(total, reached // page + quota)
+        return self._begin(root, path, reached // page, covered, key[: total * page])
+
+    def _not_on_host(self, path: Sequence[Node]) -> Wait | Skip | None:
+        """The path's FULL must be on the host; where it is not, its backup goes first."""
+        place = self._world.count
+        for node in reversed(path):
+            if node.cells[place].state == PRESENT:
+                return None
+            if node.cells[place].state == ABSENT and not self._transfers.save(node):
+                return Skip("the anchor cannot be backed up now")
+            ops = tuple([op.id for op in node.ops if op.kind is Kind.BACKUP_HOST])
+            return Wait(self._world.plan(), ops)
+        return None
+
+    def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
+        page = self._world.page_bytes
+        for fetch in self.active.values():
+            if fetch.anchor.root is root:
+                common = common_pages(fetch.key, 0, key, page)
+                if common > anchor or (common == total == anchor):
+                    return Join(fetch.op.id)
+        return None
+
+    def _begin(self, root: Node, path: list[Node], anchor: int, covered: int, key: bytes) -> Opened:
+        world = self._world
+        node = path[-1] if path else root
+        if node.end > anchor:
+            node = world.split(node, anchor - node.parent.end)  # type: ignore[union-attr]
+        op = world.ledger.open(Kind.PREFETCH)
+        swa = self._index.get(ComponentKind.SWA)
+        run = self._run(node) if swa is not None else 0
+        window = world.config.components[swa].window if swa is not None else 0
+        size = self._size
+        shape = Shape(
+            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window, run * size,
+            ComponentKind.MAMBA in self._index,
+        )  # fmt: skip
+        fetch = Fetch(op, node, key, shape)
+        self.active[op.id] = fetch
+        self._hold(fetch, run)
+        return Opened(op.id, shape, world.plan())
+
+    def _run(self, node: Node) -> int:
+        """Pages of unbroken SWA that end at ``node``, at most a window."""
+        world, swa = self._world, self._index[ComponentKind.SWA]
+        low, end = max(0, node.end - self._window_pages()), node.end
+        while node.parent is not None and node.end > low:
+            device, host = node.cells[swa].state, node.cells[swa + world.count].state
+            if device != PRESENT and host != PRESENT:
+                return end - node.end
+            node = node.parent
+        return end - max(node.end, low)
+
+    def _window_pages(self) -> int:
+        return -(-self._world.config.components[self._index[ComponentKind.SWA]].window // self._size)
+
+    def _hold(self, fetch: Fetch, run: int) -> None:
+        """Pin the anchor, and its run of SWA on whichever tiers hold it."""
+        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
+        fetch.low, fetch.swa = fetch.anchor.end - run, swa
+        nodes = run_nodes(fetch)
+        if any(node.cells[swa + world.count].state != PRESENT for node in nodes):
+            fetch.tiers = (DEVICE, HOST)
+        for tier in fetch.tiers:
+            world.pin_full(fetch.anchor, tier)
+            for node in nodes:
+                world.pin_cell(node, tier * world.count + swa)
+        if nodes:
+            last = nodes[-1].parent
+            fetch.low = last.end if last is not None else 0
+
+    def _drop(self, fetch: Fetch, status: Status) -> None:
+        """Unpin, give back what is held, and leave the ledger."""
+        world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
+        for tier in fetch.tiers:
+            for node in run_nodes(fetch):
+                world.unpin_cell(node, tier * world.count + swa)
+            world.unpin_full(fetch.anchor, tier)
+        for c, slots in fetch.held.items():
+            self._give(c, slots)
+        self._give(0, fetch.spare)
+        del self.active[fetch.op.id]
+        world.end(fetch.op, status)
+
+    def _give(self, c: int, slots: bytes) -> None:
+        self._world.shelves[self._world.count + c].slots.give(slots)
+
+    # slots
+
+    def take_full(self, op: int, pages: int) -> Taken | More:
+        """See ``CacheCore.prefetch_take_full``."""
+        world, fetch = self._world, self.active[op]
+        needs = [0] * world.count
+        needs[0] = min(pages, world.shelves[world.count].reachable())
+        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
+        if room is Room.SLICE:
+            return More(world.plan())
+        count = min(needs[0], len(world.shelves[world.count].slots))
+        slots = world.shelves[world.count].slots.take(count)
+        fetch.held[0] = fetch.held.get(0, b"") + slots
+        return Taken(slots, {}, world.plan())
+
+    def take_aux(self, op: int, end: int) -> Taken | More:
+        """See ``CacheCore.prefetch_take_aux``."""
+        world, fetch = self._world, self.active[op]
+        for c in [c for c in fetch.held if c]:
+            self._give(c, fetch.held.pop(c))
+        needs = [0] * world.count
+        for component in world.components[1:]:
+            needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
+        room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
+        if room is Room.SLICE:
+            return More(world.plan())
+        if room is not Room.FREE:
+            return Taken(b"", None, world.plan())
+        fetch.aux_end = end
+        aux = {}
+        for component in world.components[1:]:
+            c = component.index
+            aux[int(component.kind)] = fetch.held[c] = world.shelves[world.count + c].slots.take(needs[c])
+        return Taken(b"", aux, world.plan())
+
+    # end
+
+    def revoke(self, op: int) -> None:
+        """See ``CacheCore.prefetch_revoke``."""
+        if op in self.active:
+            self._drop(self.active[op], Status.FAILED)
+
+    def commit(self, op: int, end: int, hashes: bytes) -> Plan | Wait:
+        """See ``CacheCore.prefetch_commit``."""
+        world, fetch = self._world, self.active[op]
+        if fetch.anchor.root.dead:
+            self.revoke(op)
+            return world.plan()
+        page, anchor, stop = world.page_bytes, fetch.anchor.end, end // self._size
+        key = fetch.key[anchor * page : stop * page]
+        path, reached = walk(fetch.anchor, key, 0, page)
+        blockers = [o.id for node in path if node.cells[world.count].state in (ARRIVING, LEAVING)
+                    for o in node.ops if o.kind is Kind.BACKUP_HOST]  # fmt: skip
+        if blockers:
+            return Wait(world.plan(), tuple(blockers))
+        if path and path[-1].end > anchor + reached // page:
+            path[-1] = world.split(path[-1], anchor + reached // page - path[-1].parent.end)  # type: ignore[union-attr]
+        last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
+        if fetch.aux_end == end and last.end == stop:
+            self._fill_window(fetch, last, stop)
+            self._fill_state(fetch, last)
+        if last.parent is not None:
+            for cell in last.cells[: world.count]:
+                world.policy.touch(cell)
+        self._drop(fetch, Status.DONE)
+        return world.plan()
+
+    def _merge(self, fetch: Fetch, path: Sequence[Node]) -> Node:
+        """Nodes that appeared meanwhile: one without host data adopts the fetched pages, else they are duplicates."""
+        world, last = self._world, fetch.anchor
+        spare = b""
+        for node in path:
+            slots = fetch.take((node.end - last.end) * SLOT_BYTES)
+            if node.cells[world.count].state == ABSENT:
+                self._place(node, 0, slots)
+            else:
+                spare += slots
+            last = node
+        fetch.spare = spare
+        return last
+
+    def _place(self, node: Node, c: int, slots: bytes) -> None:
+        """``node`` has ``slots`` on the host from now on, and they are in storage already."""
+        self._world.fill(node, self._world.count + c, slots, PRESENT)
+        node.stored |= 1 << c
+        if c == 0:
+            self._world.publish(Medium.CPU, True, node)
+
+    def _grow(self, fetch: Fetch, last: Node, stop: int, key: bytes, hashes: bytes) -> Node:
+        """Host-only nodes for what the tree does not have, cut where the window begins."""
+        world, page, anchor = self._world, self._world.page_bytes, fetch.anchor.end
+        cuts = [stop] if last.end < stop else []
+        if ComponentKind.SWA in self._index and last.end < (first := stop - self._window_pages()) < stop:
+            cuts.insert(0, first)
+        for cut in cuts:
+            start = last.end
+            node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, 2 * world.count)
+            link(last, node, page)
+            world.counters.nodes += 1
+            node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
+            self._place(node, 0, fetch.take((cut - start) * SLOT_BYTES))
+            last = node
+        return last
+
+    def _fill_window(self, fetch: Fetch, last: Node, stop: int) -> None:
+        """Give the window's SWA pages to the nodes that have none on the host."""
+        swa = self._index.get(ComponentKind.SWA)
+        if swa is None or not fetch.held.get(swa):
+            return
+        world, held = self._world, fetch.held[swa]
+        pages = needed_pages(fetch.shape, ComponentKind.SWA, stop * self._size)
+        slots = {page: held[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i, page in enumerate(pages)}
+        first, node = max(0, stop - self._window_pages()), last
+        while node.parent is not None and node.end > first:
+            start = node.parent.end
+            if start < first and node.cells[world.count + swa].state == ABSENT:
+                world.split(node, first - start)
+                start = first
+            wanted = range(start, node.end)
+            cells = node.cells
+            free = cells[world.count + swa].state == ABSENT and cells[world.count].state == PRESENT
+            if free and all(page in slots for page in wanted):
+                self._place(node, swa, b"".join([slots.pop(page) for page in wanted]))
+            node = node.parent
+        fetch.held[swa] = b"".join(slots.values())
+
+    def _fill_state(self, fetch: Fetch, last: Node) -> None:
+        """Give the state to the node that ends here, if it has none on the host."""
+        mamba = self._index.get(ComponentKind.MAMBA)
+        if mamba is None or not fetch.held.get(mamba):
+            return
+        cells, count = last.cells, self._world.count
+        if cells[count + mamba].state == ABSENT and cells[count].state == PRESENT:
+            self._place(last, mamba, fetch.held.pop(mamba))

@@ -1,0 +1,134 @@
+"""Making room on a tier: what is evicted, in which order, and when it is better to wait.
+
+Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; dropping an
+only copy is the last resort, and counted. Host: what is off the device first, then copies of what is on it.
+Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from asynccache.core.ledger import HOST, Kind
+from asynccache.core.plan import Medium
+from asynccache.core.settings import WritePolicy
+from asynccache.core.states import ABSENT, PRESENT
+from asynccache.core.tree import Node
+from asynccache.core.world import EARLY, LATE, World
+
+Save = Callable[[Node], bool]
+
+
+class Room(Enum):
+    """What came of asking for room."""
+
+    FREE = "the slots are free"
+    SHORT = "not now: too much is pinned"
+    SAVING = "not now: backups were started, or are in flight, that will make room"
+    SLICE = "not yet: the step budget is used up"
+
+
+class RoomMaker:
+    """Frees slots by eviction. ``save`` starts the backup of a node; false if it cannot start now."""
+
+    __slots__ = ("_save", "_world")
+
+    def __init__(self, world: World, save: Save) -> None:
+        self._world = world
+        self._save = save
+
+    def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
+        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops."""
+        base = tier * self._world.count
+        shelves = self._world.shelves
+        if any(need > shelves[base + c].reachable() for c, need in enumerate(needs)):
+            return Room.SHORT
+        for c, need in enumerate(needs):
+            place = base + c
+            while len(shelves[place].slots) < need:
+                if steps <= 0:
+                    return Room.SLICE
+                steps -= 1
+                if self._evict_next(place, EARLY):
+                    continue
+                verdict = self._late(place, need)
+                if verdict is not Room.FREE:
+                    return verdict
+        return Room.FREE
+
+    def _late(self, place: int, need: int) -> Room:
+        """Only the costly ones are left: one of them goes, or all that are needed are saved first."""
+        if place < self._world.count and self._saving(place, need):
+            return Room.SAVING
+        return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
+
+    def _saving(self, place: int, need: int) -> bool:
+        """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
+        world = self._world
+        missing = need - len(world.shelves[place].slots)
+        while missing > 0 and (node := self.coldest(place, LATE)) is not None:
+            if not self._wants_backup(node):
+                world.offer(node, place)
+                return False
+            if not self._save(node):
+                world.offer(node, place)
+                break
+            missing -= world.pages(node, place)
+        return world.ledger.count[Kind.BACKUP_HOST] > 0
+
+    def _wants_backup(self, node: Node) -> bool:
+        selective = self._world.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        return not node.unsavable and not node.root.dead and (not selective or node.passes > 1)
+
+    def _evict_next(self, place: int, late: int) -> bool:
+        node = self.coldest(place, late)
+        if node is None:
+            return False
+        self.evict(node, place)
+        return True
+
+    def coldest(self, place: int, late: int) -> Node | None:
+        """Take the coldest candidate out of an order, correcting stale entries on the way."""
+        world = self._world
+        order = world.shelves[place].orders[late]
+        while (entry := order.pop()) is not None:
+            stamp, node = entry
+            if node.parent is None:
+                continue
+            cell = node.cells[place]
+            cell.queued &= ~(1 << late)
+            if not world.is_candidate(node, place):
+                continue
+            if world.late(node, place) != late or node.cells[place % world.count].stamp != stamp:
+                world.offer(node, place)
+                continue
+            return node
+        return None
+
+    def evict(self, node: Node, place: int) -> None:
+        """Evict a candidate: a leaf of the tier goes whole, any other node gives up this component and what hangs on it."""
+        world = self._world
+        count = world.count
+        tier, component = divmod(place, count)
+        base = tier * count
+        first = 0 if world.is_candidate(node, base) else component
+        for c in range(count - 1, first - 1, -1):
+            if node.cells[base + c].state == PRESENT:
+                self._count(node, tier, c)
+                if c == 0:
+                    world.publish((Medium.GPU, Medium.CPU)[tier], False, node)
+                world.vacate(node, base + c)
+        if first == 0:
+            world.remove_if_empty(node)
+
+    def _count(self, node: Node, tier: int, component: int) -> None:
+        world = self._world
+        pages = world.pages(node, component)
+        if tier == HOST:
+            world.counters.evicted_host += pages
+            return
+        world.counters.evicted_device += pages
+        only = world.has_host and node.cells[world.count + component].state == ABSENT
+        if only and not node.root.dead and (self._wants_backup(node) or node.unsavable):
+            world.counters.lost_pages += pages

@@ -1,0 +1,43 @@
+"""The four states of a (node, component, tier), and the only steps between them.
+
+    ABSENT   -> PRESENT   an insert brought the data
+    ABSENT   -> ARRIVING  an operation will bring it
+    ARRIVING -> PRESENT   that operation is DONE
+    ARRIVING -> ABSENT    that operation FAILED
+    ARRIVING -> LEAVING   doomed: what it hangs below failed; its own I/O still runs
+    LEAVING  -> ABSENT    its own outcome, whichever: only now are the slots free
+    PRESENT  -> ABSENT    evicted
+
+Any other step is a bug: ``check_step`` raises before anything changes. States are small ints because they are read on
+every step of a walk.
+"""
+
+from __future__ import annotations
+
+from asynccache.errors import InvariantViolation
+
+ABSENT = 0
+ARRIVING = 1
+PRESENT = 2
+LEAVING = 3
+
+NAMES = ("ABSENT", "ARRIVING", "PRESENT", "LEAVING")
+
+_LEGAL = frozenset(
+    {
+        (ABSENT, PRESENT),
+        (ABSENT, ARRIVING),
+        (ARRIVING, PRESENT),
+        (ARRIVING, ABSENT),
+        (ARRIVING, LEAVING),
+        (LEAVING, ABSENT),
+        (PRESENT, ABSENT),
+    }
+)
+_ALLOWED = tuple(tuple((old, new) in _LEGAL for new in range(4)) for old in range(4))
+
+
+def check_step(old: int, new: int) -> None:
+    """Raise ``InvariantViolation`` unless ``old`` may become ``new``."""
+    if not _ALLOWED[old][new]:
+        raise InvariantViolation(f"illegal step {NAMES[old]} -> {NAMES[new]}")

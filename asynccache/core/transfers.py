@@ -1,0 +1,350 @@
+"""Opening and closing the transfers between the tiers: backup_host, load_back, clone, backup_storage.
+
+Backups go parent first, and outcomes on one path apply root first: an operation whose outcome came before that of one
+above it is parked. When one fails, everything ARRIVING below it is doomed at once; its pages wait for their own
+outcome. So data on a tier is closed towards the root at every moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from asynccache.core.ledger import DEVICE, HOST, Fragment, Kind, Operation
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
+from asynccache.core.room import Room, RoomMaker
+from asynccache.core.settings import WritePolicy
+from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
+from asynccache.core.tree import Node
+from asynccache.core.world import LATE, World
+from asynccache.errors import InvariantViolation
+
+_UNBOUNDED = 1 << 60
+_RETRIES = 16
+
+
+class Transfers:
+    """The transfers of one world. ``deferred``: nodes whose backup could not start yet."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = world.count
+        self._kinds = [c.kind for c in world.components]
+        self.room = RoomMaker(world, self.save)
+        self.deferred: dict[Node, None] = {}
+
+    # backup_host
+
+    def save(self, node: Node, floor: int = _UNBOUNDED) -> bool:
+        """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. Nodes that end
+        above page ``floor`` are looked at even where something below them lacks nothing."""
+        chain = self._lacking(node, floor)
+        if not chain:
+            return True
+        if self._world.ledger.count[Kind.BACKUP_HOST] >= self._world.config.max_backup_ops:
+            return False
+        return self._can_follow(chain) and self._open_backup(chain)
+
+    def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
+        """``save``, tried again later if it must wait."""
+        if self.save(node, floor):
+            self.deferred.pop(node, None)
+        else:
+            self.deferred[node] = None
+
+    def retry_deferred(self) -> None:
+        """Try some of the deferred backups again."""
+        for node in list(self.deferred)[:_RETRIES]:
+            del self.deferred[node]
+            if node.parent is None or node.root.dead:
+                continue
+            if not self.save(node, 0):
+                self.deferred[node] = None
+                return
+
+    def save_everything(self) -> None:
+        """Start every backup that can be started: nodes with data that only the device has, and host pages that are
+        not in storage."""
+        for root in self._world.roots.values():
+            stack = list((root.children or {}).values())
+            while stack and self._world.has_host:
+                node = stack.pop()
+                stack.extend((node.children or {}).values())
+                if self._missing(node):
+                    self.save_or_defer(node)
+                self.store([node])
+
+    def _lacking(self, node: Node, floor: int) -> list[Node]:
+        """``node`` and its ancestors without a host copy of something that the device has, root first.
+
+        The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host too.
+        """
+        chain = []
+        count = self._count
+        while node.parent is not None:
+            if self._missing(node):
+                chain.append(node)
+            elif node.end <= floor and node.cells[count].state != ABSENT:
+                break
+            node = node.parent
+        chain.reverse()
+        return chain
+
+    def _missing(self, node: Node) -> int:
+        """Bit per component that is PRESENT on the device and ABSENT on the host."""
+        cells, count = node.cells, self._count
+        if count == 1:
+            return int(cells[0].state == PRESENT and cells[1].state == ABSENT)
+        return sum(
+            1 << c for c in range(count) if cells[c].state == PRESENT and cells[count + c].state == ABSENT
+        )
+
+    def _can_follow(self, chain: Sequence[Node]) -> bool:
+        """Whether everything above the chain, and in it, is on the host, on its way there, or part of the chain."""
+        above = chain[0].parent
+        assert above is not None
+        if above.parent is not None and above.cells[self._count].state in (ABSENT, LEAVING):
+            return False
+        return all(node.cells[self._count].state != LEAVING for node in chain)
+
+    def _open_backup(self, chain: Sequence[Node]) -> bool:
+        world, count = self._world, self._count
+        moves = [(node, self._missing(node)) for node in chain]
+        needs = [sum(world.pages(n, c) for n, m in moves if m >> c & 1) for c in range(count)]
+        moves = self._without_oversized(moves, needs)
+        world.pin(chain[-1], HOST, 0)
+        room = self.room.make(HOST, needs, _UNBOUNDED)
+        world.unpin(chain[-1], HOST, 0)
+        if room is not Room.FREE:
+            return False
+        op = world.ledger.open(Kind.BACKUP_HOST)
+        for node, mask in moves:
+            world.cover(op, node, mask)
+            self._take(node, mask, HOST)
+        world.effect(BackupHost(op.id, self._moves(op, DEVICE, HOST)))
+        return True
+
+    def _without_oversized(self, moves: list[tuple[Node, int]], needs: list[int]) -> list[tuple[Node, int]]:
+        """Leave out an auxiliary component that the host could never hold for these nodes; FULL goes alone then."""
+        for c in range(1, self._count):
+            if needs[c] > self._world.shelves[self._count + c].slots.capacity:
+                needs[c] = 0
+                moves = [(node, mask & ~(1 << c)) for node, mask in moves]
+        return [(node, mask) for node, mask in moves if mask]
+
+    # load_back
+
+    def open_load(self, loads: Sequence[tuple[Node, int]]) -> Operation:
+        """Start loading ``(node, components)``, root first; room was made."""
+        op = self._world.ledger.open(Kind.LOAD_BACK)
+        for node, mask in loads:
+            self._world.cover(op, node, mask)
+            self._take(node, mask, DEVICE)
+        self._world.effect(LoadBack(op.id, self._moves(op, HOST, DEVICE)))
+        return op
+
+    def open_clone(self, node: Node, component: int, slot: bytes) -> Operation:
+        """Copy ``node``'s device slot of ``component`` to ``slot``, after the load that may still fill it."""
+        world = self._world
+        after = next((op.id for op in node.ops if op.kind is Kind.LOAD_BACK and _moves(op, node) >> component & 1), 0)
+        op = world.ledger.open(Kind.CLONE)
+        world.cover(op, node, 1 << component)
+        world.effect(Clone(op.id, (Move(self._kinds[component], node.cells[component].slots, slot),), after))
+        return op
+
+    # backup_storage
+
+    def store(self, nodes: Iterable[Node]) -> None:
+        """Start storing what these nodes have on the host and storage lacks."""
+        world, count = self._world, self._count
+        if not world.config.storage:
+            return
+        todo = [(node, mask) for node in nodes if node.hashes and (mask := self._unstored(node))]
+        if not todo:
+            return
+        op = world.ledger.open(Kind.BACKUP_STORAGE)
+        for node, mask in todo:
+            world.cover(op, node, mask)
+            op.pages += world.pages(node, 0)
+        pages = []
+        for c in range(count - 1, -1, -1):
+            nodes_of = [node for node, mask in todo if mask >> c & 1]
+            if nodes_of:
+                hashes = b"".join([n.hashes if world.components[c].divides else n.hashes[-32:] for n in nodes_of])
+                slots = b"".join([n.cells[count + c].slots for n in nodes_of])
+                pages.append(StoredPages(self._kinds[c], hashes, slots))
+        world.effect(BackupStorage(op.id, tuple(pages)))
+
+    def _unstored(self, node: Node) -> int:
+        if node.root.dead:
+            return 0
+        held = sum(1 << c for c in range(self._count) if node.cells[self._count + c].state == PRESENT)
+        for op in node.ops:
+            if op.kind is Kind.BACKUP_STORAGE:
+                held &= ~_moves(op, node)
+        return held & ~node.stored
+
+    # write_back
+
+    def save_coldest(self) -> None:
+        """write_back: start backups of the coldest leaves until free, clean and soon clean pages pass the watermark."""
+        world = self._world
+        if world.config.write_policy is not WritePolicy.WRITE_BACK or not world.has_host:
+            return
+        shelf = world.shelves[0]
+        wanted = int(shelf.slots.capacity * world.config.write_back_watermark) - len(shelf.slots) - world.clean_pages
+        wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is Kind.BACKUP_HOST) if wanted > 0 else 0
+        while wanted > 0 and (node := self.room.coldest(0, LATE)) is not None:
+            wanted -= world.pages(node, 0)
+            if node.unsavable or not self.save(node):
+                world.offer(node, 0)
+                return
+
+    # outcomes
+
+    def complete(self, outcomes: Sequence[Outcome]) -> None:
+        """Apply outcomes, in order of their operations, and whatever they unpark."""
+        for outcome in sorted(outcomes):
+            op = self._world.ledger.ops.get(outcome.op)
+            if op is None or op.status is not None or op.kind is Kind.PREFETCH:
+                raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
+            op.status = outcome.status
+            if not self._try_close(op):
+                self._world.ledger.parked[op.id] = op
+                continue
+            while self._world.ledger.parked and any(self._try_close(op) for op in self._parked()):
+                pass
+
+    def _parked(self) -> list[Operation]:
+        return list(self._world.ledger.parked.values())
+
+    def _try_close(self, op: Operation) -> bool:
+        if op.kind is Kind.BACKUP_HOST:
+            return self._close_arrival(op, HOST)
+        if op.kind is Kind.LOAD_BACK:
+            return self._close_arrival(op, DEVICE)
+        assert op.status is not None
+        done = op.status is Status.DONE
+        fragments = list(op.fragments)
+        self._world.uncover(op)
+        self._world.end(op, op.status)
+        if op.kind is Kind.BACKUP_STORAGE and done:
+            self._stored(fragments)
+        elif op.kind is Kind.CLONE and not done:
+            self._fail_leases(op, 0)
+        for place, slots in enumerate(op.slots):
+            self._world.shelves[place].slots.give(slots)
+        return True
+
+    def _stored(self, fragments: Sequence[Fragment]) -> None:
+        for node, moves, _ in fragments:
+            node.stored |= moves
+            if moves & 1:
+                self._world.publish(Medium.STORAGE, True, node)
+
+    def _close_arrival(self, op: Operation, tier: int) -> bool:
+        """Close an operation that fills cells of ``tier``; false if it must wait for one above it."""
+        base = tier * self._count
+        if op.doomed:
+            return self._end_arrival(op, base, Status.FAILED)
+        if op.status is Status.DONE:
+            if any(self._waits_above(op, node, base) for node, _, _ in op.fragments):
+                return False
+            return self._arrived(op, tier, base)
+        self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
+        self._doom_below(op, base)
+        return self._end_arrival(op, base, Status.FAILED)
+
+    def _waits_above(self, op: Operation, node: Node, base: int) -> bool:
+        """Whether another operation still has to bring FULL for this node or its parent."""
+        parent = node.parent
+        assert parent is not None
+        for above in (node, parent):
+            if above.cells[base].state == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops):
+                return True
+        return False
+
+    def _arrived(self, op: Operation, tier: int, base: int) -> bool:
+        world = self._world
+        fragments = list(op.fragments)
+        for node, moves, _ in fragments:
+            for c in range(self._count):
+                if moves >> c & 1:
+                    world.settle(node, base + c)
+            if moves & 1:
+                world.publish((Medium.GPU, Medium.CPU)[tier], True, node)
+            if tier == HOST:
+                node.unsavable = False
+        if tier == HOST:
+            self.store([node for node, _, _ in fragments])
+        world.uncover(op)
+        world.end(op, Status.DONE)
+        return True
+
+    def _end_arrival(self, op: Operation, base: int, status: Status) -> bool:
+        world = self._world
+        fragments = list(op.fragments)
+        for node, moves, _ in reversed(fragments):
+            for c in range(self._count - 1, -1, -1):
+                if moves >> c & 1:
+                    world.vacate(node, base + c)
+            node.unsavable |= base > 0 and not op.doomed
+        world.uncover(op)
+        world.end(op, status)
+        return True
+
+    def _doom_below(self, failed: Operation, base: int) -> None:
+        """Doom every other operation that fills cells of the failed nodes, or of nodes below them."""
+        stack = [node for node, moves, _ in failed.fragments if moves & 1]
+        seen: set[int] = {id(node) for node in stack}
+        while stack:
+            node = stack.pop()
+            for op in node.ops:
+                if op is not failed and not op.doomed and op.kind is failed.kind:
+                    self._doom(op, base)
+            for child in (node.children or {}).values():
+                if id(child) not in seen and child.cells[base].state in (ARRIVING, LEAVING):
+                    seen.add(id(child))
+                    stack.append(child)
+
+    def _doom(self, op: Operation, base: int) -> None:
+        op.doomed = True
+        for node, moves, _ in op.fragments:
+            for c in range(self._count):
+                if moves >> c & 1:
+                    self._world.doom(node, base + c)
+        self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
+
+    def _fail_leases(self, op: Operation, valid: int) -> None:
+        if op.kind is Kind.LOAD_BACK:
+            self._world.counters.failed_loads += 1
+        for lease in op.leases:
+            lease.valid = valid if lease.valid is None else min(lease.valid, valid)
+
+    # helpers
+
+    def _take(self, node: Node, mask: int, tier: int) -> None:
+        world = self._world
+        for c in range(self._count):
+            if mask >> c & 1:
+                place = tier * self._count + c
+                world.fill(node, place, world.shelves[place].slots.take(world.pages(node, c)), ARRIVING)
+
+    def _moves(self, op: Operation, source: int, target: int) -> tuple[Move, ...]:
+        count = self._count
+        moves = []
+        for c in range(count):
+            nodes = [node for node, mask, _ in op.fragments if mask >> c & 1]
+            if nodes:
+                op.pages += sum(self._world.pages(n, c) for n in nodes) if c == 0 else 0
+                src = b"".join([n.cells[source * count + c].slots for n in nodes])
+                dst = b"".join([n.cells[target * count + c].slots for n in nodes])
+                moves.append(Move(self._kinds[c], src, dst))
+        return tuple(moves)
+
+
+def _moves(op: Operation, node: Node) -> int:
+    return next(fragment.moves for fragment in op.fragments if fragment.node is node)
+
+
+def _start(node: Node) -> int:
+    return node.parent.end if node.parent is not None else 0

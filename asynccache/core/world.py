@@ -1,0 +1,363 @@
+"""Where the core's mutable state lives, and the few steps that change it.
+
+Every change of a cell goes through ``fill``, ``settle``, ``doom`` or ``vacate``; every pin through ``pin``/``unpin``;
+every split through ``split``. They keep the sums (evictable pages, children per tier) exact, so nothing is recounted.
+
+Pins. FULL: a node counts what ends at it plus its pinned children; the count reaches the parent only when it leaves or
+returns to zero, so an unpinned node heads a wholly unpinned subtree. The other components count each node alone. A pin
+of component c comes with pins of all components before it, so what is pinned is never dragged along by an eviction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.core import components
+from asynccache.core.eviction import POLICIES, Order
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
+from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
+from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.settings import CoreConfig
+from asynccache.core.slots import SlotPool
+from asynccache.core.states import ABSENT, LEAVING, PRESENT, check_step
+from asynccache.core.tree import Node, Root, ancestry, cut, unlink
+
+EARLY = 0
+LATE = 1
+
+
+class Shelf:
+    """One component on one tier: its slots, how many pages eviction could free, and the order it would take.
+
+    Device: nodes with a host copy go early, only copies late. Host: nodes that are off the device go early.
+    """
+
+    __slots__ = ("evictable", "orders", "slots")
+
+    def __init__(self, capacity: int) -> None:
+        self.slots = SlotPool(capacity)
+        self.evictable = 0
+        self.orders = (Order(), Order())
+
+    def reachable(self) -> int:
+        """Free slots, and those that eviction could free."""
+        return len(self.slots) + self.evictable
+
+
+class Counters:
+    """What happened since the start, in pages unless the name says otherwise."""
+
+    __slots__ = ("evicted_device", "evicted_host", "failed_loads", "lost_pages", "nodes", "splits")
+
+    def __init__(self) -> None:
+        self.nodes = 0
+        self.splits = 0
+        self.evicted_device = 0
+        self.evicted_host = 0
+        self.lost_pages = 0
+        self.failed_loads = 0
+
+
+class World:
+    """The tree, the shelves, the ledger, and the plan under construction."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.page_bytes = config.page_size * TOKEN_BYTES
+        self.components = components.build(config)
+        self.count = len(self.components)
+        self.dividing = sum(c.divides for c in self.components)
+        self.has_host = config.components[0].host > 0
+        self.shelves = [Shelf(c.device) for c in config.components] + [Shelf(c.host) for c in config.components]
+        self.policy = POLICIES[config.eviction]()
+        self.ledger = Ledger()
+        self.roots: dict[bytes, Root] = {}
+        self.dead_roots: list[Root] = []
+        self.counters = Counters()
+        self.clean_pages = 0
+        self._effects: list[Effect] = []
+        self._ended: list[Ended] = []
+        self.freed = False
+
+    # the plan under construction
+
+    def effect(self, effect: Effect) -> None:
+        """Have the runtime do this."""
+        self._effects.append(effect)
+
+    def end(self, op: Operation, status: Status) -> None:
+        """``op`` leaves the ledger."""
+        self.ledger.close(op)
+        self._ended.append(Ended(op.id, status))
+        self.freed = True
+
+    def plan(self) -> Plan:
+        """What this call decided; a new plan begins."""
+        if not self._effects and not self._ended:
+            if not self.freed:
+                return EMPTY
+            self.freed = False
+            return Plan((), (), True)
+        plan = Plan(tuple(self._effects), tuple(self._ended), self.freed)
+        self._effects, self._ended, self.freed = [], [], False
+        return plan
+
+    def publish(self, medium: Medium, stored: bool, node: Node) -> None:
+        """Announce that ``node``'s FULL pages appeared on ``medium`` or left it."""
+        if self.config.publish and node.hashes:
+            parent = node.parent
+            before = parent.hashes[-HASH_BYTES:] if parent is not None else b""
+            self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b""))
+
+    def root(self, space: bytes) -> Root:
+        """The root of a namespace, made when first asked for."""
+        root = self.roots.get(space)
+        if root is None:
+            root = self.roots[space] = Root(space, 2 * self.count)
+        return root
+
+    # cells
+
+    def pages(self, node: Node, component: int) -> int:
+        """How many slots ``component`` takes for this node."""
+        return len(node.key) // self.page_bytes if self.components[component].divides else 1
+
+    def fill(self, node: Node, place: int, slots: bytes, state: int) -> None:
+        """ABSENT becomes ARRIVING or PRESENT, with ``slots``."""
+        cell = node.cells[place]
+        check_step(cell.state, state)
+        cell.state = state
+        cell.slots = slots
+        if place == 0:
+            node.parent.kids_device += 1  # type: ignore[union-attr]
+        elif place == self.count:
+            node.parent.kids_host += 1  # type: ignore[union-attr]
+        if state == PRESENT:
+            self._became_present(node, place)
+        if place < self.count:
+            self.offer(node, place + self.count)
+
+    def settle(self, node: Node, place: int) -> None:
+        """ARRIVING becomes PRESENT."""
+        cell = node.cells[place]
+        check_step(cell.state, PRESENT)
+        cell.state = PRESENT
+        self._became_present(node, place)
+
+    def doom(self, node: Node, place: int) -> None:
+        """ARRIVING becomes LEAVING."""
+        cell = node.cells[place]
+        check_step(cell.state, LEAVING)
+        cell.state = LEAVING
+
+    def vacate(self, node: Node, place: int) -> None:
+        """Any state becomes ABSENT; the slots are free."""
+        cell = node.cells[place]
+        check_step(cell.state, ABSENT)
+        shelf = self.shelves[place]
+        if cell.state == PRESENT:
+            if not cell.pins:
+                shelf.evictable -= len(cell.slots) // 4
+            if place % self.count == 0 and self._clean(node):
+                self.clean_pages -= len(cell.slots) // 4
+        cell.state = ABSENT
+        shelf.slots.give(cell.slots)
+        cell.slots = b""
+        self.freed = True
+        if place == 0:
+            self._child_left(node, DEVICE)
+        elif place == self.count:
+            self._child_left(node, HOST)
+        self.offer(node, place + self.count if place < self.count else place - self.count)
+
+    def _became_present(self, node: Node, place: int) -> None:
+        cell = node.cells[place]
+        if not cell.pins:
+            self.shelves[place].evictable += len(cell.slots) // 4
+            self.offer(node, place)
+        if place % self.count == 0 and self._clean(node):
+            self.clean_pages += len(cell.slots) // 4
+        if place >= self.count:
+            self.offer(node, place - self.count)
+
+    def _clean(self, node: Node) -> bool:
+        return node.cells[0].state == PRESENT and node.cells[self.count].state == PRESENT
+
+    def _child_left(self, node: Node, tier: int) -> None:
+        parent = node.parent
+        assert parent is not None
+        if tier == DEVICE:
+            parent.kids_device -= 1
+            left = parent.kids_device
+        else:
+            parent.kids_host -= 1
+            left = parent.kids_host
+        if not left and parent.parent is not None:
+            for c in range(self.count):
+                self.policy.uncover(parent.cells[c], node.cells[c])
+            self.offer(parent, tier * self.count)
+
+    # eviction orders
+
+    def late(self, node: Node, place: int) -> int:
+        """LATE if evicting this cell costs more than its room: the only copy, or a copy of what the device holds."""
+        count = self.count
+        if place < count:
+            return LATE if self.has_host and node.cells[place + count].state != PRESENT else EARLY
+        return LATE if node.cells[place - count].state != ABSENT else EARLY
+
+    def is_candidate(self, node: Node, place: int) -> bool:
+        """May this cell be evicted now?"""
+        cell = node.cells[place]
+        if cell.state != PRESENT or cell.pins:
+            return False
+        if place == 0:
+            return not node.kids_device
+        return place != self.count or not node.kids_host
+
+    def offer(self, node: Node, place: int) -> None:
+        """Put a cell into its eviction order, if it is a candidate and not there yet."""
+        cell = node.cells[place]
+        if cell.state != PRESENT or cell.pins or not self.is_candidate(node, place):
+            return
+        late = self.late(node, place)
+        if not cell.queued & (1 << late):
+            cell.queued |= 1 << late
+            self.shelves[place].orders[late].push(node.cells[place % self.count].stamp, node)
+
+    # pins
+
+    def pin(self, node: Node, tier: int, top: int) -> None:
+        """Pin components 0..top of ``node`` on ``tier``."""
+        self.pin_full(node, tier)
+        base = tier * self.count
+        for place in range(base + 1, base + top + 1):
+            self.pin_cell(node, place)
+
+    def unpin(self, node: Node, tier: int, top: int) -> None:
+        """Undo ``pin``."""
+        base = tier * self.count
+        for place in range(base + top, base, -1):
+            self.unpin_cell(node, place)
+        self.unpin_full(node, tier)
+
+    def pin_full(self, node: Node, tier: int) -> None:
+        """Count a pin of FULL that ends at ``node``."""
+        place = tier * self.count
+        shelf = self.shelves[place]
+        parent = node.parent
+        while parent is not None:
+            cell = node.cells[place]
+            cell.pins += 1
+            if cell.pins != 1:
+                return
+            if cell.state == PRESENT:
+                shelf.evictable -= len(cell.slots) // 4
+            node = parent
+            parent = node.parent
+
+    def unpin_full(self, node: Node, tier: int) -> None:
+        """Undo ``pin_full``."""
+        place = tier * self.count
+        shelf = self.shelves[place]
+        parent = node.parent
+        while parent is not None:
+            cell = node.cells[place]
+            cell.pins -= 1
+            if cell.pins:
+                return
+            if cell.state == PRESENT:
+                shelf.evictable += len(cell.slots) // 4
+                self.offer(node, place)
+            node = parent
+            parent = node.parent
+
+    def pin_cell(self, node: Node, place: int) -> None:
+        """Count a pin of one auxiliary cell."""
+        cell = node.cells[place]
+        cell.pins += 1
+        if cell.pins == 1 and cell.state == PRESENT:
+            self.shelves[place].evictable -= len(cell.slots) // 4
+
+    def unpin_cell(self, node: Node, place: int) -> None:
+        """Undo ``pin_cell``."""
+        cell = node.cells[place]
+        cell.pins -= 1
+        if not cell.pins and cell.state == PRESENT:
+            self.shelves[place].evictable += len(cell.slots) // 4
+            self.offer(node, place)
+
+    # shape
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases."""
+        prefix = cut(node, pages, self.page_bytes)
+        self.counters.nodes += 1
+        self.counters.splits += 1
+        self.ledger.divide(prefix, node, self.dividing)
+        for component in self.components:
+            if component.divides:
+                for place in (component.index, component.index + self.count):
+                    self._divide(prefix, node, place, 4 * pages)
+        for place in range(2 * self.count):
+            self.offer(prefix, place)
+        return prefix
+
+    def _divide(self, prefix: Node, node: Node, place: int, at: int) -> None:
+        old, new = node.cells[place], prefix.cells[place]
+        new.state = old.state
+        new.slots, old.slots = old.slots[:at], old.slots[at:]
+        if place < self.count:
+            self.policy.fork(new, old)
+        if place % self.count:
+            new.pins = old.pins
+            return
+        tier = place // self.count
+        held = old.state != ABSENT
+        new.pins = (old.pins > 0) + sum(tier in PINNED_TIERS[op.kind] for op in node.ops)
+        if tier == DEVICE:
+            prefix.kids_device = int(held)
+        else:
+            prefix.kids_host = int(held)
+
+    def remove_if_empty(self, node: Node) -> None:
+        """Take ``node`` out if it holds FULL on no tier, and then what that leaves childless and empty above it."""
+        count = self.count
+        while (
+            node.parent is not None
+            and node.children is None
+            and node.cells[0].state == ABSENT
+            and node.cells[count].state == ABSENT
+        ):
+            parent = unlink(node, self.page_bytes)
+            self.counters.nodes -= 1
+            node = parent
+
+    # operations
+
+    def cover(self, op: Operation, node: Node, moves: int) -> None:
+        """Have ``op`` cover ``node`` and pin what it moves there."""
+        top = moves.bit_length() - 1
+        self.ledger.cover(op, node, moves, max(top, 0))
+        for tier in PINNED_TIERS[op.kind]:
+            self.pin(node, tier, max(top, 0))
+
+    def uncover(self, op: Operation) -> None:
+        """Drop the pins of all that ``op`` covers."""
+        for node, _, top in op.fragments:
+            for tier in PINNED_TIERS[op.kind]:
+                self.unpin(node, tier, top)
+
+    def valid_end(self, path: Sequence[Node], end: int, host: bool) -> int:
+        """The longest end of a match, at most ``end``, that every component accepts (``host``: on either tier)."""
+        while end:
+            before = end
+            for component in self.components:
+                end = component.longest_end(path, end, host)
+            if end == before:
+                break
+        return end
+
+    def path(self, node: Node) -> list[Node]:
+        """The nodes from the root to ``node``."""
+        return ancestry(node)
