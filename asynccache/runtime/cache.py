@@ -1,0 +1,336 @@
+"""AsyncCache: the public face. It checks, forwards and closes; what happens is decided below.
+
+One cache belongs to one event loop and its thread. Another thread's call raises, except a lease's ``*_threadsafe``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.config import POOL_NAME, CacheConfig
+from asynccache.core.cache import ShelfStatistics, Statistics, Unsaved
+from asynccache.core.leases import Match
+from asynccache.errors import CacheClosed, ConfigError
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.mover import Mover
+from asynccache.ranks import Agreement, SingleRank
+from asynccache.runtime.entry import Terms
+from asynccache.runtime.keeping import Keeper, Kept
+from asynccache.runtime.lease import Lease
+from asynccache.runtime.machine import Machine, OnEvent
+from asynccache.runtime.prefetch import PrefetchHandle, Wish
+from asynccache.runtime.saving import drain, forget
+from asynccache.runtime.stats import StageStats
+from asynccache.runtime.tokens import Tokens, as_key
+from asynccache.storage import CheckedStore, StorageBackend, open_store, store_layout
+
+if TYPE_CHECKING:
+    from asynccache.memory.device import Device
+    from asynccache.memory.pools import DevicePool
+
+ExtraKey = str | bytes | None
+
+
+class CloseReport(NamedTuple):
+    """What ``aclose`` could not save, in FULL pages: without a host copy, and on the host but not in storage.
+
+    ``error``: what a worker died of, if the cache had closed itself.
+    """
+
+    unsaved_host: int = 0
+    unsaved_storage: int = 0
+    error: BaseException | None = None
+
+
+class CacheStatistics(NamedTuple):
+    """A moment of the cache. ``device``, ``host``: slots by component name. ``stages``: what each transfer stage did.
+    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: the store's own counters."""
+
+    device: Mapping[str, ShelfStatistics]
+    host: Mapping[str, ShelfStatistics]
+    stages: Mapping[str, StageStats]
+    prefetches: Mapping[str, int]
+    leases: int
+    waiting: int
+    kept_tokens: int
+    tasks: int
+    storage: Mapping[str, int | float]
+    core: Statistics
+
+
+class AsyncCache:
+    """A hierarchical KV cache; see the package's README.
+
+    ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
+    ``on_event`` is told of every KV event, in order, from the loop; it must be quick.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        device: Device | None = None,
+        storage: StorageBackend | CheckedStore | None = None,
+        agreement: Agreement | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.config = config
+        self._given_device = device
+        self._given_storage = storage
+        self._agreement = agreement or SingleRank()
+        self._on_event = on_event
+        self._device: Device | None = None
+        self._store: CheckedStore | None = None
+        self._machine: Machine | None = None
+        self._keeper: Keeper
+        self._closer: asyncio.Task[CloseReport] | None = None
+
+    def __repr__(self) -> str:
+        if self._machine is None:
+            return f"AsyncCache({self.config.model!r}, not open)"
+        return f"AsyncCache({self.config.model!r}, {self._machine!r})"
+
+    # opening and closing
+
+    async def __aenter__(self) -> AsyncCache:
+        """Open the store, allocate the pools, start the workers. Cancelling it leaves nothing open.
+
+        Raises:
+            ConfigError: pools do not fit in memory, or an unknown device or backend.
+            Unavailable: the store cannot be opened now.
+        """
+        if self._machine is not None:
+            raise RuntimeError("a cache is opened once")
+        try:
+            self._store = await self._open_store()
+            self._device = self._given_device or _open_device(self.config.device)
+            mover = Mover(self._device, self.config.pools())
+            if self._store is not None:
+                for name, pool in mover.host_pools.items():
+                    self._store.register(name, pool.memory)
+            self._machine = Machine(self.config, mover, self._store, self._agreement, self._on_event)
+            self._keeper = Keeper(self._machine)
+            await self._machine.start()
+        except BaseException:
+            await self._close_resources()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """``aclose()``. Raises ``CacheClosed`` if a worker had died and nothing else is being raised."""
+        report = await self.aclose()
+        if report.error is not None and error is None:
+            raise CacheClosed("a worker died") from report.error
+
+    async def aclose(self, deadline: float | None = None) -> CloseReport:
+        """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.
+
+        ``deadline``: seconds that saving may take; the configuration's ``close_deadline`` if not given.
+        Cancelling it stops the waiting; closing goes on.
+        """
+        if self._machine is None:
+            return CloseReport()
+        self._machine.check_thread()
+        if self._closer is None:
+            seconds = self.config.close_deadline if deadline is None else deadline
+            self._closer = asyncio.get_running_loop().create_task(self._close(seconds), name="asynccache-close")
+        await asyncio.wait([self._closer])
+        return self._closer.result()
+
+    async def _close(self, deadline: float) -> CloseReport:
+        machine = self._opened()
+        machine.draining = True
+        machine.driver.line.fail(lambda: CacheClosed("the cache is closing"))
+        if machine.driver.closed is None:
+            try:
+                async with asyncio.timeout(deadline):
+                    await self._settle_down(machine)
+            except TimeoutError:
+                pass  # the report says what that leaves
+            except CacheClosed:
+                pass  # a worker died meanwhile; the report says of what
+        unsaved = machine.core.unsaved()
+        self._keeper.close()
+        machine.close(None)
+        await machine.supervisor.stop()
+        await self._close_resources()
+        return CloseReport(unsaved.host, unsaved.storage, machine.supervisor.error)
+
+    async def _settle_down(self, machine: Machine) -> None:
+        handles = tuple(machine.prefetching.handles) if machine.prefetching is not None else ()
+        for handle in handles:
+            handle.tell(Wish.CANCEL)
+        for handle in handles:
+            await handle
+        await drain(machine)
+
+    async def _open_store(self) -> CheckedStore | None:
+        layout = store_layout(self.config.pools())
+        given = self._given_storage
+        if given is not None:
+            if not self.config.pools()[0].host_pages:
+                raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+            return given if isinstance(given, CheckedStore) else CheckedStore(given, layout)
+        if self.config.storage is None:
+            return None
+        return await open_store(self.config.storage, layout, options=self.config.storage_options)
+
+    async def _close_resources(self) -> None:
+        if self._store is not None and self._store is not self._given_storage:
+            await self._store.aclose()
+        if self._device is not None and self._device is not self._given_device:
+            await self._device.aclose()
+
+    def _opened(self) -> Machine:
+        if self._machine is None:
+            raise RuntimeError("the cache is not open: use it in 'async with'")
+        return self._machine
+
+    def _ready(self) -> Machine:
+        machine = self._machine
+        if machine is None:
+            raise RuntimeError("the cache is not open: use it in 'async with'")
+        machine.check_open()
+        return machine
+
+    # requests
+
+    async def match(self, tokens: Tokens, extra_key: ExtraKey = None) -> Match:
+        """How far ``tokens`` are cached on device and host. Takes nothing; cancelling it does nothing.
+
+        Raises:
+            ConfigError: the tokens are unusable.
+        """
+        machine = self._ready()
+        key = as_key(tokens)
+        driver = machine.driver
+        async with driver.lock:
+            driver.settle()
+            return machine.core.match(machine.space(extra_key), key)
+
+    def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
+        """Begin to fetch from storage what device and host do not have of ``tokens``; call it when a request arrives.
+
+        Raises:
+            ConfigError: the tokens are unusable.
+        """
+        machine = self._ready()
+        return machine.prefetch(machine.space(extra_key), as_key(tokens))
+
+    def lease(
+        self,
+        tokens: Tokens,
+        *,
+        new_tokens: int = 0,
+        extra_key: ExtraKey = None,
+        prefetch: PrefetchHandle | None = None,
+        wait: bool = True,
+        timeout: float | None = None,
+        states: int | None = None,
+    ) -> Lease:
+        """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
+        reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
+
+        ``prefetch``: a handle for the same tokens; without one, a lease that may wait prefetches by itself.
+        ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
+        ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2).
+        """
+        return Lease(self._opened(), Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states))
+
+    async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
+        """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
+        says how much that is. Never waits for pages. Cancelling it keeps nothing."""
+        machine = self._ready()
+        if ttl <= 0:
+            raise ConfigError(f"keep: ttl={ttl!r} must be positive")
+        return await self._keeper.keep(machine.space(extra_key), as_key(tokens), ttl)
+
+    # the whole cache
+
+    async def step(self) -> None:
+        """Several ranks: agree on outcomes; every rank calls it once per scheduler iteration. One rank: returns at
+        once."""
+        await self._ready().driver.step()
+
+    async def flush(self, timeout: float | None = None) -> Unsaved:
+        """Return when everything published is on the host and in storage, and durable as far as the store promises;
+        what could not be saved.
+
+        Cancelling it stops the waiting; backups that began go on.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds went by.
+            BackendError: the store could not make it durable.
+        """
+        machine = self._ready()
+        async with asyncio.timeout(timeout):
+            unsaved = await drain(machine)
+            if machine.store is not None:
+                await machine.store.flush()
+        return unsaved
+
+    async def invalidate(self, extra_key: ExtraKey = None) -> None:
+        """Forget a namespace. From the moment of the call nothing of it is matched or fetched; leases that hold some of
+        it finish undisturbed and publish nothing.
+
+        Device and host forget everything. In storage, what the tree knows is deleted. Pages that the tree had evicted
+        stay there, out of reach of this cache, but a later process may find them: where that matters, change
+        ``extra_key`` or ``reset``. Cancelling it may leave stored pages undeleted.
+        """
+        machine = self._ready()
+        space = machine.space(extra_key)
+        machine.epochs[extra_key] += 1
+        await forget(machine, space)
+
+    async def reset(self) -> None:
+        """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
+
+        Cancelling it leaves device and host empty and may leave storage as it was.
+
+        Raises:
+            BackendError: storage could not be cleared.
+        """
+        machine = self._ready()
+        machine.resets += 1
+        machine.clearing = True
+        try:
+            await forget(machine, None)
+        finally:
+            machine.clearing = False
+
+    # looking at it
+
+    @property
+    def pools(self) -> Mapping[str, DevicePool]:
+        """The device pools by name: where the engine reads and writes KV."""
+        return self._opened().mover.device_pools
+
+    def statistics(self) -> CacheStatistics:
+        """Everything that is counted, as of now. Cheap; also after closing."""
+        machine = self._opened()
+        core = machine.core.statistics()
+        names = [POOL_NAME[component.kind] for component in machine.core.config.components]
+        prefetching = machine.prefetching
+        return CacheStatistics(
+            device=dict(zip(names, core.device, strict=True)),
+            host=dict(zip(names, core.host, strict=True)),
+            stages=machine.stage_stats(),
+            prefetches=prefetching.read_outcomes() if prefetching is not None else {},
+            leases=core.leases,
+            waiting=len(machine.driver.line),
+            kept_tokens=self._keeper.tokens(),
+            tasks=len(machine.supervisor),
+            storage=dict(machine.store.stats()) if machine.store is not None else {},
+            core=core,
+        )
+
+
+def _open_device(name: str) -> Device:
+    if name != "cpu":
+        raise ConfigError(f"device: unknown device {name!r}; one of cpu")
+    return CpuDevice()

@@ -1,0 +1,165 @@
+"""The only place where the runtime drives the core: one lock, calls in slices, plans performed, outcomes applied.
+
+Laws:
+* No await between a core call and ``perform``: effects are in their queues before anybody else can run.
+* Whoever takes the lock settles first: outcomes that wait are applied before anything is decided on top of them.
+* Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
+* A cancellation that arrives between two slices is kept until the last one is done.
+
+Mutable state: the core (under the lock; release, advance and truncate are single transactions and need none), the
+outcomes that wait, ``saving`` (backups in flight), and ``closed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from asynccache.core.cache import CacheCore
+from asynccache.core.plan import BackupHost, BackupStorage, Effect, More, Outcome, Plan, Publish, Retire, Status
+from asynccache.errors import CacheClosed
+from asynccache.ranks import Agreement
+from asynccache.runtime.line import Line
+from asynccache.runtime.operations import Operations
+
+T = TypeVar("T")
+
+Sink = Callable[[Any], None]
+
+
+class Driver:
+    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop."""
+
+    def __init__(self, core: CacheCore, agreement: Agreement) -> None:
+        self.core = core
+        self.lock = asyncio.Lock()
+        self.ops = Operations()
+        self.line = Line()
+        self.prefetch_line = Line()
+        self.posted = asyncio.Event()
+        self.closed: CacheClosed | None = None
+        self.saving: set[int] = set()
+        self._agreement = agreement
+        self._outcomes: list[Outcome] = []
+        self._sinks: dict[type, Sink] = {}
+        self.on_failure: Callable[[BaseException], None] = self.close
+
+    def __repr__(self) -> str:
+        return f"Driver({self.ops!r}, {self.line!r}, {len(self._outcomes)} outcomes wait)"
+
+    def route(self, effect: type, sink: Sink) -> None:
+        """Effects of this type go to ``sink``, which must not block and may not fail."""
+        self._sinks[effect] = sink
+
+    def post(self, outcome: Outcome) -> None:
+        """An operation's I/O has let go; the next one to take the lock applies it."""
+        self._outcomes.append(outcome)
+        self.posted.set()
+
+    def settle(self) -> None:
+        """Under the lock, before anything else: apply every outcome that waits.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+        if self.closed is not None:
+            self.refuse()
+        if self._outcomes:
+            waiting, self._outcomes = self._outcomes, []
+            self.decide(self._agreement.report(waiting))
+
+    def decide(self, outcomes: Sequence[Outcome]) -> None:
+        """Apply outcomes that all ranks agree on. A core that refuses them is broken, and so is the cache."""
+        if not outcomes:
+            return
+        try:
+            plan = self.core.complete(outcomes)
+        except BaseException as error:
+            self.on_failure(error)
+            raise
+        self.perform(plan)
+
+    async def step(self) -> None:
+        """Agree with the other ranks and apply what was decided. Cancelling it leaves the group unusable."""
+        decided = await self._agreement.step()
+        if decided:
+            async with self.lock:
+                self.settle()
+                self.decide(decided)
+
+    def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
+        """Hand every effect to its stage and wake who waits for what ended or was freed.
+
+        ``retiring`` collects the operations that the caller answers itself, once the engine's events have fired.
+        """
+        for effect in plan.effects:
+            self._begin(effect, retiring)
+        for op, status in plan.ended:
+            self.saving.discard(op)
+            self.ops.end(op, status)
+        if plan.freed or plan.ended:
+            self.line.wake()
+            self.prefetch_line.wake()
+
+    def _begin(self, effect: Effect, retiring: list[int] | None) -> None:
+        if isinstance(effect, Publish):
+            sink = self._sinks.get(Publish)
+            if sink is not None:
+                sink(effect)
+            return
+        self.ops.open(effect.op)
+        if isinstance(effect, (BackupHost, BackupStorage)):
+            self.saving.add(effect.op)
+        if not isinstance(effect, Retire):
+            self._sinks[type(effect)](effect)
+        elif retiring is None:
+            self.post(Outcome(effect.op, Status.DONE))
+        else:
+            retiring.append(effect.op)
+
+    async def slices(self, call: Callable[[], T | More]) -> tuple[T, asyncio.CancelledError | None]:
+        """Under the lock: ``call`` until it answers, with a turn of the loop between slices.
+
+        The caller performs the answer's plan first and raises the cancellation, if one came, then.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        while isinstance(result := call(), More):
+            self.perform(result.plan)
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError as error:
+                cancelled = error
+            if self.closed is None:
+                self.settle()
+        return result, cancelled
+
+    async def transact(self, call: Callable[[], Plan | More]) -> None:
+        """Take the lock, settle, make one call in slices, perform its plan.
+
+        Cancelling it before the first slice does nothing; later, the call is finished first.
+        """
+        async with self.lock:
+            self.settle()
+            plan, cancelled = await self.slices(call)
+            self.perform(plan)
+        if cancelled is not None:
+            raise cancelled
+
+    def close(self, cause: BaseException | None) -> None:
+        """From now on every call is refused, and everybody who waits here is told why."""
+        self.closed = CacheClosed("a worker died" if cause else "the cache is closed")
+        self.closed.__cause__ = cause
+        for waiting in (self.ops, self.line, self.prefetch_line):
+            waiting.fail(self.closed_error)
+
+    def closed_error(self) -> CacheClosed:
+        """A new ``CacheClosed`` for one waiter, from the error that closed the cache."""
+        assert self.closed is not None
+        error = CacheClosed(*self.closed.args)
+        error.__cause__ = self.closed.__cause__
+        return error
+
+    def refuse(self) -> NoReturn:
+        """Raise why the cache is closed."""
+        raise self.closed_error()

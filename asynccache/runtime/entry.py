@@ -1,0 +1,188 @@
+"""How a lease gets in: prefetch, the line, the stop policy, one attempt after another.
+
+Law: who waits holds nothing. A lease that must see its prefetch through (wait_complete; timeout, until then) does so
+beside the line, so that it blocks nobody, and comes in by the ticket it drew on arrival. At the head, when its pages
+could be granted, a prefetch that still runs is stopped: that is what best_effort means, and a timeout that has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.core.leases import Ask, Grant
+from asynccache.core.plan import Wait
+from asynccache.core.settings import PrefetchPolicy
+from asynccache.errors import CacheFull, ConfigError
+from asynccache.runtime.line import Place
+from asynccache.runtime.prefetch import Held, PrefetchHandle, Wish
+from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
+
+if TYPE_CHECKING:
+    from asynccache.runtime.machine import Machine
+
+Granted = Callable[[Grant], None]
+
+
+class Terms(NamedTuple):
+    """What ``AsyncCache.lease`` was asked for."""
+
+    tokens: Tokens
+    new_tokens: int = 0
+    extra_key: str | bytes | None = None
+    prefetch: PrefetchHandle | None = None
+    wait: bool = True
+    timeout: float | None = None
+    states: int | None = None
+
+
+class Turn(Enum):
+    """What came of one attempt at the head."""
+
+    GRANTED = "the lease holds everything"
+    NOT_YET = "wait for something to be given back"
+    STOPPING = "its pages are there; its prefetch was told to stop"
+
+
+class Entry:
+    """One lease's way in. ``arrival``: what the tiers held when it came, if it did not get in at once."""
+
+    def __init__(self, machine: Machine, terms: Terms) -> None:
+        machine.check_open()
+        self.space = machine.space(terms.extra_key)
+        self.stamp = machine.stamp(terms.extra_key)
+        self.key = as_key(terms.tokens)
+        self.handle = terms.prefetch
+        self.arrival: Held | None = None
+        self._machine = machine
+        self._terms = terms
+        self._ask: Ask = ask_for(machine, self.space, self.key, terms)
+        self._own_handle = False
+        self._line = machine.driver.line
+        self._ticket = self._line.ticket()
+        self._place: Place | None = None
+
+    async def run(self, granted: Granted) -> None:
+        """Return when ``granted`` was called. Cancelling it gives up the place in line and a prefetch of its own."""
+        if self._machine.stores and self._terms.wait and self.handle is None:
+            self.handle = self._machine.prefetch(self.space, self.key)
+            self._own_handle = True
+        if self.handle is not None:
+            self.arrival = self.handle.arrival
+            await self._beside(self.handle)
+        await self._in_line(granted)
+
+    def close(self) -> None:
+        """Leave the line; nobody needs this request's own prefetch any more."""
+        if self._place is not None:
+            self._line.leave(self._place)
+            self._place = None
+        if self._own_handle and self.handle is not None:
+            self.handle.tell(Wish.CANCEL)
+
+    async def _beside(self, handle: PrefetchHandle) -> None:
+        policy = self._machine.config.prefetch_policy
+        if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._terms.wait:
+            return
+        if policy is PrefetchPolicy.WAIT_COMPLETE:
+            await handle
+            return
+        try:
+            async with asyncio.timeout_at(self._machine.deadline(handle)):
+                await handle
+        except TimeoutError:
+            return
+
+    async def _in_line(self, granted: Granted) -> None:
+        driver = self._machine.driver
+        while True:
+            async with driver.lock:
+                driver.settle()
+                turn = await self._turn(granted)
+                if turn is Turn.GRANTED:
+                    return
+                self._stay(turn)
+            if turn is Turn.STOPPING and self.handle is not None:
+                await self.handle
+            elif self._place is not None:
+                await self._line.woken(self._place)
+
+    async def _turn(self, granted: Granted) -> Turn:
+        """Under the lock."""
+        if self._line.must_wait(self._ticket):
+            return Turn.NOT_YET
+        if self.handle is not None and not self.handle.done():
+            return await self._probe(self.handle)
+        return await self._try(granted)
+
+    async def _probe(self, handle: PrefetchHandle) -> Turn:
+        """Could the pages be granted? Then the prefetch has had its time."""
+        if not self._terms.wait:
+            if self._machine.may_stop(handle):
+                handle.tell(Wish.STOP)
+            return Turn.NOT_YET
+        core, driver = self._machine.core, self._machine.driver
+        ask = self._ask._replace(load=False)
+        answer: Grant | Wait
+        answer, cancelled = await driver.slices(lambda: core.lease(ask))
+        driver.perform(answer.plan)
+        if isinstance(answer, Grant):
+            driver.perform(core.release(answer.lease))
+        if cancelled is not None:
+            raise cancelled
+        if isinstance(answer, Wait):
+            return Turn.NOT_YET
+        handle.tell(Wish.STOP)
+        return Turn.STOPPING
+
+    async def _try(self, granted: Granted) -> Turn:
+        driver = self._machine.driver
+        answer: Grant | Wait
+        answer, cancelled = await driver.slices(lambda: self._machine.core.lease(self._ask))
+        if isinstance(answer, Grant):
+            granted(answer)
+        driver.perform(answer.plan)
+        if cancelled is not None:
+            raise cancelled
+        return Turn.GRANTED if isinstance(answer, Grant) else Turn.NOT_YET
+
+    def _stay(self, turn: Turn) -> None:
+        """Still under the lock, with no await since the attempt: whatever is given back from now on wakes this one.
+
+        Raises:
+            CacheFull: it is not to wait, or nothing that could end its waiting is under way.
+            RuntimeError: this task holds a lease, and what it waits for may be what it holds.
+        """
+        if not self._terms.wait:
+            raise CacheFull("the pages cannot be had without waiting")
+        if turn is Turn.NOT_YET and self._machine.idle() and not self._line.must_wait(self._ticket):
+            raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
+        if self._machine.holds(asyncio.current_task()):
+            raise RuntimeError("this task holds a lease and would wait for another: release it first")
+        if self._place is None:
+            self._place = self._line.join(self._ticket)
+            if self.arrival is None:
+                match = self._machine.core.match(self.space, self.key)
+                self.arrival = Held(match.device, match.host)
+        if turn is Turn.NOT_YET:
+            self._line.sleep(self._place)
+
+
+def ask_for(machine: Machine, space: bytes, key: bytes, terms: Terms) -> Ask:
+    """What the core is asked for these terms.
+
+    Raises:
+        ConfigError: a term is unusable.
+    """
+    length = len(key) // TOKEN_BYTES
+    if not length:
+        raise ConfigError("tokens: a lease needs at least one")
+    if terms.new_tokens < 0:
+        raise ConfigError(f"new_tokens={terms.new_tokens} must not be negative")
+    states = terms.states if terms.states is not None else machine.default_states
+    if states < 0 or (states and not machine.default_states):
+        raise ConfigError(f"states={states}: there is no such number of states in this cache")
+    reserve = length + terms.new_tokens
+    return Ask(space, key, length - 1, reserve, reserve if machine.has_swa else 0, states)

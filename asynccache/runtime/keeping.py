@@ -1,0 +1,85 @@
+"""Prefixes that are pinned for a while, within a cap, though no request holds them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from asynccache.core.leases import Ask, Grant
+from asynccache.core.leases import Lease as CoreLease
+from asynccache.core.plan import Wait
+
+if TYPE_CHECKING:
+    from asynccache.runtime.machine import Machine
+
+
+class Kept:
+    """A pinned prefix of ``tokens`` tokens, until ``ttl`` has passed or ``release``."""
+
+    __slots__ = ("_keeper", "_lease", "_timer", "tokens")
+
+    def __init__(self, keeper: Keeper, lease: CoreLease | None, ttl: float) -> None:
+        self.tokens = lease.cached if lease is not None else 0
+        self._keeper = keeper
+        self._lease = lease
+        self._timer = asyncio.get_running_loop().call_later(ttl, self.release) if lease is not None else None
+
+    def __repr__(self) -> str:
+        return f"Kept({self.tokens} tokens, {'pinned' if self._lease else 'released'})"
+
+    def release(self) -> None:
+        """Unpin. Idempotent, synchronous."""
+        if self._timer is not None:
+            self._timer.cancel()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._keeper.release(self, lease)
+
+
+class Keeper:
+    """What is kept, and the cap: ``kept_fraction`` of the device's FULL pages, overlaps counted twice."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._kept: set[Kept] = set()
+        self._size = machine.config.page_size
+        self._cap = int(machine.config.pools()[0].device_pages * machine.config.kept_fraction) * self._size
+
+    def __repr__(self) -> str:
+        return f"Keeper({self.tokens()} of {self._cap} tokens)"
+
+    def tokens(self) -> int:
+        """How many tokens are kept."""
+        return sum(kept.tokens for kept in self._kept)
+
+    async def keep(self, space: bytes, key: bytes, ttl: float) -> Kept:
+        """Pin what is cached of ``key``, loading it back if need be, as far as the cap allows; never waits for pages.
+
+        Cancelling it keeps nothing.
+        """
+        machine, limit = self._machine, max(0, self._cap - self.tokens())
+        ask = Ask(space, key, limit, 0, 0)
+        async with machine.driver.lock:
+            machine.driver.settle()
+            answer: Grant | Wait
+            answer, cancelled = await machine.driver.slices(lambda: machine.core.lease(ask))
+            machine.driver.perform(answer.plan)
+            kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
+            if isinstance(answer, Grant):
+                self._kept.add(kept)
+                machine.hold(None)
+        if cancelled is not None:
+            kept.release()
+            raise cancelled
+        return kept
+
+    def release(self, kept: Kept, lease: CoreLease) -> None:
+        """Called by ``Kept.release``."""
+        self._kept.discard(kept)
+        self._machine.drop(None)
+        self._machine.driver.perform(self._machine.core.release(lease))
+
+    def close(self) -> None:
+        """Unpin everything."""
+        for kept in tuple(self._kept):
+            kept.release()

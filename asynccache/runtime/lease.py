@@ -1,0 +1,401 @@
+"""A request's hold on the cache, as an async context manager.
+
+Laws:
+* All or nothing at the door: entering takes everything or holds nothing, whatever interrupts it.
+* ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
+* What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
+* Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future as ThreadFuture
+from enum import Enum
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.config import POOL_NAME
+from asynccache.core.leases import Committed, Grant
+from asynccache.core.leases import Lease as CoreLease
+from asynccache.core.plan import Plan, Wait
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
+from asynccache.runtime.entry import Entry, Terms
+from asynccache.runtime.hashing import Chain
+from asynccache.runtime.prefetch import Held
+from asynccache.runtime.readiness import unfired
+from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
+
+if TYPE_CHECKING:
+    from asynccache.memory.device import Event, Stream
+    from asynccache.runtime.machine import Machine
+
+Pages = npt.NDArray[np.int32]
+
+_COMPONENT = {POOL_NAME[kind]: int(kind) for kind in (ComponentKind.FULL, ComponentKind.SWA)}
+
+
+class Hits(NamedTuple):
+    """Cached tokens, each once, by the nearest tier that held them when the request arrived."""
+
+    device: int
+    host: int
+    storage: int
+
+
+class LeaseState(Enum):
+    """A lease is entered once and released once."""
+
+    NEW = "new"
+    ENTERING = "entering"
+    HELD = "held"
+    RELEASED = "released"
+
+
+class Lease:
+    """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
+
+    __slots__ = (
+        "_arrival", "_chain", "_core", "_key", "_machine", "_reached", "_ready", "_retiring", "_space", "_stamp",
+        "_state", "_task", "_terms",
+    )  # fmt: skip
+
+    def __init__(self, machine: Machine, terms: Terms) -> None:
+        self._machine = machine
+        self._terms = terms
+        self._state = LeaseState.NEW
+        self._key = b""
+        self._space = b""
+        self._stamp = (0, 0)
+        self._core: CoreLease
+        self._chain: Chain | None = None
+        self._arrival: Held | None = None
+        self._reached = 0
+        self._ready: Event | None = None
+        self._retiring: list[int] = []
+        self._task: asyncio.Task[object] | None = None
+
+    def __repr__(self) -> str:
+        if self._state is not LeaseState.HELD:
+            return f"Lease({self._state.value})"
+        core = self._core
+        return f"Lease({core.cached} cached, {core.length} committed, {core.reserved} reserved tokens)"
+
+    # entering and leaving
+
+    async def __aenter__(self) -> Lease:
+        """Match, wait for pages in line, reserve, start load_back, pin.
+
+        Cancelling it at any point leaves the cache as if it had never been called.
+
+        Raises:
+            CacheFull: the pages can never be had, or not now and ``wait`` is False.
+            TimeoutError: ``timeout`` seconds went by in line.
+            ConfigError: the tokens are unusable.
+            CacheClosed: the cache is closed.
+            RuntimeError: it would have to wait, and this task holds a lease already.
+        """
+        self._machine.check_thread()
+        if self._state is not LeaseState.NEW:
+            raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
+        self._state = LeaseState.ENTERING
+        entry = Entry(self._machine, self._terms)
+        try:
+            self._space, self._key, self._stamp = entry.space, entry.key, entry.stamp
+            async with asyncio.timeout(self._terms.timeout):
+                await entry.run(self._granted)
+        except BaseException:
+            self.release()
+            self._state = LeaseState.RELEASED
+            raise
+        finally:
+            entry.close()
+        self._arrived(entry)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release. There is nothing to await in it, so nothing can cancel it."""
+        self.release()
+
+    def _granted(self, grant: Grant) -> None:
+        """In the same turn as the core's answer: from here on ``release`` undoes it."""
+        self._core = grant.lease
+        self._state = LeaseState.HELD
+        self._task = asyncio.current_task()
+        self._machine.hold(self._task)
+
+    def _arrived(self, entry: Entry) -> None:
+        self._arrival = entry.arrival
+        handle = entry.handle
+        if handle is not None:
+            self._reached = handle.reached
+            if handle.space == self._space:
+                self._chain = handle.chain.copy()
+
+    def release(self, after: Event | None = None, ended: bool = False) -> None:
+        """Give everything back. Idempotent, synchronous.
+
+        ``after``: the engine's work on these pages; own pages are retiring, not free, until it has fired, and later
+        loads into any of them wait for it on the device. ``ended``: this conversation will not come back.
+        """
+        self._machine.check_thread()
+        if self._state is not LeaseState.HELD:
+            return
+        self._state = LeaseState.RELEASED
+        machine, events = self._machine, unfired(self._ready, after)
+        machine.drop(self._task)
+        for event in events:
+            machine.mover.fence(event)
+        plan = machine.core.release(self._core, ended=ended, retire=bool(events))
+        machine.driver.perform(plan, self._retiring)
+        self._retire(events)
+
+    def _retire(self, events: list[Event]) -> None:
+        if self._retiring:
+            retiring, self._retiring = self._retiring, []
+            self._machine.retire.put(retiring, events)
+
+    def _held(self) -> CoreLease:
+        if self._state is not LeaseState.HELD:
+            raise RuntimeError(f"the lease is {self._state.value}")
+        return self._core
+
+    # what it holds
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that need no computing: whole pages, and fewer than the prompt has."""
+        return self._core.cached
+
+    @property
+    def pages(self) -> Pages:
+        """FULL's page table, from token 0 to the end of the reservation."""
+        return self._table(int(ComponentKind.FULL))
+
+    def page_table(self, component: str) -> Pages:
+        """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
+        if component not in _COMPONENT or _COMPONENT[component] not in self._machine.pools.components:
+            raise ConfigError(f"page_table: no component with a page table is called {component!r}")
+        return self._table(_COMPONENT[component])
+
+    def _table(self, component: int) -> Pages:
+        return np.frombuffer(self._machine.core.pages(self._held(), component), np.int32)
+
+    @property
+    def states(self) -> Pages:
+        """MAMBA slots: the working copy, then those for checkpoints."""
+        return np.frombuffer(self._held().states, np.int32)
+
+    @property
+    def checkpoint_at(self) -> int:
+        """Where the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone matched, so that the
+        next request with this prefix hits. 0: none is wanted but at the prompt's end."""
+        core = self._core
+        has_states = int(ComponentKind.MAMBA) in self._machine.pools.components
+        return core.full if has_states and core.full > core.cached else 0
+
+    @property
+    def hits(self) -> Hits:
+        """Where the cached tokens were when the request arrived."""
+        cached, arrival = self._core.cached, self._arrival
+        if arrival is None:
+            loaded = min(cached, self._core.loaded_tokens)
+            return Hits(cached - loaded, loaded, 0)
+        device = min(cached, arrival.device)
+        host = max(0, min(cached, arrival.host) - device)
+        storage = max(0, min(cached, self._reached) - device - host)
+        return Hits(cached - host - storage, host, storage)
+
+    # loads
+
+    async def loaded(self) -> None:
+        """Return when every page of the lease is on the device. Cancelling it stops the waiting only.
+
+        Raises:
+            LoadFailed: a load failed; release and enter again.
+        """
+        core = self._held()
+        for op in core.loads:
+            await self._machine.driver.ops.any((op,))
+        if core.valid is not None:
+            raise LoadFailed(core.valid)
+
+    async def layer(self, i: int) -> None:
+        """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
+        the waiting only.
+
+        Raises:
+            LoadFailed: a load failed; release and enter again.
+        """
+        core = self._held()
+        for op in core.loads:
+            copying = self._machine.load_back.copying(op)
+            if copying is not None:
+                try:
+                    await copying.layer(i).wait()
+                except CopyFailed:
+                    await self.loaded()
+        if core.valid is not None:
+            raise LoadFailed(core.valid)
+
+    def wait_layer(self, stream: Stream, i: int) -> None:
+        """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there.
+
+        Does not block the host, and does not tell of a failed load: ``loaded()`` does, before anything is published.
+        """
+        for op in self._held().loads:
+            copying = self._machine.load_back.copying(op)
+            if copying is not None:
+                stream.wait_event(copying.layer(i))
+
+    # growing and shrinking
+
+    async def extend(self, tokens: int) -> Pages:
+        """Reserve ``tokens`` tokens more than the page table holds now; the new table. Never waits for pages.
+
+        Cancelling it leaves the old reservation, or the new one if it was granted already.
+
+        Raises:
+            CacheFull: not now.
+        """
+        core, machine = self._held(), self._machine
+        machine.check_thread()
+        if tokens < 0:
+            raise ConfigError(f"extend: tokens={tokens} must not be negative")
+        reserve = core.reserved + tokens
+        swa = reserve if machine.has_swa else 0
+        async with machine.driver.lock:
+            machine.driver.settle()
+            answer: Plan | Wait
+            answer, cancelled = await machine.driver.slices(lambda: machine.core.extend(self._held(), reserve, swa))
+            machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer)
+        if cancelled is not None:
+            raise cancelled
+        if isinstance(answer, Wait):
+            raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
+        return self.pages
+
+    def advance(self, position: int) -> None:
+        """The request decodes at ``position``: pages and pins that the window has left behind go back."""
+        self._machine.check_thread()
+        self._machine.driver.perform(self._machine.core.advance(self._held(), position))
+
+    def truncate(self, length: int) -> None:
+        """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected."""
+        self._machine.check_thread()
+        if length < self._held().length:
+            raise ConfigError(f"truncate: length={length} is below the {self._core.length} tokens that are committed")
+        self._machine.driver.perform(self._machine.core.truncate(self._core, length))
+
+    # committing
+
+    async def commit(
+        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+    ) -> Pages:
+        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` fires; the page
+        table that the engine uses from now on (others may have published the same pages first).
+
+        ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
+        publishes everything or nothing.
+
+        Raises:
+            LoadFailed: pages below were never loaded.
+            ConfigError: ``tokens`` do not continue what the lease holds.
+        """
+        self._machine.check_thread()
+        key = self._continued(tokens)
+        await self.loaded()
+        if self._machine.stamp(self._terms.extra_key) != self._stamp:
+            return self.pages  # invalidated meanwhile: it finishes undisturbed and publishes nothing
+        hashes = await self._hashes(key)
+        self.adopt()
+        while isinstance(answer := await self._try_commit(key, hashes, ready, checkpoint), Wait):
+            await self._machine.driver.ops.any(answer.ops)
+        return self.pages
+
+    def _continued(self, tokens: Tokens) -> bytes:
+        key = as_key(tokens)
+        if not (key.startswith(self._key) or self._key.startswith(key)):
+            raise ConfigError("commit: tokens do not begin with the prompt of the lease")
+        core = self._held()
+        if len(key) < core.length * TOKEN_BYTES:
+            raise ConfigError(f"commit: {len(key) // TOKEN_BYTES} tokens are fewer than the {core.length} committed")
+        if len(key) > core.reserved * TOKEN_BYTES:
+            raise ConfigError(f"commit: {len(key) // TOKEN_BYTES} tokens do not fit the {core.reserved} reserved")
+        return key
+
+    async def _try_commit(
+        self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
+    ) -> Pages | Wait:
+        machine = self._machine
+        async with machine.driver.lock:
+            machine.driver.settle()
+            call = partial(machine.core.commit, self._held(), key, hashes, checkpoint)
+            answer: Committed | Wait
+            answer, cancelled = await machine.driver.slices(call)
+            if not isinstance(answer, Wait):
+                self._published(key, ready)
+            machine.driver.perform(answer.plan, self._retiring)
+        if cancelled is not None:
+            raise cancelled
+        return answer if isinstance(answer, Wait) else self.pages
+
+    def _published(self, key: bytes, ready: Event | None) -> None:
+        """Before the plan is performed: its backups must find ``ready``."""
+        if len(key) > len(self._key):
+            self._key = key
+        if ready is not None and not ready.done():
+            self._ready = ready
+            self._machine.readiness.expect(ready)
+        self._machine.commits += 1
+
+    async def _hashes(self, key: bytes) -> bytes:
+        machine = self._machine
+        if not machine.hashing:
+            return b""
+        if self._chain is None:
+            self._chain = Chain(self._space, machine.config.page_size)
+        if not self._chain.covers(key):
+            self._chain.known(key, machine.core.known_hashes(self._space, key))
+        return await self._chain.extend(key)
+
+    def adopt(self, after: Event | None = None) -> None:
+        """The engine uses the page table that the last ``commit`` returned; what it used before is free once
+        ``after`` has fired. The next commit and the release imply it."""
+        if self._retiring:
+            self._retire(unfired(self._ready, after))
+
+    # from other threads
+
+    def commit_threadsafe(
+        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+    ) -> ThreadFuture[Pages]:
+        """``commit`` from an engine's worker thread; its result, or its error, comes by the future."""
+        future: ThreadFuture[Pages] = ThreadFuture()
+        work = partial(self._commit_for, future, tokens, ready, checkpoint)
+        self._machine.loop.call_soon_threadsafe(self._machine.spawn_for, work, future)
+        return future
+
+    async def _commit_for(
+        self, future: ThreadFuture[Pages], tokens: Tokens, ready: Event | None, checkpoint: tuple[int, int] | None
+    ) -> None:
+        try:
+            pages = await self.commit(tokens, ready, checkpoint)
+        except Exception as error:
+            future.set_exception(error)
+        except BaseException:
+            future.cancel()
+            raise
+        else:
+            future.set_result(pages)
+
+    def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
+        """``release`` from an engine's worker thread, soon."""
+        self._machine.loop.call_soon_threadsafe(partial(self.release, after, ended))

@@ -1,0 +1,97 @@
+"""The line of leases that wait for pages: first come, first served, holding nothing.
+
+Law: only the head may try, and nobody overtakes it. A place keeps the ticket its owner drew on arrival, so that one
+who steps aside (to wait for a prefetch, not for pages) comes back where it belongs. Whatever gives something back
+calls ``wake``: release, ack, failed load, revoked prefetch, and leaving the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections.abc import Callable
+
+
+class Place:
+    """One waiter's place. ``signal`` is set while it sleeps."""
+
+    __slots__ = ("signal", "ticket")
+
+    def __init__(self, ticket: int) -> None:
+        self.ticket = ticket
+        self.signal: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Place(ticket={self.ticket}, {'trying' if self.signal is None else 'asleep'})"
+
+    def __lt__(self, other: Place) -> bool:
+        return self.ticket < other.ticket
+
+
+class Line:
+    """Places in order of their tickets."""
+
+    def __init__(self) -> None:
+        self._places: list[Place] = []
+        self._tickets = 0
+
+    def __repr__(self) -> str:
+        return f"Line({len(self._places)} waiting)"
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ticket(self) -> int:
+        """A number that orders its owner after everybody who drew one before."""
+        self._tickets += 1
+        return self._tickets
+
+    def join(self, ticket: int) -> Place:
+        """Take the place that ``ticket`` gives."""
+        place = Place(ticket)
+        insort(self._places, place)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """Give the place up, with or without success; the next one may try."""
+        if place in self._places:
+            self._places.remove(place)
+        self.wake()
+
+    def is_head(self, place: Place) -> bool:
+        """Whether ``place`` may try."""
+        return self._places[0] is place
+
+    def must_wait(self, ticket: int) -> bool:
+        """Whether somebody with an earlier ticket is waiting."""
+        return bool(self._places) and self._places[0].ticket < ticket
+
+    def sleep(self, place: Place) -> None:
+        """From now on a wake-up reaches ``place``. Called with no await since the attempt that failed."""
+        place.signal = asyncio.get_running_loop().create_future()
+
+    async def woken(self, place: Place) -> None:
+        """Return when ``place`` was woken after ``sleep``. Cancelling stops the waiting; the place stays taken."""
+        signal = place.signal
+        if signal is not None:
+            try:
+                await signal
+            finally:
+                place.signal = None
+
+    def wake(self) -> None:
+        """Something was given back: the head tries again."""
+        if self._places:
+            _set(self._places[0])
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: everybody who sleeps here gets an ``error()`` of its own."""
+        for place in self._places:
+            signal = place.signal
+            if signal is not None and not signal.done():
+                signal.set_exception(error())
+
+
+def _set(place: Place) -> None:
+    if place.signal is not None and not place.signal.done():
+        place.signal.set_result(None)

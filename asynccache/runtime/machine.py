@@ -1,0 +1,235 @@
+"""The assembled parts of one open cache: the core behind its driver, the pools, the stages, and who owns the tasks.
+
+What everything below ``AsyncCache`` shares. Mutable state: which tasks hold leases, which prefixes are kept, the epochs
+of invalidated namespaces; all of it belongs to one loop and one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future as ThreadFuture
+from dataclasses import replace
+from typing import Any
+
+from asynccache.config import CacheConfig
+from asynccache.core.cache import CacheCore
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
+from asynccache.core.settings import ComponentKind, PrefetchPolicy
+from asynccache.errors import CacheClosed
+from asynccache.memory.mover import Mover
+from asynccache.ranks import Agreement
+from asynccache.runtime.acks import Freezer, run_acks
+from asynccache.runtime.driver import Driver
+from asynccache.runtime.hashing import Chain, namespace_digest
+from asynccache.runtime.poolmap import PoolMap
+from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.stages.backup_host import BackupHostStage
+from asynccache.runtime.stages.backup_storage import WORKERS, BackupStorageStage
+from asynccache.runtime.stages.events import EventStage
+from asynccache.runtime.stages.load_back import LoadBackStage
+from asynccache.runtime.stages.prefetch import PrefetchStage
+from asynccache.runtime.stages.retire import RetireStage
+from asynccache.runtime.stats import Meter, StageStats
+from asynccache.runtime.supervisor import Supervisor
+from asynccache.runtime.tokens import TOKEN_BYTES
+from asynccache.storage import CheckedStore
+
+Task = asyncio.Task[object]
+OnEvent = Callable[[Publish], None]
+
+CHECKPOINTS = 2
+
+
+class Machine:
+    """Built when a cache opens; ``start`` makes its tasks, ``stop`` ends them."""
+
+    def __init__(
+        self, config: CacheConfig, mover: Mover, store: CheckedStore | None, agreement: Agreement,
+        on_event: OnEvent | None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.mover = mover
+        self.store = store
+        self.loop = asyncio.get_running_loop()
+        self.core = CacheCore(replace(config.core(), storage=store is not None, publish=on_event is not None))
+        self.driver = Driver(self.core, agreement)
+        self.supervisor = Supervisor(self.close)
+        self.driver.on_failure = self.supervisor.fail
+        self.pools = PoolMap(config.pools(), config.page_size, mover.host_pools)
+        self.readiness = Readiness()
+        self.commits = 0
+        self.resets = 0
+        self.epochs: Counter[str | bytes | None] = Counter()
+        self.clearing = False
+        self.draining = False
+        self.has_swa = int(ComponentKind.SWA) in self.pools.components
+        self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
+        self.hashing = store is not None or on_event is not None
+        self._thread = threading.get_ident()
+        self._holders: Counter[Task] = Counter()
+        self._held = 0
+        self._build_stages(on_event)
+
+    def __repr__(self) -> str:
+        return f"Machine({self.driver!r}, {self._held} leases, {self.supervisor!r})"
+
+    def _build_stages(self, on_event: OnEvent | None) -> None:
+        post, size_of, clock = self.driver.post, self.pools.size_of, self.loop.time
+        self.backup_host = BackupHostStage(self.mover, self.readiness, post, size_of, clock)
+        self.load_back = LoadBackStage(self.mover, self.readiness, post, size_of, clock)
+        self.retire = RetireStage(post, self.supervisor.spawn)
+        self.driver.route(BackupHost, self.backup_host.put)
+        self.driver.route(LoadBack, self.load_back.put)
+        self.driver.route(Clone, self.load_back.put)
+        self.events = EventStage(on_event) if on_event is not None else None
+        if self.events is not None:
+            self.driver.route(Publish, self.events.put)
+        self.backup_storage: BackupStorageStage | None = None
+        self.prefetching: PrefetchStage | None = None
+        if self.store is not None:
+            self._build_storage_stages(self.store)
+
+    def _build_storage_stages(self, store: CheckedStore) -> None:
+        clock = self.loop.time
+        self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock)
+        self.driver.route(BackupStorage, self.backup_storage.put)
+        self.prefetching = PrefetchStage(
+            self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock
+        )
+
+    # tasks
+
+    async def start(self) -> None:
+        """Make the workers. Cancelling it leaves none behind."""
+        await self.supervisor.start()
+        freezer = Freezer(lambda: self.commits) if self.config.freeze_gc else None
+        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [
+            ("acks", run_acks(self.driver, freezer)),
+            ("backup-host", self.backup_host.run()),
+            ("load-back", self.load_back.run()),
+        ]
+        if self.events is not None:
+            workers.append(("events", self.events.run()))
+        if self.backup_storage is not None:
+            workers += [("backup-storage", self.backup_storage.run()) for _ in range(WORKERS)]
+        for name, work in workers:
+            self.supervisor.spawn(work, f"asynccache-{name}")
+
+    def close(self, cause: BaseException | None) -> None:
+        """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
+        if self.driver.closed is None:
+            self.driver.close(cause)
+            if self.prefetching is not None:
+                self.prefetching.fail(self.driver.closed_error)
+
+    def spawn_for(
+        self, work: Callable[[], Coroutine[Any, Any, None]], future: ThreadFuture[Any]
+    ) -> None:
+        """Run ``work`` among the workers for a thread that waits for ``future``."""
+        if self.supervisor.spawn(work(), "asynccache-handoff") is None:
+            future.set_exception(CacheClosed("the cache is closed"))
+
+    # guards
+
+    def check_thread(self) -> None:
+        """Raises ``RuntimeError`` in any thread but the loop's."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
+
+    def check_open(self) -> None:
+        """Raises ``CacheClosed`` if the cache is closed, ``RuntimeError`` in another thread."""
+        self.check_thread()
+        if self.driver.closed is not None:
+            self.driver.refuse()
+        if self.draining:
+            raise CacheClosed("the cache is closing")
+
+    # leases
+
+    def hold(self, task: Task | None) -> None:
+        """``task`` was granted a lease."""
+        self._held += 1
+        if task is not None:
+            self._holders[task] += 1
+
+    def drop(self, task: Task | None) -> None:
+        """A lease that ``task`` was granted is released."""
+        self._held -= 1
+        if task is not None:
+            self._holders[task] -= 1
+            if not self._holders[task]:
+                del self._holders[task]
+
+    def holds(self, task: Task | None) -> bool:
+        """Whether ``task`` holds a lease."""
+        return task in self._holders
+
+    def idle(self) -> bool:
+        """Whether nothing is under way that could ever give anything back."""
+        return not self._held and not len(self.driver.ops)
+
+    # namespaces
+
+    def space(self, extra_key: str | bytes | None) -> bytes:
+        """The digest of a namespace, as of its last invalidation."""
+        epoch = self.epochs[extra_key] if self.epochs else 0
+        return namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
+
+    def stamp(self, extra_key: str | bytes | None) -> tuple[int, int]:
+        """Changes when what was computed in this namespace must not be published any more."""
+        return self.resets, self.epochs[extra_key] if self.epochs else 0
+
+    # prefetch
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is a storage tier."""
+        return self.prefetching is not None
+
+    def prefetch(self, space: bytes, key: bytes) -> PrefetchHandle:
+        """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
+        match = self.core.match(space, key)
+        handle = PrefetchHandle(
+            space, key, Chain(space, self.config.page_size), Held(match.device, match.host), self.loop.time(),
+            self.driver.prefetch_line.ticket(), self.check_thread,
+        )  # fmt: skip
+        whole = len(key) // TOKEN_BYTES // self.config.page_size * self.config.page_size
+        if self.prefetching is None:
+            handle.skip("no storage")
+        elif self.clearing:
+            self.prefetching.skip(handle, "storage is being cleared")
+        elif whole - match.host < max(1, self.config.prefetch_threshold):
+            self.prefetching.skip(handle, "below the threshold")
+        else:
+            self.prefetching.start(handle)
+        return handle
+
+    def deadline(self, handle: PrefetchHandle) -> float:
+        """When the timeout policy stops ``handle``, in the loop's time."""
+        config = self.config
+        thousands = len(handle.key) / TOKEN_BYTES / 1024
+        allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
+        return handle.started + min(allowed, config.prefetch_timeout_max)
+
+    def may_stop(self, handle: PrefetchHandle) -> bool:
+        """Whether the policy lets a lease stop ``handle`` now."""
+        policy = self.config.prefetch_policy
+        if policy is PrefetchPolicy.TIMEOUT:
+            return self.loop.time() >= self.deadline(handle)
+        return policy is PrefetchPolicy.BEST_EFFORT
+
+    # looking at it
+
+    def stage_stats(self) -> dict[str, StageStats]:
+        """What each transfer stage did so far."""
+        meters = {
+            "backup_host": self.backup_host.meter,
+            "load_back": self.load_back.meter,
+            "backup_storage": self.backup_storage.meter if self.backup_storage is not None else Meter(),
+            "prefetch": self.prefetching.meter if self.prefetching is not None else Meter(),
+        }
+        return {name: meter.read() for name, meter in meters.items()}

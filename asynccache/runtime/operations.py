@@ -1,0 +1,92 @@
+"""Who waits for which operation to end.
+
+Law: each waiter awaits a future of its own, so cancelling one never touches another; an operation that is not here
+has ended. When the cache closes, every waiter gets the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+
+from asynccache.core.plan import Status
+
+Waiter = asyncio.Future[Status]
+
+
+class Operations:
+    """The operations in flight, and the futures of those who wait for them."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, list[Waiter]] = {}
+
+    def __repr__(self) -> str:
+        return f"Operations({len(self._live)} in flight)"
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, op: int) -> bool:
+        return op in self._live
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._live))
+
+    def open(self, op: int) -> None:
+        """``op`` has begun."""
+        self._live.setdefault(op, [])
+
+    def end(self, op: int, status: Status) -> None:
+        """``op`` has left the ledger: wake everybody who waits for it."""
+        for waiter in self._live.pop(op, ()):
+            if not waiter.done():
+                waiter.set_result(status)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: every waiter gets an ``error()`` of its own, and nothing is in flight any more."""
+        live, self._live = self._live, {}
+        for waiters in live.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(error())
+
+    def watch(self, ops: Iterable[int]) -> Waiter | None:
+        """A future that the first of ``ops`` to end sets; None if one has ended, or there is none. See ``unwatch``."""
+        ops = tuple(ops)
+        if not ops or any(op not in self._live for op in ops):
+            return None
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        for op in ops:
+            self._live[op].append(waiter)
+        return waiter
+
+    def unwatch(self, ops: Iterable[int], waiter: Waiter) -> None:
+        """The future of ``watch`` is not needed any more."""
+        for op in ops:
+            waiters = self._live.get(op)
+            if waiters is not None and waiter in waiters:
+                waiters.remove(waiter)
+
+    async def any(self, ops: Iterable[int]) -> Status | None:
+        """Return when one of ``ops`` has ended, with its status (None: one had ended before).
+
+        Cancelling stops the waiting and nothing else.
+        """
+        waiter = self.watch(ops)
+        if waiter is None:
+            return None
+        try:
+            return await waiter
+        finally:
+            self.unwatch(ops, waiter)
+
+    async def all(self, ops: Iterable[int]) -> list[Status]:
+        """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling stops the
+        waiting and nothing else."""
+        watched = [(op, waiter) for op in ops if (waiter := self.watch((op,))) is not None]
+        try:
+            return [await waiter for _, waiter in watched]
+        finally:
+            for op, waiter in watched:
+                waiter.cancel()
+                self.unwatch((op,), waiter)

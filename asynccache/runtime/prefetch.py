@@ -1,0 +1,142 @@
+"""What a user holds of a prefetch: a handle that can be awaited by many, stopped by a lease, and cancelled.
+
+Law: a handle states a *wish*; the fetch that serves it looks at the wish between two I/Os and acts then, so no buffer
+is given back while I/O still owns it. Handles that want the same cold pages share one fetch: any of them may stop it
+(it keeps what it has, and the others fetch the rest), only the last of them can cancel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple, Protocol
+
+from asynccache.runtime.hashing import Chain
+
+
+class PrefetchStatus(Enum):
+    """How a prefetch ended."""
+
+    COMPLETE = "complete"
+    PARTIAL = "partial"
+    MISS = "miss"
+    SKIPPED = "skipped"
+    CANCELLED = "cancelled"
+
+
+class PrefetchResult(NamedTuple):
+    """``tokens``: how many tokens storage added to what host and device held when the prefetch was asked for."""
+
+    status: PrefetchStatus
+    tokens: int
+    reason: str = ""
+
+
+class Wish(IntEnum):
+    """What the holder of a handle wants of its fetch. Only ever rises."""
+
+    RUN = 0
+    STOP = 1
+    CANCEL = 2
+
+
+class Held(NamedTuple):
+    """Tokens of a prompt that device and device-or-host held when its request arrived."""
+
+    device: int
+    host: int
+
+
+class Shared(Protocol):
+    """The fetch that serves a handle now."""
+
+    def told(self, handle: PrefetchHandle) -> None: ...
+
+
+class PrefetchHandle:
+    """One request's interest in a stored prefix. ``await handle`` gives a ``PrefetchResult``.
+
+    Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
+    """
+
+    def __init__(
+        self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
+        check: Callable[[], None],
+    ) -> None:
+        self.space = space
+        self.key = key
+        self.chain = chain
+        self.arrival = arrival
+        self.started = started
+        self.ticket = ticket
+        self.wish = Wish.RUN
+        self.reached = 0
+        self.result: PrefetchResult | None = None
+        self.asleep: asyncio.Future[Any] | None = None
+        self.fetch: Shared | None = None
+        self._check = check
+        self._waiters: list[asyncio.Future[PrefetchResult]] = []
+
+    def __repr__(self) -> str:
+        state = self.result.status.value if self.result else f"running, wish {self.wish.name}"
+        return f"PrefetchHandle({len(self.key) // 4} tokens, {state})"
+
+    def __await__(self) -> Generator[Any, None, PrefetchResult]:
+        self._check()
+        if self.result is not None:
+            return self.result
+        waiter: asyncio.Future[PrefetchResult] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            return (yield from waiter.__await__())
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self.result is not None
+
+    def cancel(self) -> None:
+        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it."""
+        self._check()
+        self.tell(Wish.CANCEL)
+
+    def tell(self, wish: Wish) -> None:
+        """Raise the wish, and wake whoever acts on it."""
+        if wish <= self.wish or self.result is not None:
+            return
+        self.wish = wish
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
+        if self.fetch is not None:
+            self.fetch.told(self)
+
+    def reach(self, end: int) -> None:
+        """A fetch that served this handle was committed up to ``end`` tokens."""
+        self.reached = max(self.reached, end)
+
+    def tokens(self) -> int:
+        """Tokens that storage added."""
+        return max(0, self.reached - self.arrival.host)
+
+    def finish(self, status: PrefetchStatus, reason: str = "") -> None:
+        """It has ended: everybody who awaits it is told."""
+        if self.result is None:
+            self.result = PrefetchResult(status, self.tokens(), reason)
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(self.result)
+
+    def skip(self, reason: str) -> None:
+        """It was over before it began."""
+        self.finish(PrefetchStatus.SKIPPED, reason)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: everybody who awaits it gets an ``error()`` of its own."""
+        if self.result is None:
+            self.result = PrefetchResult(PrefetchStatus.CANCELLED, self.tokens(), "the cache is closed")
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_exception(error())

@@ -1,0 +1,74 @@
+"""backup_host: device to host. One batched copy per wake-up; its event decides every operation in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from asynccache.core.plan import BackupHost, Move, Outcome, Status
+from asynccache.errors import CopyFailed
+from asynccache.memory.device import Event
+from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.stages.queue import Inbox
+from asynccache.runtime.stats import Meter
+
+
+class Copier(Protocol):
+    """The part of ``Mover`` that this stage uses."""
+
+    def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event: ...
+
+
+class BackupHostStage:
+    """A queue of ``BackupHost`` effects and its worker."""
+
+    def __init__(
+        self,
+        mover: Copier,
+        readiness: Readiness,
+        post: Callable[[Outcome], None],
+        size_of: Callable[[Sequence[Move]], tuple[int, int]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mover = mover
+        self._readiness = readiness
+        self._post = post
+        self._size_of = size_of
+        self._clock = clock
+        self._inbox: Inbox[tuple[BackupHost, float]] = Inbox()
+        self.meter = Meter()
+
+    def __repr__(self) -> str:
+        return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
+
+    def put(self, effect: BackupHost) -> None:
+        """Queue the effect; its outcome is posted exactly once."""
+        self._inbox.put((effect, self._clock()))
+
+    async def run(self) -> None:
+        """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
+        finishes what was submitted."""
+        while True:
+            await self._inbox.filled()
+            batch = self._inbox.take()
+            moves = [move for effect, _ in batch for move in effect.moves]
+            status = await _copied(self._mover.backup(moves, self._readiness.pending()))
+            self._report(batch, moves, status)
+
+    def _report(self, batch: Sequence[tuple[BackupHost, float]], moves: Sequence[Move], status: Status) -> None:
+        if status is Status.DONE:
+            self.meter.count(len(batch), *self._size_of(moves))
+        else:
+            self.meter.errors += len(batch)
+        now = self._clock()
+        for effect, queued in batch:
+            self.meter.took(now - queued)
+            self._post(Outcome(effect.op, status))
+
+
+async def _copied(event: Event) -> Status:
+    try:
+        await event.wait()
+    except CopyFailed:
+        return Status.FAILED
+    return Status.DONE

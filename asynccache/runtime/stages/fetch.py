@@ -1,0 +1,251 @@
+"""One fetch: storage to host, from the first question to commit or revoke.
+
+ask what is there -> FULL pages in batches -> the final end -> auxiliary and sidecar pages -> commit, or revoke.
+
+Law: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
+shorter end at which every pool has what it needs. Nothing is given back before its I/O has let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from asynccache.config import PoolSpec
+from asynccache.core.plan import More, Wait
+from asynccache.core.prefetching import Shape, Taken, needed_pages, usable_end
+from asynccache.core.settings import ComponentKind
+from asynccache.runtime.driver import Driver
+from asynccache.runtime.hashing import HASH_BYTES, Chain
+from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
+from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.stats import Meter
+from asynccache.storage import PageKey, Result
+
+if TYPE_CHECKING:
+    from asynccache.core.plan import Plan
+
+FULL = int(ComponentKind.FULL)
+BATCH_BYTES = 4 << 20
+BATCH_PAGES = 128
+
+
+class Store(Protocol):
+    """The part of ``CheckedStore`` that this stage uses."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
+
+
+class Fetch:
+    """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
+
+    def __init__(
+        self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int
+    ) -> None:
+        self.op = op
+        self.shape = shape
+        self.sharers: set[PrefetchHandle] = set()
+        self.wish = Wish.RUN
+        self.end = 0
+        self._driver = driver
+        self._store = store
+        self._pools = pools
+        self._meter = meter
+        self._threshold = max(threshold, shape.page_size)
+        self._hashes = b""
+        pages = shape.length // shape.page_size
+        self._present = {name: bytearray(pages) for name, _ in pools.named()}
+        self._open = True
+
+    def __repr__(self) -> str:
+        return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
+
+    def join(self, handle: PrefetchHandle) -> None:
+        """Serve ``handle`` too."""
+        self.sharers.add(handle)
+        handle.fetch = self
+
+    def leave(self, handle: PrefetchHandle) -> None:
+        """``handle`` has what it wants, or wants nothing any more."""
+        self.sharers.discard(handle)
+        handle.fetch = None
+        if not self.sharers:
+            self.wish = Wish.CANCEL
+
+    def told(self, handle: PrefetchHandle) -> None:
+        """A sharer changed its wish: a stop holds for all, a cancellation only if it is the last."""
+        if handle.wish is Wish.CANCEL:
+            self.leave(handle)
+            if self.sharers:
+                handle.finish(PrefetchStatus.CANCELLED)
+        else:
+            self.wish = max(self.wish, Wish.STOP)
+
+    async def run(self, chain: Chain, key: bytes) -> None:
+        """Fetch and commit, or revoke. Cancelling it revokes after the I/O in flight has let go."""
+        try:
+            self._hashes = await chain.extend(key)
+            end = await self._transfer()
+            if self._worth(end) and self._wanted():
+                await self._commit(end)
+        finally:
+            if self._open:
+                self._close(self._driver.core.prefetch_revoke(self.op))
+
+    async def _transfer(self) -> int:
+        """Bring every page that a match of the returned length needs; 0 if there is none worth having."""
+        limit = await self._ask()
+        end = self._usable(limit)
+        if not self._worth(end) or not self._wanted():
+            return 0
+        end = self._usable(await self._fetch_full(end))
+        while self._worth(end) and self._wanted():
+            taken = await self._take_aux(end)
+            if taken.aux is None:
+                end = self._usable(end - self.shape.page_size)
+            elif await self._fetch_aux(end, taken.aux):
+                return end
+            else:
+                end = self._usable(end)
+        return 0
+
+    def _usable(self, limit: int) -> int:
+        return usable_end(self.shape, self._pools.named(), cast(Mapping[str, bytes], self._present), limit)
+
+    def _wanted(self) -> bool:
+        return self.wish is not Wish.CANCEL
+
+    def _worth(self, end: int) -> bool:
+        return end - self.shape.covered >= self._threshold
+
+    # asking
+
+    async def _ask(self) -> int:
+        """Fill the presence map; return how far FULL reaches."""
+        first, last = self._pages_of(self.shape.anchor), self._pages_of(self.shape.length)
+        full_end = first
+        while full_end < last and self.wish is Wish.RUN:
+            stop = min(last, full_end + BATCH_PAGES)
+            for spec in self._pools.of[FULL]:
+                await self._ask_pool(spec, full_end, stop)
+            held = self._run_of_full(full_end, stop)
+            full_end += held
+            if full_end < stop:
+                break
+        for component in self._pools.components[1:]:
+            start = self._first_needed(component)
+            for spec in self._pools.of[component]:
+                for at in range(start, full_end, BATCH_PAGES):
+                    await self._ask_pool(spec, at, min(full_end, at + BATCH_PAGES))
+        return full_end * self.shape.page_size
+
+    def _first_needed(self, component: int) -> int:
+        """The first page that any end could need: windows only move on."""
+        needed = needed_pages(self.shape, component, self.shape.anchor + self.shape.page_size)
+        return min((*needed, self._pages_of(self.shape.anchor)))
+
+    async def _ask_pool(self, spec: PoolSpec, start: int, stop: int) -> None:
+        keys = [self._pools.key(spec.name, self._hash(page)) for page in range(start, stop)]
+        present = self._present[spec.name]
+        for page, result in enumerate(await self._store.exists(keys), start):
+            present[page] = result is Result.HIT
+
+    def _run_of_full(self, start: int, stop: int) -> int:
+        """How many pages from ``start`` on every pool of FULL has."""
+        maps = [self._present[spec.name] for spec in self._pools.of[FULL]]
+        for page in range(start, stop):
+            if not all(present[page] for present in maps):
+                return page - start
+        return stop - start
+
+    # fetching
+
+    async def _fetch_full(self, end: int) -> int:
+        """Read FULL and what derives from it, up to ``end`` or a stop, a shortage or a failed page; how far it got."""
+        page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
+        batch = max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, self._pools.weight(FULL))))
+        while page < last and self.wish is Wish.RUN:
+            wanted = min(batch, last - page)
+            slots = await self._take_full(wanted)
+            held = len(slots) // SLOT_BYTES
+            pages = range(page, page + held)
+            failed = await self._get(FULL, pages, slots)
+            page = min((*failed, page + held))
+            if failed or held < wanted:
+                break
+        return page * self.shape.page_size
+
+    async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
+        """Read the auxiliary pages that ``end`` needs; False, and the map knows which, if one is not to be had."""
+        failed: list[int] = []
+        for component, slots in aux.items():
+            pages = needed_pages(self.shape, component, end)
+            failed += await self._get(component, pages, slots)
+        return not failed
+
+    async def _get(self, component: int, pages: Sequence[int], slots: bytes) -> list[int]:
+        """Read ``pages`` of every pool of ``component`` into ``slots``; the pages that failed."""
+        failed: list[int] = []
+        for spec in self._pools.of[component]:
+            for start in range(0, len(pages), BATCH_PAGES):
+                part = pages[start : start + BATCH_PAGES]
+                entries = list(self._entries(spec, part, slots[start * SLOT_BYTES :]))
+                failed += await self._get_part(spec, part, entries)
+        return failed
+
+    def _entries(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> Iterator[Entry]:
+        hashes = b"".join(map(self._hash, pages))
+        return self._pools.entries(spec.name, hashes, slots[: len(pages) * SLOT_BYTES])
+
+    async def _get_part(self, spec: PoolSpec, pages: Sequence[int], entries: Sequence[Entry]) -> list[int]:
+        results = await self._store.get([key for key, _ in entries], [payload for _, payload in entries])
+        failed = [page for page, result in zip(pages, results, strict=True) if result is not Result.HIT]
+        for page in failed:
+            self._present[spec.name][page] = 0
+        self._meter.count(0, len(pages) - len(failed), (len(pages) - len(failed)) * spec.bytes_per_page)
+        self._meter.errors += len(failed)
+        return failed
+
+    # the core
+
+    async def _take_full(self, pages: int) -> bytes:
+        core = self._driver.core
+        return (await self._take(lambda: core.prefetch_take_full(self.op, pages))).slots
+
+    async def _take_aux(self, end: int) -> Taken:
+        core = self._driver.core
+        return await self._take(lambda: core.prefetch_take_aux(self.op, end))
+
+    async def _take(self, call: Callable[[], Taken | More]) -> Taken:
+        async with self._driver.lock:
+            self._driver.settle()
+            taken: Taken
+            taken, cancelled = await self._driver.slices(call)
+            self._driver.perform(taken.plan)
+        if cancelled is not None:
+            raise cancelled
+        return taken
+
+    async def _commit(self, end: int) -> None:
+        hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
+        while self._open:
+            async with self._driver.lock:
+                self._driver.settle()
+                answer = self._driver.core.prefetch_commit(self.op, end, hashes)
+                if not isinstance(answer, Wait):
+                    self.end = end
+                    self._close(answer)
+                    return
+                self._driver.perform(answer.plan)
+            await self._driver.ops.any(answer.ops)
+
+    def _close(self, plan: Plan) -> None:
+        self._open = False
+        self._driver.perform(plan)
+
+    def _hash(self, page: int) -> bytes:
+        return self._hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]
+
+    def _pages_of(self, tokens: int) -> int:
+        return tokens // self.shape.page_size

@@ -1,0 +1,139 @@
+"""load_back: host to device, layer by layer, and the private copies (device to device) that follow it.
+
+Law: one batched load per submission and clones behind the loads they need, in the order of the queue. A submission is
+a plain function, because ``wait_layer`` needs the layer's event at once: it submits what is queued and does not wait
+for the worker. A batch that fails fails every load in it: an engine that was ordered behind its layers has seen them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from asynccache.core.plan import Clone, LoadBack, Move, Outcome, Status
+from asynccache.errors import CopyFailed
+from asynccache.memory.device import Event
+from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.stages.queue import Inbox
+from asynccache.runtime.stats import Meter
+
+
+class Layers(Protocol):
+    """What a load returns: an event per layer, and one for all of it."""
+
+    @property
+    def layers(self) -> Sequence[Event]: ...
+    @property
+    def done(self) -> Event: ...
+
+
+class Copier(Protocol):
+    """The part of ``Mover`` that this stage uses."""
+
+    def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Layers: ...
+    def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event: ...
+
+
+class Copying(NamedTuple):
+    """One operation on the device: ``layers[i]`` is done when layer i of it is there, ``done`` when all is."""
+
+    op: int
+    layers: Sequence[Event]
+    done: Event
+    needs: Event | None
+    queued: float
+
+    def layer(self, i: int) -> Event:
+        """The event of layer ``i``; a private copy arrives as a whole."""
+        return self.layers[i] if self.layers else self.done
+
+
+class LoadBackStage:
+    """A queue of ``LoadBack`` and ``Clone`` effects, what is on the device, and the worker that awaits it."""
+
+    def __init__(
+        self,
+        mover: Copier,
+        readiness: Readiness,
+        post: Callable[[Outcome], None],
+        size_of: Callable[[Sequence[Move]], tuple[int, int]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._mover = mover
+        self._readiness = readiness
+        self._post = post
+        self._size_of = size_of
+        self._clock = clock
+        self._inbox: Inbox[tuple[LoadBack | Clone, float]] = Inbox()
+        self._flying: deque[Copying] = deque()
+        self._by_op: dict[int, Copying] = {}
+        self.meter = Meter()
+
+    def __repr__(self) -> str:
+        return f"LoadBackStage({len(self._inbox)} queued, {len(self._flying)} on the device, {self.meter!r})"
+
+    def put(self, effect: LoadBack | Clone) -> None:
+        """Queue the effect; its outcome is posted exactly once."""
+        self._inbox.put((effect, self._clock()))
+
+    def copying(self, op: int) -> Copying | None:
+        """Where ``op`` stands on the device, submitting what is queued; None once it has ended."""
+        self.submit()
+        return self._by_op.get(op)
+
+    def submit(self) -> None:
+        """Hand all that is queued to the device: one batch of loads, then the clones."""
+        batch = self._inbox.take()
+        loads = [(effect, queued) for effect, queued in batch if isinstance(effect, LoadBack)]
+        if loads:
+            self._submit_loads(loads)
+        for effect, queued in batch:
+            if isinstance(effect, Clone):
+                self._submit_clone(effect, queued)
+
+    def _submit_loads(self, loads: Sequence[tuple[LoadBack, float]]) -> None:
+        moves = [move for effect, _ in loads for move in effect.moves]
+        events = self._mover.load(moves)
+        self.meter.count(len(loads), *self._size_of(moves))
+        for effect, queued in loads:
+            self._fly(Copying(effect.op, events.layers, events.done, None, queued))
+
+    def _submit_clone(self, effect: Clone, queued: float) -> None:
+        source = self._by_op.get(effect.after)
+        needs = source.done if source is not None else None
+        after = (*self._readiness.pending(), *(() if needs is None else (needs,)))
+        event = self._mover.clone(effect.moves, after)
+        self._fly(Copying(effect.op, (), event, needs, queued))
+
+    def _fly(self, copying: Copying) -> None:
+        self._flying.append(copying)
+        self._by_op[copying.op] = copying
+
+    async def run(self) -> None:
+        """Submit and await, for ever. Cancelling it abandons outcomes, never a buffer in use: the device finishes
+        what was submitted."""
+        while True:
+            if not self._flying:
+                await self._inbox.filled()
+                self.submit()
+            await self._land(self._flying[0])
+
+    async def _land(self, copying: Copying) -> None:
+        status = await _copied(copying)
+        self._flying.popleft()
+        del self._by_op[copying.op]
+        self.meter.errors += status is Status.FAILED
+        self.meter.took(self._clock() - copying.queued)
+        self._post(Outcome(copying.op, status))
+
+
+async def _copied(copying: Copying) -> Status:
+    """FAILED also where a clone's source failed to arrive."""
+    try:
+        await copying.done.wait()
+        if copying.needs is not None:
+            await copying.needs.wait()
+    except CopyFailed:
+        return Status.FAILED
+    return Status.DONE

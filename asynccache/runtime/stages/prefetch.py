@@ -1,0 +1,191 @@
+"""prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle.
+
+Law: a refused prefetch waits in a line of its own and is tried again; one that meets pages on their way joins them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from asynccache.core.plan import Wait
+from asynccache.core.prefetching import Join, Opened, Skip
+from asynccache.runtime.driver import Driver
+from asynccache.runtime.line import Place
+from asynccache.runtime.poolmap import PoolMap
+from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.stages.fetch import Fetch, Store
+from asynccache.runtime.stats import Meter
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
+
+
+class PrefetchStage:
+    """Runs handles. Mutable state: the handles and fetches that are under way."""
+
+    def __init__(
+        self, driver: Driver, store: Store, pools: PoolMap, threshold: int, spawn: Spawn, clock: Callable[[], float]
+    ) -> None:
+        self._driver = driver
+        self._store = store
+        self._pools = pools
+        self._threshold = threshold
+        self._spawn = spawn
+        self._clock = clock
+        self._fetches: dict[int, Fetch] = {}
+        self.handles: set[PrefetchHandle] = set()
+        self.outcomes: Counter[PrefetchStatus] = Counter()
+        self.meter = Meter()
+
+    def __repr__(self) -> str:
+        return f"PrefetchStage({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
+
+    def read_outcomes(self) -> Mapping[str, int]:
+        """How prefetches ended so far."""
+        return {status.value: self.outcomes[status] for status in PrefetchStatus}
+
+    def start(self, handle: PrefetchHandle) -> None:
+        """Begin to serve ``handle``."""
+        self.handles.add(handle)
+        if self._spawn(self._serve(handle), "asynccache-prefetch") is None:
+            self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
+
+    def skip(self, handle: PrefetchHandle, reason: str) -> None:
+        """End ``handle`` before it began."""
+        self.outcomes[PrefetchStatus.SKIPPED] += 1
+        handle.finish(PrefetchStatus.SKIPPED, reason)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """The cache is closed: whoever awaits a handle is told."""
+        for handle in self.handles:
+            handle.fail(error)
+
+    async def _serve(self, handle: PrefetchHandle) -> None:
+        try:
+            status, reason = await self._work(handle)
+        except BaseException:
+            self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
+            raise
+        self._finish(handle, status, reason)
+
+    def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
+        self.handles.discard(handle)
+        self.meter.took(self._clock() - handle.started)
+        handle.finish(status, reason)
+        assert handle.result is not None
+        self.outcomes[handle.result.status] += 1
+
+    async def _work(self, handle: PrefetchHandle) -> tuple[PrefetchStatus, str]:
+        while handle.wish is Wish.RUN:
+            answer = await self._open(handle)
+            if isinstance(answer, Skip):
+                return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
+            if isinstance(answer, Join):
+                await self._share(handle, answer.op)
+            elif isinstance(answer, Opened):
+                fetch = self._fetches[answer.op]
+                await self._own(handle, fetch)
+                if fetch.wish is Wish.RUN or handle.wish is not Wish.RUN:
+                    return _status(handle, fetch), ""
+        if handle.wish is Wish.CANCEL:
+            return PrefetchStatus.CANCELLED, ""
+        return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
+
+    async def _own(self, handle: PrefetchHandle, fetch: Fetch) -> None:
+        """See the fetch through, for everybody who shares it: also when its own handle does not want it any more."""
+        try:
+            await fetch.run(handle.chain, handle.key)
+        finally:
+            del self._fetches[fetch.op]
+            for sharer in tuple(fetch.sharers):
+                sharer.reach(fetch.end)
+                sharer.fetch = None
+        self.meter.count(1, 0, 0)
+
+    async def _share(self, handle: PrefetchHandle, op: int) -> None:
+        """Wait for somebody else's fetch, or until this handle wants no more of it."""
+        fetch = self._fetches.get(op)
+        if fetch is None:
+            return
+        fetch.join(handle)
+        while op in self._driver.ops and handle.wish is not Wish.CANCEL:
+            await self._asleep(handle, (op,))
+
+    async def _open(self, handle: PrefetchHandle) -> Opened | Join | Skip | None:
+        """Ask the core until it answers; None if the wish changed first."""
+        line = self._driver.prefetch_line
+        place: Place | None = None
+        try:
+            while handle.wish is Wish.RUN:
+                async with self._driver.lock:
+                    self._driver.settle()
+                    answer = self._try(handle)
+                    if not isinstance(answer, Wait):
+                        return answer
+                    place = self._give_way(handle, place, answer)
+                if place is None:
+                    await self._asleep(handle, answer.ops)
+                else:
+                    await self._in_line(handle, place)
+            return None
+        finally:
+            if place is not None:
+                line.leave(place)
+
+    def _try(self, handle: PrefetchHandle) -> Opened | Join | Skip | Wait:
+        """Under the lock, with no await: whoever is first in line asks the core."""
+        line = self._driver.prefetch_line
+        if line.must_wait(handle.ticket):
+            return Wait()
+        answer = self._driver.core.prefetch_open(handle.space, handle.key)
+        if isinstance(answer, (Opened, Wait)):
+            self._driver.perform(answer.plan)
+        if isinstance(answer, Opened):
+            self._driver.ops.open(answer.op)
+            fetch = Fetch(
+                self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold
+            )
+            fetch.join(handle)
+            self._fetches[answer.op] = fetch
+        return answer
+
+    def _give_way(self, handle: PrefetchHandle, place: Place | None, answer: Wait) -> Place | None:
+        """In line for what anybody may free; out of it while waiting for certain operations."""
+        line = self._driver.prefetch_line
+        if not answer.ops:
+            place = place or line.join(handle.ticket)
+            line.sleep(place)
+            return place
+        if place is not None:
+            line.leave(place)
+        return None
+
+    async def _asleep(self, handle: PrefetchHandle, ops: tuple[int, ...]) -> None:
+        """Return when one of ``ops`` has ended or the wish has changed."""
+        waiter = self._driver.ops.watch(ops)
+        if waiter is None:
+            return
+        handle.asleep = waiter
+        try:
+            await waiter
+        finally:
+            handle.asleep = None
+            self._driver.ops.unwatch(ops, waiter)
+
+    async def _in_line(self, handle: PrefetchHandle, place: Place) -> None:
+        handle.asleep = place.signal
+        try:
+            await self._driver.prefetch_line.woken(place)
+        finally:
+            handle.asleep = None
+
+
+def _status(handle: PrefetchHandle, fetch: Fetch) -> PrefetchStatus:
+    if handle.wish is Wish.CANCEL:
+        return PrefetchStatus.CANCELLED
+    if not fetch.end:
+        return PrefetchStatus.MISS
+    return PrefetchStatus.COMPLETE if fetch.end == fetch.shape.length else PrefetchStatus.PARTIAL
+
+

@@ -1,0 +1,101 @@
+"""One task owns every other: a ``TaskGroup`` inside a task of the cache's own, never inside a user's.
+
+Law: when a worker dies, its error ends the group, everybody who waits is told, and no user's task is cancelled. A
+``TaskGroup`` opened in ``__aenter__`` would cancel the body that runs there and leave other tasks hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+Work = Coroutine[Any, Any, None]
+
+
+class Supervisor:
+    """Owns the workers. ``on_death`` is called once, from the supervisor's task, with the error that ended them."""
+
+    def __init__(self, on_death: Callable[[BaseException], None]) -> None:
+        self._on_death = on_death
+        self._group: asyncio.TaskGroup | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Future[None]
+        self._workers: set[asyncio.Task[None]] = set()
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"Supervisor({len(self._workers)} tasks, {'running' if self.running else 'stopped'})"
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def running(self) -> bool:
+        """Whether new work may be spawned."""
+        return self._group is not None
+
+    async def start(self) -> None:
+        """Open the group. Cancelling it ends the group again."""
+        loop = asyncio.get_running_loop()
+        self._stopping = loop.create_future()
+        started: asyncio.Future[None] = loop.create_future()
+        self._task = loop.create_task(self._run(started), name="asynccache-supervisor")
+        try:
+            await started
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+
+    def spawn(self, work: Work, name: str) -> asyncio.Task[None] | None:
+        """A new task in the group; None if the group has ended (``work`` is closed then)."""
+        if self._group is None:
+            work.close()
+            return None
+        task = self._group.create_task(work, name=name)
+        self._workers.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def fail(self, error: BaseException) -> None:
+        """Something outside the group broke what the workers rely on: end it with ``error``."""
+        self._died(error)
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
+    async def stop(self) -> None:
+        """Cancel all workers and return when they are gone. Cancelling it stops only the waiting."""
+        if self._task is None:
+            return
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+        await asyncio.wait([self._task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._workers.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._died(error)
+
+    def _died(self, error: BaseException) -> None:
+        """Tell at once: the other workers may take a while to let go of their buffers."""
+        if self.error is None:
+            self.error = error
+            self._group = None
+            self._on_death(error)
+
+    async def _run(self, started: asyncio.Future[None]) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                if not started.done():
+                    started.set_result(None)
+                try:
+                    await self._stopping
+                finally:
+                    self._group = None
+                for worker in tuple(self._workers):
+                    worker.cancel()
+        except BaseExceptionGroup as failures:
+            self._died(failures.exceptions[0])
+        finally:
+            self._group = None

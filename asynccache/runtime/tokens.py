@@ -1,0 +1,108 @@
+"""Tokens at the edge: whatever an engine holds becomes a key, little-endian int32 in one ``bytes``.
+
+Buffers of int32 are taken as they are (one memcpy, none for ``bytes``); a list is converted once. Below this module
+every sequence of tokens is a key.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.errors import ConfigError
+
+TOKEN_BYTES = 4
+INT32_MAX = 2**31 - 1
+
+Tokens = Any
+"""``list[int]``, ``array('i')``, a numpy array of integers, a CPU tensor, or bytes-like int32."""
+
+
+def as_key(tokens: Tokens) -> bytes:
+    """The key of ``tokens``.
+
+    Raises:
+        ConfigError: a token is negative or beyond int32 (the message names its position and value), or ``tokens`` is
+            nothing that holds integers.
+    """
+    if isinstance(tokens, bytes):
+        key = tokens
+    elif isinstance(tokens, (list, tuple)):
+        key = _of_list(tokens)
+    elif isinstance(tokens, (bytearray, memoryview, array)):
+        key = _of_buffer(tokens)
+    else:
+        key = _of_array(tokens)
+    if len(key) % TOKEN_BYTES:
+        raise ConfigError(f"tokens: {len(key)} bytes are not whole int32 tokens")
+    _check_sign(key)
+    return key
+
+
+def _check_sign(key: bytes) -> None:
+    values = np.frombuffer(key, np.int32)
+    if values.size and np.minimum.reduce(values) < 0:
+        position = int((values < 0).argmax())
+        raise ConfigError(f"tokens[{position}]={values[position]} is negative")
+
+
+def _of_list(tokens: Sequence[int]) -> bytes:
+    try:
+        return array("i", tokens).tobytes()
+    except (OverflowError, TypeError):
+        raise ConfigError(_first_bad(tokens)) from None
+
+
+def _first_bad(tokens: Sequence[int]) -> str:
+    for position, token in enumerate(tokens):
+        try:
+            array("i", [token])
+        except OverflowError:
+            return f"tokens[{position}]={token} is beyond int32"
+        except TypeError:
+            return f"tokens[{position}]={token!r} is no integer"
+    return "tokens: not a sequence of integers"
+
+
+def _of_buffer(tokens: bytearray | memoryview | array[int]) -> bytes:
+    view = memoryview(tokens)
+    if view.format in ("i", "l", "B", "b", "c") and (view.itemsize in (1, TOKEN_BYTES)):
+        return view.tobytes()
+    return _of_array(np.asarray(view))
+
+
+def _of_array(tokens: Tokens) -> bytes:
+    if not isinstance(tokens, np.ndarray):
+        tokens = _of_tensor(tokens)
+    if tokens.dtype != np.int32 or sys.byteorder == "big":
+        tokens = _to_int32(tokens)
+    raw: bytes = tokens.tobytes()
+    return raw
+
+
+def _of_tensor(tokens: Tokens) -> npt.NDArray[np.generic]:
+    """A CPU tensor without importing torch, or anything else that numpy understands."""
+    to_numpy = getattr(tokens, "numpy", None)
+    try:
+        return np.asarray(to_numpy() if to_numpy is not None else tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"tokens: {type(tokens).__name__} holds no int32 tokens: {error}") from None
+
+
+def _to_int32(tokens: npt.NDArray[np.generic]) -> npt.NDArray[np.int32]:
+    if tokens.dtype.kind not in "iu":
+        raise ConfigError(f"tokens: dtype {tokens.dtype} is no integer type")
+    beyond = tokens.reshape(-1) > INT32_MAX  # type: ignore[operator]
+    if beyond.any():
+        position = int(beyond.argmax())
+        raise ConfigError(f"tokens[{position}]={tokens.reshape(-1)[position]} is beyond int32")
+    below = tokens.reshape(-1) < 0  # type: ignore[operator]
+    if below.any():
+        position = int(below.argmax())
+        raise ConfigError(f"tokens[{position}]={tokens.reshape(-1)[position]} is negative")
+    return tokens.astype("<i4")
