@@ -71,6 +71,10 @@ class Meter:
         """Lateness of the timer."""
         return spread(self._lag, 1e3)
 
+    def recent(self) -> Sequence[float]:
+        """Lateness during the last second or so, in seconds."""
+        return self._lag[-200:]
+
     def run_queue_ms(self) -> Spread:
         """How long the loop's thread waited for a core, per tick."""
         return spread(self._queued, 1e3)

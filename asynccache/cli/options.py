@@ -195,7 +195,7 @@ OPTIONS: tuple[Option, ...] = (
            "room in L1; all: as much as is needed (replay)"),
     Option("host-tokens", _size(none=True), _each(1 << 23, 1 << 18), "N|all|none", "room in L2, the same way"),
     Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
-    Option("storage", _storage, _each(None, "memory:"), "URL",
+    Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
            "L3: none, memory: or file:PATH?capacity=10GiB"),
     Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
     Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),

@@ -124,7 +124,7 @@ class Server:
                 wait = time.monotonic() - began
                 self._tally.verdict(request, await lane.verify(list(self._expected(lease, text, lease.cached))))
                 await self._prefill(request, text, lease, lane)
-                self._tally.prompt(request, lease.cached, tuple(lease.hits), wait, self._rate)
+                self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate)
                 end = await self._decoded(request, text, lease, lane)
                 if self._looks_twice:
                     await self._look_again(request, text, lease, lane, end)

@@ -1,21 +1,22 @@
 """One run from settings to exit status: build the cache, drive the workload, look for what is left, report.
 
-The order at the end matters: all requests have ended, then the cache is flushed, then counted and audited, then
-closed, and then only may no task be left.
+The order at the end matters: all requests have ended, then the cache is flushed, then the core is counted and audited,
+then the cache is closed, and then only may no task be left.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from asynccache.cli import report as reports
+from asynccache import AsyncCache
+from asynccache.cli import leaks, report
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
@@ -26,14 +27,22 @@ from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
 from asynccache.cli.tally import Tally
-from asynccache.cli.trace import Survey, TraceSource, read_trace, survey
+from asynccache.cli.trace import Survey, TraceRequest, TraceSource, read_trace, survey
+from asynccache.cli.watch import Watch, facts
 from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
-from asynccache.errors import ConfigError
+from asynccache.core import audit
+from asynccache.core.cache import CacheCore
+from asynccache.errors import ConfigError, InvariantViolation
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.faults import Faults
+from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout
+from asynccache.testing.faulty_backend import FaultyBackend
 
+DURATION = 20.0
 _SESSIONS_PER_PLACE = 4
-_DURATION = 20.0
 _FLUSH_SECONDS = 60.0
+_INTERRUPTED = 130
 
 
 def execute(settings: Settings) -> int:
@@ -44,9 +53,21 @@ def execute(settings: Settings) -> int:
     """
     torch.set_num_threads(1)  # the engine's own threads are the parallel part
     display = choose(settings.quiet)
+    session = Session(settings, display)
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
-        run = runner.run(_Session(settings, display).run())
-    return 0
+        result = runner.run(session.run())
+    if not settings.quiet:
+        out = sys.stderr if settings.json == "-" else sys.stdout
+        print(summary(result, color=out.isatty()), file=out)
+    if session.trace is not None:
+        print(session.trace, file=sys.stderr)
+    if settings.json is not None:
+        report.dump(result, settings.json)
+    if settings.quiet and not result["ok"]:
+        print("\n".join(result["problems"]), file=sys.stderr)
+    if not result["ok"]:
+        return 1
+    return _INTERRUPTED if result["interrupted"] else 0
 
 
 def _loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -60,3 +81,134 @@ def _loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] |
         raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
+
+
+class Session:
+    """One run. ``trace`` is the stack of an error that no run may meet."""
+
+    def __init__(self, settings: Settings, display: Display) -> None:
+        self.trace: str | None = None
+        self._settings = settings
+        self._display = display
+        self._tally = Tally()
+        self._meter = Meter()
+        self._interrupts = 0
+        self._shared_blocks = 0
+
+    async def run(self) -> report.Report:
+        """The report. Cancelling it cancels the requests that run, and closes the cache."""
+        before = asyncio.all_tasks()
+        source, config = await self._prepare()
+        device, storage = CpuDevice(faults=self._device_faults()), await self._faulty_storage(config)
+        async with AsyncCache(config, device=device, storage=storage) as cache:
+            engine = Engine(config.pools(), cache.pools, device.gate)
+            try:
+                await self._drive(cache, engine, source)
+            finally:
+                self._meter.stop()
+                engine.close()
+            found = await self._settle(cache)
+        left: leaks.Left = found.pop("left")
+        tasks = len(asyncio.all_tasks() - before)
+        return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+
+    async def _prepare(self) -> tuple[Source, CacheConfig]:
+        settings = self._settings
+        if settings.trace is None:
+            return self._workload(), configure(settings)
+        trace = await read_trace(settings.trace, settings.limit)
+        found: Survey = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
+        self._shared_blocks = found.shared_blocks
+        return self._replay(trace, found), self._fitting(trace, found)
+
+    def _workload(self) -> Source:
+        settings = self._settings
+        return StressSource(
+            settings.workload or "mixed", seed=settings.seed, requests=settings.requests, hints=settings.end_hints,
+            open_sessions=settings.concurrency * _SESSIONS_PER_PLACE,
+        )
+
+    def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:
+        settings = self._settings
+        return TraceSource(trace, found.last, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed)
+
+    def _fitting(self, trace: list[TraceRequest], found: Survey) -> CacheConfig:
+        config = configure(self._settings, trace, found)
+        check_fits(self._settings, config, trace)
+        return config
+
+    def _device_faults(self) -> Faults:
+        share = self._settings.faults
+        return Faults(seed=self._settings.seed, delayed=share / 2, failing=share / 4)
+
+    async def _faulty_storage(self, config: CacheConfig) -> StorageBackend | None:
+        if not self._settings.faults or config.storage is None:
+            return None
+        url = parse_url(config.storage)
+        backend = await backend_class(url.scheme).open(url, store_layout(config.pools()))
+        return FaultyBackend(backend, self._settings.faults, self._settings.seed)
+
+    async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
+        settings = self._settings
+        driver = Driver(Server(cache, engine, settings, self._tally), source, settings, self._tally)
+        watch = Watch(settings, driver, self._meter, cache, self._duration())
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt, driver, watch)
+        self._meter.start()
+        showing = asyncio.create_task(self._display.show(watch.take))
+        ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, driver.stop)
+        try:
+            await driver.run()
+        finally:
+            self.trace = driver.trace
+            if ending is not None:
+                ending.cancel()
+            loop.remove_signal_handler(signal.SIGINT)
+            showing.cancel()
+            with suppress(asyncio.CancelledError):
+                await showing
+
+    def _duration(self) -> float | None:
+        settings = self._settings
+        if settings.command == "replay" or (settings.duration is None and settings.requests is not None):
+            return None
+        return settings.duration or DURATION
+
+    def _interrupt(self, driver: Driver, watch: Watch) -> None:
+        """Once: no new requests. Twice: cancel those that run."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            driver.stop()
+            watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"
+        else:
+            driver.abort()
+
+    async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
+        """All requests are released: what does the core hold, and is it sound?"""
+        core = leaks.core_of(cache)
+        try:
+            await cache.flush(_FLUSH_SECONDS)
+        except TimeoutError:
+            self._tally.problem(f"the cache was not flushed within {_FLUSH_SECONDS:.0f} s")
+        await self._idle(core)
+        try:
+            audit.check(core, idle=True)
+        except InvariantViolation as error:
+            self._tally.problem(f"a law of the core is broken: {error}")
+        return {"left": leaks.look(core), **facts(cache, self._settings.page_size)}
+
+    async def _idle(self, core: CacheCore) -> None:
+        """Fetches that nobody wants any more end on their own."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                while any(core.statistics().operations.values()):  # noqa: ASYNC110  nothing tells of the last one
+                    await asyncio.sleep(0.01)
+
+    def _report(self, found: dict[str, Any], left: report.Leaks) -> report.Report:
+        if any(left):
+            self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
+        result = report.build(self._settings, self._tally, self._meter, found, left)
+        result["interrupted"] = bool(self._interrupts)
+        if "blocks" in result:
+            result["blocks"]["shared"] = self._shared_blocks
+        return result

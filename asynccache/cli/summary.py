@@ -76,7 +76,7 @@ def _times(name: str, spread: dict[str, float], mean: float) -> str:
 
 def _moved(report: Report) -> Iterator[str]:
     yield _title("Moved")
-    yield (f"  {_DIM}{'':<21}{'ops':>8}{'tokens':>12}{'bytes':>10}{'rate':>12}{'p50':>8}{'p99':>8}"
+    yield (f"  {_DIM}{'':<21}{'ops':>8}{'pages':>12}{'bytes':>10}{'rate':>12}{'p50':>8}{'p99':>8}"
            f"{_PLAIN}").rstrip()
     elapsed = report["elapsed_s"] or 1.0
     for name, stage in report["stages"].items():
@@ -87,7 +87,7 @@ def _moved(report: Report) -> Iterator[str]:
 
 def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
     latency = stage["latency_ms"]
-    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>8}{number(stage['tokens']):>12}"
+    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>8}{number(stage['pages']):>12}"
             f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>12}"
             f"{_short(latency['p50']):>8}{_short(latency['p99']):>8}")
 

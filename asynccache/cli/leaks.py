@@ -1,0 +1,48 @@
+"""What is left of a run in the core when nothing should be: slots that nobody has, and pins that nobody holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.core.cache import CacheCore
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.tree import Node
+
+if TYPE_CHECKING:
+    from asynccache.runtime.cache import AsyncCache
+
+
+class Left(NamedTuple):
+    """``device_pages`` and ``host_pages``: slots neither free nor in the tree, all components."""
+
+    device_pages: int
+    host_pages: int
+    pins: int
+
+
+def core_of(cache: AsyncCache) -> CacheCore:
+    """The core of an open cache."""
+    return cache._opened().core
+
+
+def look(core: CacheCore) -> Left:
+    """Walks the whole tree."""
+    statistics = core.statistics()
+    shelves = (*statistics.device, *statistics.host)
+    missing = [shelf.capacity - shelf.free for shelf in shelves]
+    pins = statistics.leases
+    for node in _nodes(core):
+        for place, cell in enumerate(node.cells):
+            missing[place] -= len(cell.slots) // SLOT_BYTES
+            pins += cell.pins
+    device = len(statistics.device)
+    return Left(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
+
+
+def _nodes(core: CacheCore) -> Iterator[Node]:
+    stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend((node.children or {}).values())

@@ -1,0 +1,97 @@
+"""Looks at a run from outside: snapshots for the display, facts for the report. Reads counters, changes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from asynccache.cli.display import Snapshot
+from asynccache.cli.driver import Driver
+from asynccache.cli.meter import Meter, peak_rss, spread
+from asynccache.cli.options import Settings
+
+if TYPE_CHECKING:
+    from asynccache.runtime.cache import AsyncCache
+
+_SHORT = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+
+
+class Watch:
+    """Takes snapshots of one run. ``note`` is shown under them."""
+
+    def __init__(
+        self, settings: Settings, driver: Driver, meter: Meter, cache: AsyncCache, duration: float | None
+    ) -> None:
+        self.note = ""
+        self._settings = settings
+        self._driver = driver
+        self._meter = meter
+        self._cache = cache
+        self._duration = duration
+        self._last: tuple[float, dict[str, int]] = (time.monotonic(), {})
+
+    def take(self) -> Snapshot:
+        """The run as it is now."""
+        tally, driver = self._driver.tally, self._driver
+        elapsed = self._meter.elapsed()
+        lag = spread(self._meter.recent(), 1e3)
+        return Snapshot(
+            title=self._title(), clock=self._clock(elapsed), progress=self._progress(elapsed), served=tally.served,
+            running=driver.running, cancelled=tally.cancelled, failed=tally.failed,
+            rate=tally.served / elapsed if elapsed else 0.0, tokens=tally.tokens,
+            hits=(tally.device, tally.host, tally.storage), verified=tally.verified, mismatches=tally.mismatches,
+            tiers=self._tiers(), stages=self._rates(), lag=(lag.p99, lag.max), memory=peak_rss(), note=self.note,
+        )
+
+    def _title(self) -> str:
+        settings = self._settings
+        what = settings.workload if settings.trace is None else settings.trace.rsplit("/", 1)[-1]
+        return f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}"
+
+    def _clock(self, elapsed: float) -> str:
+        return f"{elapsed:.0f} s" if self._duration is None else f"{elapsed:.0f} of {self._duration:.0f} s"
+
+    def _progress(self, elapsed: float) -> float | None:
+        shares = [] if self._duration is None else [elapsed / self._duration]
+        if self._driver.total:
+            shares.append(self._driver.tally.requests / self._driver.total)
+        return min(1.0, max(shares)) if shares else None
+
+    def _tiers(self) -> tuple[tuple[str, float], ...]:
+        statistics = self._cache.statistics()
+        shelves = [("L1", statistics.device["full"]), ("L2", statistics.host["full"])]
+        return tuple((name, 1 - s.free / s.capacity) for name, s in shelves if s.capacity)
+
+    def _rates(self) -> tuple[tuple[str, float], ...]:
+        """Bytes per second since the last look."""
+        now, moved = time.monotonic(), {name: s.bytes for name, s in self._cache.statistics().stages.items()}
+        before, last = self._last
+        self._last = now, moved
+        seconds = max(now - before, 1e-3)
+        return tuple((_SHORT.get(name, name), (count - last.get(name, 0)) / seconds) for name, count in moved.items())
+
+
+def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
+    """What the cache counted, as plain values."""
+    statistics = cache.statistics()
+    core = statistics.core
+    return {
+        "stages": {name: _stage(stage, page_size) for name, stage in statistics.stages.items()},
+        "evicted": {"device": core.evicted_device, "host": core.evicted_host},
+        "lost_pages": core.lost_pages,
+        "failed_loads": core.failed_loads,
+        "splits": core.splits,
+        "nodes": core.nodes,
+        "prefetches": dict(statistics.prefetches),
+        "storage": dict(statistics.storage),
+        "tiers": {
+            "device": {name: shelf._asdict() for name, shelf in statistics.device.items()},
+            "host": {name: shelf._asdict() for name, shelf in statistics.host.items()},
+        },
+    }
+
+
+def _stage(stage: Any, page_size: int) -> dict[str, Any]:
+    values: dict[str, Any] = stage._asdict()
+    values["latency_ms"] = {name: round(value, 4) for name, value in stage.latency_ms._asdict().items()}
+    return values
