@@ -1,0 +1,422 @@
+"""A runtime without time: it plays engine, device, host and storage for one core, one step at a time.
+
+Law: it knows at every moment which content every slot of every tier holds, so whatever the core gets wrong with a slot
+shows as wrong bytes somewhere. A copy tears its destination when it starts, checks when it ends that nobody touched its
+source, and only then delivers. Operations stay in flight until the test says how they end, in any order.
+
+Content is named by the prefix hash of its page; what nobody may read is garbage, each piece its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+from asynccache.core import audit
+from asynccache.core.cache import CacheCore
+from asynccache.core.leases import Ask, Grant, Lease, Match
+from asynccache.core.plan import (
+    BackupHost,
+    BackupStorage,
+    Clone,
+    Effect,
+    LoadBack,
+    Medium,
+    More,
+    Move,
+    Outcome,
+    Plan,
+    Publish,
+    Retire,
+    Status,
+    Wait,
+)
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig, WritePolicy
+
+DEVICE, HOST = 0, 1
+FULL, SWA, MAMBA = 0, 1, 2
+HASH = 32
+SPACE = sha256(b"space").digest()
+
+_TIERS: dict[type, tuple[int, int]] = {BackupHost: (DEVICE, HOST), LoadBack: (HOST, DEVICE), Clone: (DEVICE, DEVICE)}
+
+Place = tuple[int, int, int]     # tier, component, slot
+Transfer = BackupHost | LoadBack | Clone | BackupStorage | Retire
+
+
+def spell(text: str, page_size: int = 4) -> bytes:
+    """A key with a page for every letter."""
+    return b"".join(ord(letter).to_bytes(4, "little") * page_size for letter in text)
+
+
+def core_config(
+    components: str = "full", *, device: int = 64, host: int = 64, window: int = 8, states: int = 16, **options: Any
+) -> CoreConfig:
+    """Small settings: ``components`` such as "full,swa,mamba"; ``device`` and ``host`` in pages, ``states`` on each."""
+    slots = {
+        "full": ComponentSlots(ComponentKind.FULL, device, host),
+        "swa": ComponentSlots(ComponentKind.SWA, device, host, window),
+        "mamba": ComponentSlots(ComponentKind.MAMBA, states, states if host else 0),
+    }
+    options = {"page_size": 4, "publish": True, "storage": host > 0, "prefetch_threshold": 4} | options
+    options["write_policy"] = WritePolicy(options.get("write_policy", WritePolicy.WRITE_THROUGH))
+    return CoreConfig(components=tuple(slots[name] for name in components.split(",")), **options)
+
+
+class WrongBytes(AssertionError):
+    """A slot does not hold what the core says it holds."""
+
+
+class Slots(tuple[int, ...]):
+    """Slot ids out of the core's bytes."""
+
+    @classmethod
+    def of(cls, raw: bytes) -> Slots:
+        """The ids in ``raw``."""
+        return cls(int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4))
+
+
+class Job:
+    """One operation in flight: what it reads, and where each read goes. ``landed``: how its I/O ended; only the report
+    is missing then."""
+
+    def __init__(self, effect: Transfer, reads: dict[Place, bytes], writes: Sequence[tuple[Place, Place]]) -> None:
+        self.effect = effect
+        self.reads = reads
+        self.writes = writes
+        self.landed: Status | None = None
+
+    def __repr__(self) -> str:
+        return f"<Job {type(self.effect).__name__} {self.effect.op}>"
+
+
+class Running:
+    """A request that holds a lease: the engine's side of it. ``computed``: tokens whose KV is there."""
+
+    def __init__(self, runtime: SynchronousRuntime, lease: Lease, space: bytes, key: bytes) -> None:
+        self.runtime = runtime
+        self.lease = lease
+        self.space = space
+        self.key = key
+        self.computed = lease.cached
+        self.position = lease.cached
+
+    @property
+    def ready(self) -> bool:
+        """Whether every load that it waits for is done."""
+        ended = self.runtime.ended
+        return self.lease.valid is None and all(ended.get(op) is Status.DONE for op in self.lease.loads)
+
+    def expected(self) -> dict[Place, bytes]:
+        """Every place that this request may read now, and what it must find there."""
+        lease, runtime, page = self.lease, self.runtime, self.runtime.page
+        if lease.released or not (self.ready or lease.valid is not None):
+            return {}
+        end = (self.computed if lease.valid is None else min(lease.valid, self.computed)) // page
+        chain = runtime.chain(self.space, self.key)
+        tables = [(c, runtime.table(lease, c)) for c in (FULL, SWA) if c in runtime.kinds]
+        wanted: dict[Place, bytes] = {}
+        for c, table in tables:
+            low = 0 if c == FULL else max(0, (self.position - runtime.window) // page)
+            if c == SWA and lease.valid is not None:
+                continue
+            for i in range(low, end):
+                if table[i] < 0:
+                    raise WrongBytes(f"{lease!r}: component {c} has no page {i}, the window begins at {low}")
+                wanted[DEVICE, c, table[i]] = chain[i]
+        if MAMBA in runtime.kinds and self.computed == lease.cached and lease.cached and lease.valid is None:
+            wanted[DEVICE, MAMBA, Slots.of(lease.states)[0]] = chain[lease.cached // page - 1]
+        return wanted
+
+    def verify(self) -> None:
+        """Look at every page it may read."""
+        for place, content in self.expected().items():
+            self.runtime.check(place, content, self.lease)
+
+    def compute(self, tokens: int) -> None:
+        """Write KV up to ``tokens``. Pages before the committed end belong to the tree and are not written."""
+        runtime, page = self.runtime, self.runtime.page
+        assert self.ready
+        chain = runtime.chain(self.space, self.key)
+        low = max(self.computed, self.lease.length) // page
+        for c in (FULL, SWA):
+            if c in runtime.kinds:
+                table = runtime.table(self.lease, c)
+                for i in range(low, -(-tokens // page)):
+                    if table[i] >= 0:
+                        whole = (i + 1) * page <= tokens
+                        runtime.memory[DEVICE, c, table[i]] = chain[i] if whole else runtime.garbage()
+        if MAMBA in runtime.kinds:
+            runtime.memory[DEVICE, MAMBA, Slots.of(self.lease.states)[0]] = runtime.garbage()
+        self.computed = tokens
+        self.position = max(self.position, tokens)
+
+    def advance(self, position: int) -> None:
+        """Decode at ``position``: what left the window may go."""
+        self.position = position
+        self.runtime.perform(self.runtime.core.advance(self.lease, position))
+
+    def write_checkpoint(self, position: int) -> tuple[int, int]:
+        """Save the state at ``position`` in one of its slots; the pair that ``commit`` takes."""
+        slot = Slots.of(self.lease.states)[-1]
+        end = position // self.runtime.page
+        self.runtime.memory[DEVICE, MAMBA, slot] = self.runtime.chain(self.space, self.key)[end - 1]
+        return position, slot
+
+    def commit(self, tokens: int | None = None, checkpoint: int | None = None) -> bool:
+        """Publish what was computed (up to ``tokens``); false if the core said to wait."""
+        tokens = self.computed if tokens is None else tokens
+        pair = self.write_checkpoint(checkpoint) if checkpoint else None
+        key = self.key[: tokens * 4]
+        before = self.expected()
+        answer = self.runtime.core.commit(self.lease, key, self.runtime.hashes(self.space, key), pair)
+        if isinstance(answer, Wait):
+            self.runtime.perform(answer.plan)
+            return False
+        self.runtime.guard(answer.plan, before)
+        self.runtime.published(self, answer.length, pair if answer.took else None)
+        self.runtime.perform(answer.plan)
+        return True
+
+    def release(self, *, ended: bool = False, retire: bool = False) -> None:
+        """Give the lease back."""
+        before = self.expected() if retire else {}
+        plan = self.runtime.core.release(self.lease, ended=ended, retire=retire)
+        self.runtime.running.discard(self)
+        self.runtime.guard(plan, before)
+        self.runtime.perform(plan)
+
+
+class SynchronousRuntime:
+    """One core and everything around it. ``memory``, ``storage``, ``jobs`` and ``index`` are all of its state."""
+
+    def __init__(
+        self, config: CoreConfig, seed: int = 0, storage: dict[tuple[int, bytes], bytes] | None = None
+    ) -> None:
+        self.config = config
+        self.core = CacheCore(config)
+        self.page = config.page_size
+        self.kinds = [c.kind for c in config.components]
+        self.window = next((c.window for c in config.components if c.window), 0)
+        self.random = random.Random(seed)
+        self.memory: dict[Place, bytes] = {}
+        self.storage: dict[tuple[int, bytes], bytes] = {} if storage is None else storage
+        self.jobs: dict[int, Job] = {}
+        self.ended: dict[int, Status] = {}
+        self.running: set[Running] = set()
+        self.index: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self.log: list[Effect] = []
+        self.audits = 0
+        self._guards: dict[int, dict[Place, bytes]] = {}
+        self._parents: dict[bytes, tuple[bytes, bytes]] = {}
+        self._pieces = 0
+
+    # content
+
+    def garbage(self) -> bytes:
+        """Content that nothing may be mistaken for."""
+        self._pieces += 1
+        return b"garbage %d" % self._pieces
+
+    def chain(self, space: bytes, key: bytes) -> list[bytes]:
+        """The prefix hash of every whole page of ``key``."""
+        size, before, chain = self.page * 4, space, []
+        for at in range(0, len(key) // size * size, size):
+            page = key[at : at + size]
+            digest = sha256(before + page).digest()
+            self._parents[digest] = (before, page)
+            chain.append(digest)
+            before = digest
+        return chain
+
+    def hashes(self, space: bytes, key: bytes) -> bytes:
+        """What ``commit`` wants to be told: nothing when nobody would use it."""
+        return b"".join(self.chain(space, key)) if self.config.storage or self.config.publish else b""
+
+    def table(self, lease: Lease, component: int) -> Slots:
+        """A lease's page table."""
+        return Slots.of(self.core.pages(lease, component))
+
+    def check(self, place: Place, content: bytes, who: object) -> None:
+        """Raise unless ``place`` holds ``content``."""
+        if self.memory.get(place) != content:
+            raise WrongBytes(f"{who!r}: {place} holds {self.memory.get(place)!r}, not {content!r}")
+
+    # requests
+
+    def ask(self, key: bytes, new: int = 0, space: bytes = SPACE, states: int = 3, limit: int | None = None) -> Ask:
+        """A request for ``key`` and ``new`` more tokens."""
+        tokens = len(key) // 4
+        limit = max(0, tokens - 1) if limit is None else limit
+        return Ask(space, key, limit, tokens + new, tokens + new, states if MAMBA in self.kinds else 0)
+
+    def lease(self, key: bytes, new: int = 0, **options: int | bytes | None) -> Running | None:
+        """A running request, or None if it would have to wait."""
+        ask = self.ask(key, new, **options)  # type: ignore[arg-type]
+        while isinstance(answer := self.core.lease(ask), More):
+            self.perform(answer.plan)
+        if isinstance(answer, Wait):
+            self.perform(answer.plan)
+            return None
+        assert isinstance(answer, Grant)
+        running = Running(self, answer.lease, ask.space, key)
+        self.running.add(running)
+        self.perform(answer.plan)
+        return running
+
+    def insert(self, text: str, *, checkpoint: int = 0, **options: Any) -> None:
+        """A whole request: compute and commit ``text``, a page a letter; ``checkpoint``: after so many pages."""
+        running = self.lease(spell(text, self.page), **options)
+        assert running is not None, f"{text!r} would have to wait"
+        self.complete(*[op for op in running.lease.loads if op in self.jobs])
+        running.compute(len(text) * self.page)
+        assert running.commit(checkpoint=checkpoint * self.page or None), f"the commit of {text!r} would have to wait"
+        running.release()
+
+    def reach(self, text: str, space: bytes = SPACE) -> tuple[int, int]:
+        """How many pages of ``text`` are valid on the device, on device or host."""
+        found = self.match(spell(text, self.page), space)
+        return found.device // self.page, found.host // self.page
+
+    def match(self, key: bytes, space: bytes = SPACE) -> Match:
+        """The core's match."""
+        found = self.core.match(space, key)
+        self.audit()
+        return found
+
+    def published(self, running: Running, length: int, checkpoint: tuple[int, int] | None) -> None:
+        """Told of every commit; a model may want to know."""
+
+    # plans
+
+    def perform(self, plan: Plan) -> None:
+        """Start a plan's effects, note what ended, audit."""
+        self.log.extend(plan.effects)
+        for op, status in plan.ended:
+            self.ended[op] = status
+        for effect in plan.effects:
+            self._start(effect)
+        self.audit()
+        for running in self.running:
+            running.verify()
+
+    def audit(self, idle: bool = False) -> None:
+        """Check every law of the core."""
+        self.audits += 1
+        audit.check(self.core, idle)
+
+    def guard(self, plan: Plan, places: dict[Place, bytes]) -> None:
+        """The engine still reads ``places`` until the retirements in ``plan`` are done."""
+        for effect in plan.effects:
+            if isinstance(effect, Retire):
+                self._guards[effect.op] = places
+
+    def _start(self, effect: Effect) -> None:
+        match effect:
+            case Publish():
+                self._publish(effect)
+            case BackupStorage():
+                reads: dict[Place, bytes] = {}
+                for place, digest in _stored(effect):
+                    self.check(place, digest, effect)
+                    reads[place] = digest
+                self.jobs[effect.op] = Job(effect, reads, ())
+            case Retire():
+                self.jobs[effect.op] = Job(effect, self._guards.pop(effect.op, {}), ())
+            case _:
+                self._start_copy(effect)
+
+    def _start_copy(self, effect: BackupHost | LoadBack | Clone) -> None:
+        source, target = _TIERS[type(effect)]
+        writes = [pair for move in effect.moves for pair in _pairs(move, source, target)]
+        waits = isinstance(effect, Clone) and effect.after in self.jobs
+        reads = {} if waits else {read: self.memory[read] for read, _ in writes}
+        for _, write in writes:
+            self.memory[write] = self.garbage()
+        self.jobs[effect.op] = Job(effect, reads, writes)
+
+    def _publish(self, event: Publish) -> None:
+        held = self.index[event.medium]
+        pages = [event.hashes[i : i + HASH] for i in range(0, len(event.hashes), HASH)]
+        if not event.stored:
+            assert held.issuperset(pages), f"{event.medium} forgets what it never had"
+            held.difference_update(pages)
+            return
+        size = self.page * 4
+        before = event.parent or self._parents[pages[0]][0]
+        for i, page in enumerate(pages):
+            parent, tokens = self._parents[page]
+            assert before == parent, f"event on {event.medium}: page {i} names the wrong parent"
+            assert tokens == event.tokens[i * size : (i + 1) * size], f"event on {event.medium}: wrong tokens"
+            before = page
+        rooted = self._parents[pages[0]][0] not in self._parents
+        assert event.medium is Medium.STORAGE or rooted or event.parent in held, "published before its parent"
+        held.update(pages)
+
+    # completions
+
+    def land(self, op: int, status: Status = Status.DONE) -> None:
+        """The operation's I/O is over: its source must be as it was, its bytes are there. Nobody is told yet."""
+        job = self.jobs[op]
+        if job.landed is not None:
+            return
+        if isinstance(job.effect, Clone) and job.effect.after in self.jobs:
+            self.land(job.effect.after)
+        if isinstance(job.effect, Clone) and not job.reads:
+            job.reads = {read: self.memory[read] for read, _ in job.writes}
+        for place, content in job.reads.items():
+            self.check(place, content, job)
+        job.landed = status
+        if status is Status.DONE:
+            for read, write in job.writes:
+                self.memory[write] = job.reads[read]
+            if isinstance(job.effect, BackupStorage):
+                for place, digest in _stored(job.effect):
+                    self.storage[place[1], digest] = job.reads[place]
+
+    def complete(self, *ops: int, status: Status = Status.DONE) -> None:
+        """Land these operations and tell the core, all at once."""
+        for op in ops:
+            self.land(op, status)
+        outcomes = [Outcome(op, self.jobs.pop(op).landed or status) for op in ops]
+        self.perform(self.core.complete(outcomes))
+
+    def fail(self, *ops: int) -> None:
+        """The same, with FAILED."""
+        self.complete(*ops, status=Status.FAILED)
+
+    def in_flight(self, *kinds: type) -> list[int]:
+        """Operations in flight, of these kinds, oldest first."""
+        return sorted(op for op, job in self.jobs.items() if not kinds or isinstance(job.effect, kinds))
+
+    def settle(self, rounds: int = 1000) -> None:
+        """Complete everything, oldest first, until nothing is in flight."""
+        for _ in range(rounds):
+            if not self.jobs:
+                return
+            self.complete(self.in_flight()[0])
+        raise AssertionError("it never settles")
+
+    def flush(self) -> None:
+        """Until everything that can be saved is saved."""
+        for _ in range(1000):
+            self.settle()
+            self.perform(self.core.drain())
+            if not self.jobs:
+                return
+        raise AssertionError("it never drains")
+
+
+def _pairs(move: Move, source: int, target: int) -> Iterator[tuple[Place, Place]]:
+    for read, write in zip(Slots.of(move.src), Slots.of(move.dst), strict=True):
+        yield (source, move.component, read), (target, move.component, write)
+
+
+def _stored(effect: BackupStorage) -> Iterable[tuple[Place, bytes]]:
+    for component, hashes, slots in effect.pages:
+        ids = Slots.of(slots)
+        assert len(hashes) == HASH * len(ids), "a hash for every slot"
+        for i, slot in enumerate(ids):
+            yield (HOST, component, slot), hashes[i * HASH : (i + 1) * HASH]

@@ -1,0 +1,252 @@
+"""What goes when room is needed: leaves, in order of use, saved ones first; what is dragged along; what never goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asynccache.core.leases import Grant
+from asynccache.core.plan import BackupHost, LoadBack, Medium, Publish
+from asynccache.testing.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
+
+
+def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
+    return SynchronousRuntime(core_config(components, **options))
+
+
+def take(run: SynchronousRuntime, pages: int, states: int = 0) -> Running:
+    """A request that needs so many pages and shares nothing."""
+    request = run.lease(b"", new=pages * run.page, states=states)
+    assert request is not None
+    return request
+
+
+def take_swa(run: SynchronousRuntime, pages: int) -> None:
+    """A request that needs so many SWA pages and nothing else."""
+    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=pages * run.page))
+    assert isinstance(answer, Grant)
+    run.perform(answer.plan)
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    run = runtime(device=12, host=0)
+    for text in ("abcd", "efgh", "ijkl"):
+        run.insert(text)
+    run.match(spell("abcd"))
+    take(run, 4)
+    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl")] == [4, 0, 4]
+
+
+def test_a_path_goes_leaf_first() -> None:
+    run = runtime(device=8, host=0)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    take(run, 1)
+    assert run.reach("abcdefgh")[0] == 4
+
+
+def test_a_node_that_becomes_a_leaf_is_as_young_as_its_last_child() -> None:
+    run = runtime(device=12, host=0)
+    run.insert("abcd")
+    run.insert("wxyz")
+    run.insert("abcdefgh")
+    take(run, 8).release()
+    assert run.reach("abcd")[0] == 4
+    assert run.reach("wxyz")[0] == 0
+
+
+def test_nothing_is_evicted_in_vain() -> None:
+    run = runtime(device=12, host=0)
+    held = run.lease(spell("abcdefgh"))
+    assert held is not None
+    run.insert("wxyz")
+    assert run.lease(b"", new=5 * run.page) is None
+    assert run.reach("wxyz")[0] == 4
+
+
+def test_saved_leaves_go_before_those_that_are_not() -> None:
+    run = runtime(device=12, host=64)
+    run.insert("abcd")
+    backup = run.in_flight(BackupHost)
+    run.insert("efgh")
+    run.complete(*[op for op in run.in_flight(BackupHost) if op not in backup])
+    run.fail(*backup)
+    take(run, 8)
+    assert run.reach("abcd") == (4, 4)
+    assert run.reach("efgh") == (0, 4)
+
+
+def test_an_allocation_waits_for_backups_rather_than_losing_pages() -> None:
+    run = runtime(device=8, host=64)
+    run.insert("abcdefgh")
+    assert run.lease(b"", new=16) is None
+    run.complete(*run.in_flight(BackupHost))
+    assert run.lease(b"", new=16) is not None
+    assert run.core.statistics().lost_pages == 0
+
+
+def test_dropping_an_only_copy_is_the_last_resort_and_counted() -> None:
+    run = runtime(device=8, host=64)
+    run.insert("abcdefgh")
+    for _ in range(20):
+        if run.lease(b"", new=32) is not None:
+            break
+        run.fail(*run.in_flight(BackupHost))
+    assert run.core.statistics().lost_pages == 8
+
+
+def test_pages_of_a_copy_in_flight_are_not_taken() -> None:
+    run = runtime(device=8, host=8)
+    run.insert("abcd")
+    assert run.in_flight(BackupHost)
+    assert run.lease(b"", new=32) is None
+    assert run.lease(b"", new=16) is not None
+
+
+def test_host_copies_of_device_nodes_go_last() -> None:
+    run = runtime(device=8, host=8)
+    run.insert("abcd")
+    run.settle()
+    run.insert("efgh")
+    run.settle()
+    take(run, 4).release()
+    assert run.reach("abcd") == (0, 4)
+    assert run.reach("efgh") == (4, 4)
+    run.insert("ijkl")
+    run.settle()
+    assert run.reach("abcd") == (0, 0)
+    assert run.reach("ijkl") == (4, 4)
+
+
+def test_a_device_node_that_lost_its_host_copy_is_not_backed_up_any_more() -> None:
+    run = runtime(device=16, host=8)
+    for text in ("abcd", "efgh"):
+        run.insert(text)
+        run.settle()
+    run.insert("ijkl")
+    run.settle()
+    lost = [text for text in ("abcd", "efgh", "ijkl") if not holds_host(run, text)]
+    assert len(lost) == 1
+    run.audit(idle=True)
+
+
+def holds_host(run: SynchronousRuntime, text: str) -> bool:
+    """Whether an event said so and none took it back."""
+    return run.index[Medium.CPU].issuperset(run.chain(SPACE, spell(text)))
+
+
+def test_what_is_on_no_tier_leaves_the_tree_with_its_empty_ancestors() -> None:
+    run = runtime(device=8, host=0)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    take(run, 8).release()
+    assert run.core.statistics().nodes == 0
+
+
+def test_swa_goes_alone_from_an_inner_node() -> None:
+    run = runtime("full,swa", device=16, host=0, window=8)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    run.insert("mnopqrst")
+    take(run, 0)
+    request = run.lease(b"", new=2 * run.page)
+    assert request is not None
+    assert run.match(spell("abcdefgh")).full >= 16
+
+
+def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
+    run = runtime("full,swa", device=12, host=0, window=8)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    leaf = run.lease(spell("abcdefghX"))
+    assert leaf is not None
+    take_swa(run, 7)
+    found = run.match(spell("abcdX"))
+    assert (found.device, found.full) == (0, 16)
+    assert run.match(spell("abcdefgh")).device == 32
+    leaf.verify()
+
+
+def test_mamba_alone_goes_from_an_inner_node_and_full_stays() -> None:
+    run = runtime("full,mamba", host=0, states=5)
+    run.insert("abcd", checkpoint=4)
+    run.insert("abcdefgh", checkpoint=8)
+    run.settle()
+    take(run, 0, states=4)
+    assert run.match(spell("abcd")) == run.match(spell("abcd"))._replace(device=0, full=16)
+    assert run.match(spell("abcdefgh")).full == 32
+
+
+def test_evicting_swa_drags_mamba_along() -> None:
+    run = runtime("full,swa,mamba", device=12, host=0, window=8)
+    run.insert("abcd", checkpoint=4)
+    run.insert("abcdefgh", checkpoint=8)
+    run.settle()
+    assert run.reach("abcdX") == (4, 4)
+    leaf = run.lease(spell("abcdefghX"))
+    assert leaf is not None
+    run.settle()
+    free = run.core.statistics().device[MAMBA].free
+    take_swa(run, 7)
+    assert run.core.statistics().device[MAMBA].free == free + 1
+
+
+def test_evicting_full_drags_everything_along() -> None:
+    run = runtime("full,swa,mamba", device=8, host=0)
+    run.insert("abcdefgh", checkpoint=8)
+    run.settle()
+    take(run, 8)
+    stats = run.core.statistics()
+    assert stats.nodes == 0
+    assert stats.device[MAMBA].free == stats.device[MAMBA].capacity
+
+
+def test_an_eviction_tells_that_pages_left_their_tier() -> None:
+    run = runtime(device=8, host=8)
+    run.insert("abcdefgh")
+    run.settle()
+    mark = len(run.log)
+    take(run, 8)
+    events = [e for e in run.log[mark:] if isinstance(e, Publish)]
+    assert [(e.medium, e.stored) for e in events] == [(Medium.GPU, False)]
+    assert run.index[Medium.GPU] == set()
+    assert len(run.index[Medium.CPU]) == 8
+
+
+def test_a_loads_source_is_not_evicted_from_the_host() -> None:
+    run = runtime(device=8, host=8)
+    run.insert("abcd")
+    run.settle()
+    take(run, 8).release()
+    reader = run.lease(spell("abcdX"))
+    assert reader is not None
+    assert run.in_flight(LoadBack)
+    run.insert("stu")
+    run.complete(*run.in_flight(BackupHost))
+    reader.verify()
+    run.settle()
+    reader.verify()
+    assert reader.ready
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
+def test_long_evictions_come_in_slices_that_each_pass_the_audit(components: str) -> None:
+    run = runtime(components, device=64, host=0, states=64, slice_steps=4)
+    for letter in "abcdefghijklmnopqrst":
+        run.insert(letter * 3)
+    run.settle()
+    audits = run.audits
+    take(run, 64)
+    assert run.audits > audits + 4
+
+
+def test_order_holds_at_any_size() -> None:
+    run = runtime(device=40, host=0)
+    texts = [chr(97 + i) + chr(65 + i) for i in range(20)]
+    for text in texts:
+        run.insert(text)
+    for text in reversed(texts):
+        run.match(spell(text))
+    take(run, 20)
+    assert [run.reach(text)[0] for text in texts] == [2] * 10 + [0] * 10

@@ -1,0 +1,539 @@
+"""Leases: all or nothing, pins, splits under a pin, private copies, commits, duplicates, early release, load_back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asynccache.core.plan import BackupHost, Clone, LoadBack, Plan, Retire, Status, Wait
+from asynccache.errors import CacheFull, InvariantViolation
+from asynccache.testing.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
+
+
+def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:
+    return SynchronousRuntime(core_config(components, **options))
+
+
+def granted(run: SynchronousRuntime, text: str, new: int = 0, **options: Any) -> Running:
+    request = run.lease(spell(text), new, **options)
+    assert request is not None
+    return request
+
+
+def evicted(components: str = "full", **options: Any) -> SynchronousRuntime:
+    """Eight pages that only the host has."""
+    run = runtime(components, **({"device": 16, "host": 64, "states": 4} | options))
+    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
+    run.flush()
+    everything = run.lease(b"", new=run.config.components[0].device * run.page, states=4)
+    assert everything is not None
+    everything.release()
+    assert run.reach("abcdefgh") == (0, 8)
+    return run
+
+
+# all or nothing
+
+
+def test_a_lease_reserves_the_uncached_prompt_and_the_new_tokens() -> None:
+    run = runtime()
+    run.insert("abcd")
+    request = granted(run, "abcdef", new=6)
+    assert (request.lease.cached, request.lease.reserved) == (16, 32)
+    assert len(set(run.table(request.lease, 0))) == 8
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    run = runtime()
+    run.insert("abcd")
+    assert granted(run, "abcd").lease.cached == 12
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    run = runtime(device=8)
+    with pytest.raises(CacheFull):
+        run.lease(spell("abcdefgh"), new=4)
+
+
+def test_what_does_not_fit_now_waits_and_holds_nothing() -> None:
+    run = runtime(device=8)
+    first = granted(run, "abcde")
+    before = run.core.statistics()
+    assert run.lease(spell("wxyz")) is None
+    assert run.core.statistics() == before
+    first.release()
+    assert run.lease(spell("wxyz")) is not None
+
+
+def test_a_lease_that_fails_on_one_pool_takes_nothing_from_the_others() -> None:
+    run = runtime("full,mamba", states=4)
+    first = granted(run, "abc", states=3)
+    before = run.core.statistics()
+    assert run.lease(spell("wxyz"), states=2) is None
+    assert run.core.statistics() == before
+    first.release()
+
+
+def test_release_is_idempotent() -> None:
+    run = runtime()
+    request = granted(run, "abc")
+    request.release()
+    assert run.core.release(request.lease) == Plan()
+    run.audit(idle=True)
+
+
+def test_a_release_tells_that_pages_are_free() -> None:
+    run = runtime()
+    request = granted(run, "abc")
+    assert run.core.release(request.lease).freed
+
+
+# pins and splits
+
+
+def test_a_pinned_path_is_never_evicted() -> None:
+    run = runtime(device=12)
+    run.insert("abcdefgh")
+    run.flush()
+    reader = granted(run, "abcdefgX")
+    assert run.lease(spell("stuvw")) is None
+    assert run.lease(spell("stu")) is not None
+    reader.verify()
+    assert run.reach("abcdefg")[0] == 7
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+def test_pins_are_exact_however_often_their_node_splits(components: str) -> None:
+    run = runtime(components, window=12)
+    run.insert("abcdefgh", checkpoint=8 if "mamba" in components else 0)
+    readers = [granted(run, "abcdefghX") for _ in range(2)]
+    for splitter in ("abcdX", "abY", "abcdefZ", "abcdefgW"):
+        run.insert(splitter)
+    for reader in readers:
+        reader.verify()
+        reader.release()
+    run.flush()
+    run.audit(idle=True)
+    assert all(shelf.free + shelf.evictable == shelf.capacity for shelf in run.core.statistics().device)
+
+
+def test_a_swa_pin_covers_the_window_and_no_more() -> None:
+    run = runtime("full,swa", window=8, device=16, host=0)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    reader = granted(run, "abcdefghX")
+    table = run.table(reader.lease, SWA)
+    assert all(slot >= 0 for slot in table[6:8])
+    swa = run.lease(spell("qrstuv"))
+    assert swa is not None, "SWA pages before the window are not pinned"
+    reader.verify()
+
+
+def test_a_fresh_leaf_is_cut_so_that_its_tail_is_one_window() -> None:
+    run = runtime("full,swa", window=8)
+    run.insert("abcdefghijkl")
+    before = run.core.statistics().nodes
+    assert before == 2
+    reader = granted(run, "abcdefghijklX")
+    assert run.core.statistics().nodes == before
+    reader.release()
+
+
+# commit
+
+
+def test_a_commit_makes_pages_hit_and_keeps_a_partial_page_private() -> None:
+    run = runtime()
+    request = granted(run, "abcd", new=8)
+    request.compute(14)
+    assert request.commit()
+    assert request.lease.length == 12
+    assert run.reach("abcd") == (3, 3)
+    request.compute(16)
+    assert request.commit()
+    assert run.reach("abcd") == (4, 4)
+
+
+def test_duplicates_retire_and_the_table_names_the_trees_pages() -> None:
+    run = runtime()
+    one, two = granted(run, "abcd"), granted(run, "abcd")
+    for request in (one, two):
+        request.compute(16)
+        assert request.commit()
+    assert run.table(one.lease, 0) == run.table(two.lease, 0)
+    (retire,) = run.in_flight(Retire)
+    effect = run.jobs[retire].effect
+    assert isinstance(effect, Retire)
+    assert effect.adoption
+    free = run.config.components[0].device - 8
+    assert run.lease(b"", new=(free + 1) * 4) is None, "retiring pages are not free"
+    run.complete(retire)
+    assert run.lease(b"", new=(free + 1) * 4) is not None
+
+
+def test_a_release_may_retire_its_own_pages() -> None:
+    run = runtime(device=8)
+    request = granted(run, "abcd", new=4)
+    request.release(retire=True)
+    (retire,) = run.in_flight(Retire)
+    assert run.lease(b"", new=16) is None
+    run.complete(retire)
+    assert run.lease(b"", new=32) is not None
+
+
+def test_a_node_off_the_device_takes_the_fresh_pages() -> None:
+    run = evicted()
+    assert run.core.lease(run.ask(spell("z"))) is not None
+    request = run.lease(spell("abcdefgh"), limit=0)
+    assert request is not None
+    request.compute(32)
+    assert request.commit()
+    assert run.in_flight(Retire) == []
+    assert run.reach("abcdefgh") == (8, 8)
+    request.verify()
+
+
+def test_a_tombstone_in_the_window_takes_fresh_swa_pages() -> None:
+    run = runtime("full,swa", window=8, device=16, host=0)
+    run.insert("abcdefgh")
+    hog = run.lease(b"", new=32)
+    assert hog is not None
+    more = run.lease(b"", new=0)
+    assert more is not None
+    hog.release()
+    more.release()
+    run.insert("abcdefgh")
+    assert run.reach("abcdefgh") == (8, 8)
+
+
+def test_commit_waits_for_pages_on_their_way_that_it_does_not_hold() -> None:
+    run = evicted(device=32)
+    writer = run.lease(spell("abcdefgh"), limit=0)
+    reader = granted(run, "abcdefghX")
+    assert writer is not None
+    writer.compute(32)
+    answer = run.core.commit(writer.lease, writer.key, run.hashes(writer.space, writer.key))
+    assert isinstance(answer, Wait)
+    assert set(answer.ops) == set(run.in_flight(LoadBack))
+    run.perform(answer.plan)
+    run.settle()
+    assert writer.commit()
+    reader.verify()
+    writer.verify()
+
+
+# early release
+
+
+def test_advance_gives_back_what_left_the_window() -> None:
+    run = runtime("full,swa", window=8)
+    request = granted(run, "abcdefghijkl")
+    request.compute(24)
+    request.advance(24)
+    table = run.table(request.lease, SWA)
+    assert [slot < 0 for slot in table[:6]] == [True] * 3 + [False] * 3, "one page of margin stays"
+    request.compute(48)
+    assert request.commit()
+    assert run.reach("abcdefghijkl")[0] == 12
+
+
+def test_advance_keeps_full_pinned_and_lets_swa_of_the_match_go() -> None:
+    run = runtime("full,swa", window=8, device=32, host=0)
+    run.insert("abcdefgh")
+    reader = granted(run, "abcdefghX", new=64)
+    reader.compute(36)
+    before = run.core.statistics().device
+    reader.advance(36 + 60)
+    after = run.core.statistics().device
+    assert after[0] == before[0]
+    assert after[1].evictable == before[1].evictable + 2
+    reader.release()
+    run.audit(idle=True)
+
+
+def test_a_rest_that_lies_wholly_in_the_released_part_makes_no_leaf() -> None:
+    run = runtime("full,swa", window=4, host=0)
+    request = granted(run, "abcdefgh")
+    request.compute(32)
+    request.advance(32)
+    assert request.commit(tokens=16)
+    assert run.reach("abcdefgh") == (0, 0)
+    assert request.commit()
+    assert run.reach("abcdefgh") == (8, 8)
+    assert run.match(spell("abcdX")).device == 0
+
+
+def test_truncate_gives_back_rejected_tokens() -> None:
+    run = runtime()
+    request = granted(run, "abcd", new=16)
+    free = run.core.statistics().device[0].free
+    run.perform(run.core.truncate(request.lease, 17))
+    assert request.lease.reserved == 20
+    assert run.core.statistics().device[0].free == free + 3
+
+
+def test_extend_grows_or_says_full_and_changes_nothing() -> None:
+    run = runtime(device=8)
+    request = granted(run, "abcd")
+    run.perform(run.core.extend(request.lease, 24, 24))  # type: ignore[arg-type]
+    assert request.lease.reserved == 24
+    before = run.core.statistics()
+    assert isinstance(run.core.extend(request.lease, 36, 36), Wait)
+    assert run.core.statistics() == before
+    request.release()
+
+
+# MAMBA
+
+
+def test_a_hit_gets_a_private_copy_of_the_state() -> None:
+    run = runtime("full,mamba")
+    run.insert("abcd", checkpoint=4)
+    one, two = granted(run, "abcdX"), granted(run, "abcdY")
+    clones = run.in_flight(Clone)
+    assert len(clones) == 2
+    assert not one.ready
+    run.complete(*clones)
+    one.verify()
+    two.verify()
+    assert Slots.of(one.lease.states)[0] != Slots.of(two.lease.states)[0]
+
+
+def test_the_source_of_a_copy_is_pinned_until_it_is_done() -> None:
+    run = runtime("full,mamba", states=4)
+    run.insert("abcd", checkpoint=4)
+    run.settle()
+    one = granted(run, "abcdX", states=1)
+    one.release()
+    assert run.in_flight(Clone)
+    assert run.lease(spell("z"), states=4) is None
+    run.settle()
+    assert run.lease(spell("z"), states=4) is not None
+
+
+def test_a_cancelled_requests_state_is_not_free_while_the_copy_writes_it() -> None:
+    run = runtime("full,mamba", states=3, host=0)
+    run.insert("abcd", checkpoint=4)
+    one = granted(run, "abcdX", states=1)
+    one.release()
+    assert run.lease(spell("z"), states=2) is None
+    run.settle()
+    assert run.lease(spell("z"), states=2) is not None
+
+
+def test_a_second_checkpoint_for_the_same_end_comes_back() -> None:
+    run = runtime("full,mamba")
+    run.insert("abcd", checkpoint=4)
+    run.settle()
+    request = granted(run, "abcdX", states=3)
+    run.settle()
+    request.compute(20)
+    slots = set(Slots.of(request.lease.states))
+    assert request.commit(checkpoint=16)
+    assert set(Slots.of(request.lease.states)) == slots, "the slot stays with the lease"
+    assert request.commit(checkpoint=20)
+    assert len(Slots.of(request.lease.states)) == 2
+
+
+def test_a_checkpoint_inside_the_path_splits_there() -> None:
+    run = runtime("full,mamba")
+    run.insert("abcdefgh", checkpoint=3)
+    assert run.reach("abcdefgh") == (3, 3)
+    run.audit()
+
+
+# load_back
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+def test_a_load_brings_what_the_match_needs(components: str) -> None:
+    run = evicted(components, window=8)
+    request = granted(run, "abcdefghX")
+    assert (request.lease.cached, request.lease.loaded_tokens) == (32, 32)
+    (load,) = run.in_flight(LoadBack)
+    effect = run.jobs[load].effect
+    assert isinstance(effect, LoadBack)
+    sizes = {move.component: len(move.src) // 4 for move in effect.moves}
+    assert sizes == {0: 8} | ({SWA: 2} if "swa" in components else {}) | ({MAMBA: 1} if "mamba" in components else {})
+    run.settle()
+    assert request.ready
+    request.verify()
+
+
+def test_ten_requests_for_one_evicted_prefix_cause_one_load() -> None:
+    run = evicted(device=32)
+    requests = [granted(run, "abcdefghX") for _ in range(10)]
+    assert len(run.in_flight(LoadBack)) == 1
+    run.settle()
+    for request in requests:
+        assert request.ready
+        request.verify()
+
+
+def test_a_failed_load_tells_every_lease_how_much_is_good() -> None:
+    run = evicted(device=32)
+    one, two = granted(run, "abcdefghX"), granted(run, "abcdY")
+    run.fail(*run.in_flight(LoadBack))
+    assert (one.lease.valid, two.lease.valid) == (0, 0)
+    one.release()
+    two.release()
+    run.audit(idle=True)
+    again = granted(run, "abcdefghX")
+    run.settle()
+    again.verify()
+
+
+def test_a_load_that_fails_below_a_good_one_leaves_the_good_part() -> None:
+    run = runtime(device=16, host=64)
+    run.insert("abcd")
+    run.insert("abcdefgh")
+    run.flush()
+    hog = granted(run, "uvwxyz", new=6 * 4)
+    hog.release()
+    first = granted(run, "abcdX")
+    second = granted(run, "abcdefghX")
+    loads = run.in_flight(LoadBack)
+    if len(loads) == 2:
+        run.complete(loads[0])
+        run.fail(loads[1])
+        assert first.lease.valid is None
+        assert second.lease.valid == 16
+    first.release()
+    second.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_failed_parents_load_takes_its_children_along() -> None:
+    run = evicted(device=32)
+    parent = granted(run, "abcdX")
+    child = granted(run, "abcdefghX")
+    loads = run.in_flight(LoadBack)
+    for load in reversed(loads[1:]):
+        run.complete(load)
+    run.fail(loads[0])
+    assert parent.lease.valid == 0
+    assert child.lease.valid == 0
+    parent.release()
+    child.release()
+    run.settle()
+    run.audit(idle=True)
+    assert run.reach("abcdefgh") == (0, 8)
+
+
+def test_a_cancelled_loads_pages_wait_for_the_copy() -> None:
+    run = evicted()
+    request = granted(run, "abcdefghX")
+    request.release()
+    assert len(run.in_flight(LoadBack)) == 1
+    assert run.lease(b"", new=16 * 4) is None
+    run.settle()
+    assert run.lease(b"", new=16 * 4) is not None
+
+
+def test_a_load_too_big_falls_back_to_the_device_match() -> None:
+    run = runtime(device=12, host=64)
+    run.insert("abcdefgh")
+    run.flush()
+    hog = granted(run, "stuvwxyz", new=16)
+    assert run.reach("abcdefgh")[1] == 8
+    request = run.lease(spell("abX"))
+    assert request is None or request.lease.cached == 0
+    hog.release()
+
+
+def test_a_minimum_worth_loading_never_holds_back_swa_or_mamba() -> None:
+    run = evicted("full", load_back_threshold=1000)
+    assert granted(run, "abcdefghX").lease.cached == 0
+    run = evicted("full,mamba", load_back_threshold=1000)
+    assert granted(run, "abcdefghX").lease.cached == 32
+
+
+# hints, namespaces, misuse
+
+
+def test_an_ended_conversation_goes_first() -> None:
+    run = runtime(device=12, host=0)
+    run.insert("abcd")
+    request = granted(run, "wxyz")
+    request.compute(16)
+    assert request.commit()
+    request.release(ended=True)
+    hog = granted(run, "stuvwX")
+    assert run.reach("wxyz")[0] < 4
+    assert run.reach("abcd") == (4, 4)
+    hog.release()
+
+
+def test_an_ended_conversation_leaves_the_shared_part_alone() -> None:
+    run = runtime(device=12, host=0)
+    run.insert("abcd")
+    run.insert("abcdef")
+    request = granted(run, "abcdwx")
+    request.compute(24)
+    assert request.commit()
+    request.release(ended=True)
+    hog = granted(run, "stuvX")
+    assert run.reach("abcdef") == (6, 6)
+    assert run.reach("abcdwx") == (4, 4)
+    hog.release()
+
+
+def test_invalidate_forgets_a_namespace_and_lets_leases_finish() -> None:
+    run = runtime()
+    other = b"other".ljust(32)
+    run.insert("abcd", space=other)
+    run.insert("abcd")
+    reader = granted(run, "abcdX")
+    while not isinstance(plan := run.core.invalidate(reader.space), Plan):
+        run.perform(plan.plan)
+    run.perform(plan)
+    assert run.reach("abcd") == (0, 0)
+    assert run.reach("abcd", other) == (4, 4)
+    reader.verify()
+    reader.compute(20)
+    assert reader.commit()
+    reader.release()
+    assert run.reach("abcdX") == (0, 0)
+    run.insert("abcd")
+    assert run.reach("abcd") == (4, 4)
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_reset_forgets_everything() -> None:
+    run = runtime("full,swa,mamba")
+    run.insert("abcdefgh", checkpoint=8)
+    run.insert("abcdXY", checkpoint=6)
+    while not isinstance(plan := run.core.invalidate(None), Plan):
+        run.perform(plan.plan)
+    run.perform(plan)
+    run.settle()
+    run.audit(idle=True)
+    stats = run.core.statistics()
+    assert stats.nodes == 0
+    assert all(shelf.free == shelf.capacity for shelf in (*stats.device, *stats.host))
+
+
+def test_an_outcome_for_nothing_is_a_bug() -> None:
+    from asynccache.core.plan import Outcome
+
+    run = runtime()
+    with pytest.raises(InvariantViolation):
+        run.core.complete([Outcome(99, Status.DONE)])
+    run.insert("abc")
+    (op,) = run.in_flight(BackupHost)
+    run.complete(op)
+    with pytest.raises(InvariantViolation):
+        run.core.complete([Outcome(op, Status.DONE)])
+
+
+def test_commits_order_events_gpu_cpu_storage() -> None:
+    from asynccache.core.plan import Publish
+
+    run = runtime()
+    run.insert("abcd")
+    run.settle()
+    media = [e.medium.value for e in run.log if isinstance(e, Publish)]
+    assert media == ["GPU", "CPU", "STORAGE"]

@@ -1,0 +1,478 @@
+"""Prefetch: what storage must give, what is adopted, what goes back; SWA and MAMBA all or nothing; no page leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from asynccache.core.leases import Grant
+from asynccache.core.plan import BackupHost, Plan, Status, Wait
+from asynccache.core.prefetching import Join, Shape, Skip, needed_pages, usable_end
+from asynccache.testing.fetching import Fetch, open_fetch
+from asynccache.testing.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
+
+TEXT = "abcdefgh"
+
+
+def stored(text: str = TEXT, components: str = "full", *, checkpoint: int = 0, **options: Any) -> SynchronousRuntime:
+    """A fresh process whose store has ``text``."""
+    first = SynchronousRuntime(core_config(components, **options))
+    first.insert(text, checkpoint=checkpoint)
+    first.flush()
+    return fresh(first)
+
+
+def fresh(run: SynchronousRuntime, **options: Any) -> SynchronousRuntime:
+    """Another process on the same store."""
+    return SynchronousRuntime(dataclasses.replace(run.config, **options), storage=run.storage)
+
+
+def opened(run: SynchronousRuntime, text: str = TEXT, **options: Any) -> Fetch:
+    fetch = open_fetch(run, spell(text), **options)
+    assert isinstance(fetch, Fetch), fetch
+    return fetch
+
+
+def host_free(run: SynchronousRuntime) -> list[int]:
+    return [shelf.free for shelf in run.core.statistics().host]
+
+
+def read_back(run: SynchronousRuntime, text: str, pages: int) -> Running:
+    """A request that must hit so many pages; their bytes are verified on the device."""
+    request = run.lease(spell(text + "!"))
+    assert request is not None
+    assert request.lease.cached == pages * run.page
+    run.settle()
+    assert request.ready
+    request.verify()
+    return request
+
+
+def assert_idle(run: SynchronousRuntime) -> None:
+    run.settle()
+    run.audit(idle=True)
+
+
+# arithmetic
+
+SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa_run=0, mamba=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "component", "end", "pages"),
+    [
+        (SHAPE, FULL, 32, range(8)),
+        (SHAPE._replace(anchor=12), FULL, 32, range(3, 8)),
+        (SHAPE, SWA, 32, (6, 7)),
+        (SHAPE, SWA, 4, (0,)),
+        (SHAPE._replace(window=400), SWA, 32, range(8)),
+        (SHAPE._replace(window=9), SWA, 32, (5, 6, 7)),
+        (SHAPE._replace(anchor=16, swa_run=8), SWA, 20, (4,)),
+        (SHAPE._replace(anchor=16, swa_run=0), SWA, 20, (3, 4)),
+        (SHAPE._replace(anchor=16, swa_run=4, window=12), SWA, 20, (2, 4)),
+        (SHAPE, MAMBA, 32, (7,)),
+        (SHAPE._replace(mamba=False), MAMBA, 32, ()),
+    ],
+)
+def test_needed_pages(shape: Shape, component: int, end: int, pages: Any) -> None:
+    assert tuple(needed_pages(shape, component, end)) == tuple(pages)
+
+
+@pytest.mark.parametrize(
+    ("full", "swa", "mamba", "limit", "end"),
+    [
+        ("11111111", "11111111", "11111111", 32, 32),
+        ("11111111", "11111111", "11111111", 30, 28),
+        ("11111011", "11111111", "11111111", 32, 20),
+        ("11111111", "11111101", "11111111", 32, 24),
+        ("11111111", "11111110", "11111111", 32, 28),
+        ("11111111", "11111111", "00010000", 32, 16),
+        ("11111111", "11011111", "00110001", 32, 32),
+        ("11111111", "11011110", "00110001", 32, 0),
+        ("11111111", "00000000", "11111111", 32, 0),
+    ],
+)
+def test_usable_end_is_the_longest_where_every_pool_agrees(
+    full: str, swa: str, mamba: str, limit: int, end: int
+) -> None:
+    present = {name: [c == "1" for c in text] for name, text in (("full", full), ("swa", swa), ("mamba", mamba))}
+    assert usable_end(SHAPE, [("full", FULL), ("swa", SWA), ("mamba", MAMBA)], present, limit) == end
+
+
+# the way back
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba", "full,swa,mamba"])
+def test_a_fresh_process_reads_the_whole_path_back(components: str) -> None:
+    run = stored(components=components, checkpoint=8 if "mamba" in components else 0)
+    assert opened(run).finish() == 32
+    assert run.reach(TEXT) == (0, 8)
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_what_came_from_storage_is_not_written_there_again() -> None:
+    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    opened(run).finish()
+    run.flush()
+    assert run.in_flight() == []
+    assert [type(e).__name__ for e in run.log if type(e).__name__ == "BackupStorage"] == []
+
+
+def test_it_is_skipped_below_the_threshold() -> None:
+    run = fresh(stored(), prefetch_threshold=33)
+    assert isinstance(open_fetch(run, spell(TEXT)), Skip)
+    run.audit(idle=True)
+
+
+def test_it_is_refused_above_the_quota_and_goes_later() -> None:
+    run = fresh(stored(), max_prefetch_pages=10)
+    first = opened(run)
+    assert isinstance(open_fetch(run, spell("stuvwxyz")), Wait)
+    first.finish()
+    assert isinstance(open_fetch(run, spell("stuvwxyz")), Fetch)
+
+
+def test_two_that_want_the_same_pages_share_one_fetch() -> None:
+    run = stored()
+    first = opened(run)
+    joined = open_fetch(run, spell("abcdXY"))
+    assert joined == Join(first.op)
+    first.finish()
+    assert run.ended[first.op] is Status.DONE
+    assert run.reach("abcdXY") == (0, 4)
+
+
+def test_a_revoke_gives_everything_back() -> None:
+    run = stored("abcdefgh", "full,swa,mamba", checkpoint=8)
+    before = host_free(run)
+    fetch = opened(run)
+    fetch.take_full(5)
+    fetch.take_full(3)
+    assert fetch.take_aux(32)
+    fetch.revoke()
+    assert host_free(run) == before
+    assert run.ended[fetch.op] is Status.FAILED
+    assert_idle(run)
+
+
+@pytest.mark.parametrize("end", [4, 16, 28, 32])
+def test_a_shorter_end_frees_the_rest(end: int) -> None:
+    run = stored()
+    before = host_free(run)
+    fetch = opened(run)
+    fetch.take_full(8)
+    fetch.take_aux(end)
+    fetch.commit(end)
+    assert run.reach(TEXT) == (0, end // 4)
+    assert host_free(run) == [before[0] - end // 4]
+    assert_idle(run)
+
+
+def test_an_unreadable_page_ends_it_before_that_page() -> None:
+    run = stored()
+    assert opened(run, unreadable={(FULL, 5)}).finish() == 20
+    read_back(run, TEXT, 5).release()
+    assert_idle(run)
+
+
+def test_a_short_host_ends_it_where_the_host_does() -> None:
+    run = fresh(stored(), components=core_config(host=5).components)
+    assert opened(run).finish() == 20
+    read_back(run, TEXT, 5).release()
+    assert_idle(run)
+
+
+# the anchor
+
+
+def test_it_hangs_below_what_the_host_has() -> None:
+    run = stored()
+    run.insert("abcd")
+    run.settle()
+    fetch = opened(run)
+    assert fetch.shape.anchor == 16
+    assert fetch.finish() == 32
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_the_anchors_backup_goes_first() -> None:
+    run = stored()
+    run.insert("abcd")
+    answer = open_fetch(run, spell(TEXT))
+    assert isinstance(answer, Wait)
+    assert set(answer.ops) == set(run.in_flight(BackupHost))
+    run.settle()
+    assert opened(run).finish() == 32
+
+
+def test_the_anchor_splits_where_the_keys_part() -> None:
+    run = stored()
+    run.insert("abcdXYZ")
+    run.settle()
+    fetch = opened(run)
+    assert fetch.shape.anchor == 16
+    run.insert("abQ")
+    assert fetch.finish() == 32
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_the_anchor_is_pinned() -> None:
+    run = fresh(stored(), components=core_config(device=8, host=12).components)
+    run.insert("abcd")
+    run.settle()
+    fetch = opened(run)
+    fetch.take_full(4)
+    run.insert("stuvwxyz")
+    run.settle()
+    assert run.reach("abcd")[1] == 4
+    fetch.commit(32)
+    assert run.reach(TEXT)[1] == 8
+    assert_idle(run)
+
+
+# the tree moved meanwhile
+
+
+def test_pages_that_appeared_meanwhile_make_ours_duplicates() -> None:
+    run = stored()
+    fetch = opened(run)
+    fetch.take_full(8)
+    run.insert("abcdef")
+    run.settle()
+    before = host_free(run)[0]
+    fetch.commit(32)
+    assert host_free(run)[0] == before + 6
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_nodes_without_host_data_adopt_ours() -> None:
+    run = stored(write_policy="write_back")
+    fetch = opened(run)
+    fetch.take_full(8)
+    run.insert("abcdX")
+    assert run.in_flight() == []
+    fetch.commit(32)
+    run.audit()
+    assert run.reach(TEXT) == (4, 8)
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_a_commit_waits_for_backups_on_its_way() -> None:
+    run = stored()
+    fetch = opened(run)
+    fetch.take_full(8)
+    run.insert("abcd")
+    answer = run.core.prefetch_commit(fetch.op, 32, b"".join(fetch.chain))
+    assert isinstance(answer, Wait)
+    assert set(answer.ops) == set(run.in_flight(BackupHost))
+    run.perform(answer.plan)
+    run.complete(*answer.ops)
+    fetch.commit(32)
+    assert_idle(run)
+
+
+def test_a_namespace_invalidated_meanwhile_takes_nothing() -> None:
+    run = stored()
+    before = host_free(run)
+    fetch = opened(run)
+    fetch.take_full(8)
+    plan = run.core.invalidate(SPACE)
+    assert isinstance(plan, Plan)
+    run.perform(plan)
+    fetch.commit(32)
+    assert run.reach(TEXT) == (0, 0)
+    assert host_free(run) == before
+    assert_idle(run)
+
+
+# SWA: the whole window or nothing
+
+
+def swa_store(missing: tuple[int, ...] = (), window: int = 12, text: str = TEXT, **options: Any) -> SynchronousRuntime:
+    run = stored(text, "full,swa", window=window, **options)
+    for page, digest in enumerate(run.chain(SPACE, spell(text))):
+        if page in missing:
+            del run.storage[SWA, digest]
+    return run
+
+
+def test_swa_the_whole_window() -> None:
+    run = swa_store(missing=(0, 1, 2, 3, 4))
+    before = host_free(run)
+    assert opened(run).finish() == 32
+    assert host_free(run) == [before[0] - 8, before[1] - 3]
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+@pytest.mark.parametrize("page", [4, 5, 6])
+def test_swa_one_page_short(page: int) -> None:
+    run = swa_store(missing=tuple({0, 1, 2, 3, 7, page}))
+    before = host_free(run)
+    assert opened(run).finish() == 0
+    assert host_free(run) == before
+    assert_idle(run)
+
+
+def test_swa_one_page_short_takes_the_longest_shorter_end() -> None:
+    run = swa_store(missing=(7,))
+    assert opened(run).finish() == 28
+    read_back(run, TEXT, 7).release()
+    assert_idle(run)
+
+
+def test_swa_one_page_unreadable_after_it_was_seen() -> None:
+    run = swa_store()
+    before = host_free(run)
+    assert opened(run, unreadable={(SWA, 6)}).finish() == 24
+    assert host_free(run) == [before[0] - 6, before[1] - 3]
+    read_back(run, TEXT, 6).release()
+    assert_idle(run)
+
+
+def test_swa_a_prompt_shorter_than_the_window() -> None:
+    run = swa_store(window=400, text="abc")
+    assert opened(run, "abc").finish() == 12
+    read_back(run, "abc", 3).release()
+    run = swa_store(window=400, text="abc", missing=(0,))
+    assert opened(run, "abc").finish() == 0
+    assert_idle(run)
+
+
+def anchored(window: int = 16, write_policy: str = "write_through") -> tuple[SynchronousRuntime, Fetch]:
+    """The first four pages are on the host; of the window of six pages' end, two lie in the anchor."""
+    run = swa_store(window=window)
+    for page, digest in enumerate(run.chain(SPACE, spell(TEXT))):
+        if page < 4:
+            del run.storage[SWA, digest]
+    run.insert("abcd")
+    run.settle()
+    return run, opened(run, "abcdef")
+
+
+def test_swa_the_window_partly_in_the_anchor() -> None:
+    run, fetch = anchored()
+    assert fetch.shape.swa_run == 16
+    before = host_free(run)
+    assert fetch.finish() == 24
+    assert host_free(run) == [before[0] - 2, before[1] - 2]
+    read_back(run, "abcdef", 6).release()
+    assert_idle(run)
+
+
+def test_swa_the_anchors_part_is_pinned_meanwhile() -> None:
+    run, fetch = anchored()
+    fetch.take_full(2)
+    everything = run.lease(b"", new=64 * run.page)
+    if everything is not None:
+        everything.release()
+    for text in ("mnopqrst", "MNOPQRST", "uvwxyz", "UVWXYZ", "0123456789", "ABCDEFGH", "IJKL"):
+        run.insert(text)
+        run.settle()
+    assert fetch.take_aux(24)
+    fetch.commit(24)
+    assert run.reach("abcdef")[1] == 6
+    read_back(run, "abcdef", 6).release()
+    assert_idle(run)
+
+
+def test_swa_the_anchors_part_evicted_before_it_began_is_fetched_or_nothing_is() -> None:
+    run = swa_store(window=16)
+    run.insert("abcd")
+    run.settle()
+    swa_only = run.core.lease(run.ask(b"")._replace(reserve=0, reserve_swa=64 * run.page))
+    assert isinstance(swa_only, Grant)
+    run.perform(swa_only.plan)
+    fetch = opened(run, "abcdef")
+    end = fetch.finish()
+    assert end == 24
+    assert run.reach("abcdef")[1] == 6
+    assert_idle_but_for_leases(run)
+
+
+def assert_idle_but_for_leases(run: SynchronousRuntime) -> None:
+    run.settle()
+    run.audit()
+    assert not any(run.core.statistics().operations.values())
+
+
+def test_swa_fills_a_host_tombstone_and_splits_at_its_start() -> None:
+    run = swa_store(window=8)
+    request = run.lease(spell(TEXT))
+    assert request is not None
+    request.compute(24)
+    request.advance(44)
+    assert request.commit()
+    request.release()
+    run.settle()
+    fetch = open_fetch(run, spell("abcdef"))
+    if isinstance(fetch, Fetch):
+        assert fetch.finish() == 24
+        read_back(run, "abcdef", 6).release()
+    assert_idle(run)
+
+
+def test_swa_a_tombstone_refilled_meanwhile_keeps_its_own() -> None:
+    run = swa_store(window=8)
+    fetch = opened(run)
+    fetch.take_full(8)
+    assert fetch.take_aux(32)
+    run.insert(TEXT)
+    run.settle()
+    before = host_free(run)
+    fetch.commit(32)
+    assert host_free(run) == [before[0] + 8, before[1] + 2]
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+# MAMBA
+
+
+def test_mamba_needs_the_state_at_its_end() -> None:
+    run = stored(components="full,mamba", checkpoint=5)
+    assert opened(run).finish() == 20
+    read_back(run, TEXT, 5).release()
+    assert_idle(run)
+
+
+def test_mamba_without_any_state_fetches_nothing() -> None:
+    run = stored(components="full,mamba")
+    before = host_free(run)
+    assert opened(run).finish() == 0
+    assert host_free(run) == before
+    assert_idle(run)
+
+
+def test_mamba_a_state_that_came_meanwhile_stays_and_ours_goes_back() -> None:
+    run = stored(components="full,mamba", checkpoint=8)
+    fetch = opened(run)
+    fetch.take_full(8)
+    assert fetch.take_aux(32)
+    run.insert(TEXT, checkpoint=8)
+    run.settle()
+    before = host_free(run)
+    fetch.commit(32)
+    assert host_free(run) == [before[0] + 8, before[1] + 1]
+    read_back(run, TEXT, 8).release()
+    assert_idle(run)
+
+
+def test_the_host_short_of_states_takes_none() -> None:
+    run = stored(components="full,mamba", checkpoint=8)
+    slots = tuple(dataclasses.replace(c, host=1 if c.kind == MAMBA else c.host) for c in run.config.components)
+    run = fresh(run, components=slots)
+    run.insert("xyz", checkpoint=3)
+    run.complete(*run.in_flight(BackupHost))
+    fetch = opened(run)
+    fetch.take_full(8)
+    assert not fetch.take_aux(32)
+    fetch.revoke()
+    assert_idle(run)
