@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _PANEL_EVERY, _LINE_EVERY = 0.5, 10.0
+_WIDTH = 80
 
 
 class Snapshot(NamedTuple):
@@ -132,25 +133,24 @@ def line(now: Snapshot) -> str:
 def panel(now: Snapshot) -> RenderableType:
     """A snapshot as a block of at most 80 columns."""
     from rich.console import Group
-    from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    head = Table.grid(expand=True)
+    head = Table.grid(padding=(0, 1, 0, 0), expand=True)
     head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     head.add_column(justify="right", no_wrap=True)
-    head.add_row(Text(now.title, style="bold"), now.clock)
+    head.add_row(Text(now.title, style="bold"), Text(now.clock))
     body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True)
+    body.add_column(style="dim", no_wrap=True, min_width=max(len(name) for name, _ in rows(now)))
     body.add_column(no_wrap=True, overflow="ellipsis")
     for name, text in rows(now):
-        body.add_row(name, text)
+        body.add_row(Text(name), Text(text))
     parts: list[RenderableType] = [head]
     if now.progress is not None:
-        parts.append(ProgressBar(total=1.0, completed=now.progress))
+        parts.append(Text(bar(now.progress, _WIDTH), style="green", no_wrap=True))
     parts.append(body)
     if now.note:
-        parts.append(Text(now.note, style="yellow"))
+        parts.append(Text(now.note, style="yellow", no_wrap=True, overflow="ellipsis"))
     return Group(*parts)
 
 
@@ -161,7 +161,7 @@ def rows(now: Snapshot) -> list[tuple[str, str]]:
     wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
     return [
         ("requests", f"{number(now.served)} served · {now.running} running · {number(now.cancelled)} cancelled · "
-                     f"{number(now.failed)} failed · {now.rate:.1f}/s"),
+                     f"{number(now.failed)} failed · {now.rate:.0f}/s"),
         ("hits", f"{percent(sum(now.hits), now.tokens)}: " + " · ".join(
             f"{name} {percent(tokens, now.tokens)}"
             for name, tokens in zip(("device", "host", "storage"), now.hits, strict=True))),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -148,29 +148,24 @@ class Server:
     async def _prefill(self, request: Request, text: Text, lease: Lease, lane: Lane) -> None:
         """Compute the prompt from ``lease.cached`` on, chunk by chunk, and commit each."""
         prompt, position = text.prompt, lease.cached
-        for number, (end, slot) in enumerate(self._chunks(lease, prompt)):
+        whole = prompt // self._page * self._page
+        for number, (end, due) in enumerate(self._chunks(lease, whole)):
             pieces = list(self._fresh(lease, text, position, end))
-            if slot is not None:
-                pieces += self._states(lease, text, end, slot)
+            if due:
+                pieces += self._states(lease, text, end)
             await lane.write(pieces)
-            checkpoint = None if slot is None else (end, int(lease.states[slot]))
-            stop = prompt if end == prompt // self._page * self._page else end
-            await lease.commit(text.tokens[:stop], checkpoint=checkpoint)
+            checkpoint = (end, int(lease.states[1])) if due else None
+            await lease.commit(text.tokens[: prompt if end == whole else end], checkpoint=checkpoint)
             if (request.number + number) % 2:
                 lease.adopt(after=lane.work)
             position = end
 
-    def _chunks(self, lease: Lease, prompt: int) -> list[tuple[int, int | None]]:
-        """(end, which of the lease's states is the checkpoint there or None). Ends are page multiples. A checkpoint
-        is due where FULL alone matched and at the prompt's end."""
-        last = prompt // self._page * self._page
-        ends: dict[int, int | None] = dict.fromkeys(range(lease.cached + self._chunk, last, self._chunk))
-        if last > lease.cached:
-            ends[last] = None
-        if self._mamba:
-            due = [p for p in (lease.checkpoint_at, last) if p > lease.cached]
-            ends.update((p, slot) for slot, p in enumerate(dict.fromkeys(due), start=1))
-        return sorted(ends.items(), key=lambda item: item[0])
+    def _chunks(self, lease: Lease, whole: int) -> list[tuple[int, bool]]:
+        """(end, whether a MAMBA checkpoint is due there) up to ``whole``. One is due where FULL alone matched and at
+        the prompt's end."""
+        ends = dict.fromkeys(range(lease.cached + self._chunk, whole, self._chunk), False)
+        ends.update((p, self._mamba) for p in (lease.checkpoint_at, whole) if p > lease.cached)
+        return sorted(ends.items())
 
     def _fresh(self, lease: Lease, text: Text, start: int, end: int) -> Iterator[Piece]:
         """The pages that computing ``[start, end)`` fills."""
@@ -181,11 +176,11 @@ class Server:
         if self._window:
             yield _present(ComponentKind.SWA, lease.page_table("swa")[first:last], text.values[first:last], first)
 
-    def _states(self, lease: Lease, text: Text, end: int, slot: int) -> Sequence[Piece]:
-        """The state after ``end`` tokens, in the working copy and in the checkpoint."""
+    def _states(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
+        """The state after ``end`` tokens: the working copy goes on from it, the first checkpoint slot keeps it."""
         last = end // self._page
-        value = text.values[last - 1:last]
-        return [Piece(ComponentKind.MAMBA, lease.states[i:i + 1], value, last - 1) for i in (0, slot)]
+        for slot in (0, 1):
+            yield Piece(ComponentKind.MAMBA, lease.states[slot:slot + 1], text.values[last - 1:last], last - 1)
 
     async def _decoded(self, request: Request, text: Text, lease: Lease, lane: Lane) -> int:
         """Decode in a few calls; the end reached, in tokens. Stops early when the cache has no room to go on."""

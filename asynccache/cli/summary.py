@@ -33,7 +33,7 @@ def _verdict(report: Report) -> Iterator[str]:
     verify, elapsed = report["verify"], report["elapsed_s"]
     rate = report["served"] / elapsed if elapsed else 0.0
     word = f"{_GREEN}OK{_PLAIN}" if report["ok"] else f"{_RED}NOT OK{_PLAIN}"
-    yield (f"{_BOLD}{report['command']}{_PLAIN} {word}: {number(report['served'])} requests served in {elapsed:.1f} s "
+    yield (f"{_BOLD}{report['command']}{_PLAIN} {word}: {number(report['served'])} requests in {elapsed:.1f} s "
            f"({rate:.1f}/s), {number(verify['pages'])} pages verified")
     for problem in report["problems"]:
         yield f"  {_RED}✗{_PLAIN} {problem}"
@@ -63,7 +63,7 @@ def _first_token(report: Report) -> Iterator[str]:
     yield _title(f"Time to first token: wait for pages + prefill at {number(rate)} tokens/s (modelled)")
     yield f"  {_DIM}{'':<16}{'mean':>10}{'p50':>10}{'p99':>10}{'max':>10}{_PLAIN}"
     with_cache, without = report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]
-    times = f"   {without / with_cache:.1f}x sooner" if with_cache else ""
+    times = f"   {without / with_cache:.1f} times sooner" if without > with_cache > 0 else ""
     yield _times("with cache", report["ttft_ms"], with_cache) + times
     yield _times("without cache", report["ttft_without_cache_ms"], without)
     yield _times("of it waiting", report["wait_ms"], report["wait_mean_ms"])
@@ -76,7 +76,7 @@ def _times(name: str, spread: dict[str, float], mean: float) -> str:
 
 def _moved(report: Report) -> Iterator[str]:
     yield _title("Moved")
-    yield (f"  {_DIM}{'':<21}{'ops':>8}{'pages':>12}{'bytes':>10}{'rate':>12}{'p50':>8}{'p99':>8}"
+    yield (f"  {_DIM}{'':<21}{'ops':>10}{'pages':>12}{'bytes':>10}{'rate':>11}{'p50':>7}{'p99':>7}"
            f"{_PLAIN}").rstrip()
     elapsed = report["elapsed_s"] or 1.0
     for name, stage in report["stages"].items():
@@ -87,9 +87,9 @@ def _moved(report: Report) -> Iterator[str]:
 
 def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
     latency = stage["latency_ms"]
-    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>8}{number(stage['pages']):>12}"
-            f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>12}"
-            f"{_short(latency['p50']):>8}{_short(latency['p99']):>8}")
+    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['pages']):>12}"
+            f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>11}"
+            f"{_short(latency['p50']):>7}{_short(latency['p99']):>7}")
 
 
 def _short(value: float) -> str:

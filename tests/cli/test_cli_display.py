@@ -1,0 +1,142 @@
+"""What a person sees: it fits 80 columns, survives the lack of a terminal, and says what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asynccache.cli import text
+from asynccache.cli.display import Lines, Panel, Silence, Snapshot, choose, line, panel
+from asynccache.cli.summary import summary
+from asynccache.errors import ConfigError
+
+NOW = Snapshot(
+    title="replay a-rather-long-name-of-a-recorded-conversation-trace.jsonl · full,swa,mamba · pages of 512",
+    clock="1234 of 3600 s", progress=0.345, served=1_234_567, running=512, cancelled=123_456, failed=0, rate=1234.5,
+    tokens=3_000_000, hits=(1_000_000, 500_000, 250_000), verified=123_456_789, mismatches=0,
+    tiers=(("L1", 0.998), ("L2", 0.5)),
+    stages=(("L1→L2", 123e6), ("L2→L1", 1.2e9), ("L2→L3", 0.0), ("L3→L2", 88e6)),
+    lag=(0.31, 123.4), memory=12 << 30, note="interrupted: finishing what runs; press Ctrl-C again to cancel it",
+)
+
+
+def drawn(now: Snapshot, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(panel(now))
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
+    lines = drawn(NOW, 80)
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 9, lines
+    assert "1,234,567 served" in lines[2]
+    assert lines[3].rstrip().endswith("storage 8.3 %")
+    assert "L2→L1 1.1 GiB/s" in lines[5]
+    assert "L3→L2 83.9 MiB/s" in lines[5]
+    assert "all right" in lines[6]
+
+
+def test_the_panel_survives_a_narrow_terminal_and_no_progress() -> None:
+    lines = drawn(NOW._replace(progress=None, note="", mismatches=3), 40)
+    assert max(map(len, lines)) <= 40
+    assert len(lines) == 7
+
+
+def test_a_line_tells_the_same() -> None:
+    shown = line(NOW)
+    for part in ("1,234,567 served", "512 running", "58.3 %", "0 wrong", "34 %"):
+        assert part in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_display_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(choose(quiet=True), Silence)
+    assert isinstance(choose(quiet=False, stream=io.StringIO()), Lines)
+    assert isinstance(choose(quiet=False, stream=Terminal()), Panel)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(ConfigError, match=r"pip install 'asynccache\[cli\]', or use --quiet"):
+        choose(quiet=False, stream=Terminal())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_a_display_draws_until_it_is_cancelled(terminal: bool) -> None:
+    out = Terminal() if terminal else io.StringIO()
+    display = Panel(Console(file=out, width=80), every=0.0) if terminal else Lines(out, every=0.0)
+    taken = asyncio.Event()
+    count = 0
+
+    def take() -> Snapshot:
+        nonlocal count
+        count += 1
+        if count == 3:
+            taken.set()
+        return NOW
+
+    task = asyncio.create_task(display.show(take))
+    await taken.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "1,234,567 served" in out.getvalue()
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    stage = {"ops": 1_234_567, "pages": 123_456_789, "tokens": 123_456_789, "bytes": 9 << 40, "errors": 0,
+             "latency_ms": {"p50": 1.25, "p99": 1234.0, "max": 5000.0}}
+    spread = {"p50": 12.0, "p99": 1500.0, "p999": 2000.0, "max": 31_000.0}
+    return {
+        "command": "replay", "ok": True, "problems": [],
+        "requests": 1_234_567, "served": 1_200_000, "cancelled": 34_000, "failed": 0, "entered_again": 567,
+        "tokens": {"total": 144_793_823, "hit": {"device": 44_793_823, "host": 9_000_000, "storage": 1_000_000}},
+        "verify": {"pages": 123_456_789, "mismatches": 0}, "ttft_mean_ms": 50.0, "ttft_without_cache_mean_ms": 150.0,
+        "wait_mean_ms": 1.0, "wait_ms": spread, "ttft_ms": spread, "ttft_without_cache_ms": spread,
+        "loop_lag_ms": spread, "run_queue_ms": spread, "elapsed_s": 1234.5, "cpu_s": 2345.6, "rss_bytes": 12 << 30,
+        "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0,
+        "evicted": {"device": 12_345_678, "host": 1_234_567},
+        "stages": dict.fromkeys(("backup_host", "load_back", "backup_storage", "prefetch"), stage),
+        "settings": {"prefill_tokens_per_s": 8000.0},
+        "blocks": {"total": 276_491, "hit": 105_592, "shared": 105_592},
+        **changes,
+    }
+
+
+def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
+    lines = summary(report()).split("\n")
+    assert max(map(len, lines)) <= 80, [row for row in lines if len(row) > 80]
+    assert lines[0].startswith("replay OK: 1,200,000 requests in")
+    assert any("105,592 of 276,491 full blocks" in row and "0.3819" in row for row in lines)
+    assert any("3.0 times sooner" in row for row in lines)
+    assert any(row.startswith("left behind  nothing") for row in lines)
+
+
+def test_the_summary_says_what_went_wrong() -> None:
+    shown = summary(report(ok=False, problems=["request 7: 2 of 9 pages are wrong"],
+                           leaks={"device_pages": 3, "host_pages": 0, "pins": 1, "tasks": 0}))
+    assert shown.startswith("replay NOT OK")
+    assert "✗ request 7: 2 of 9 pages are wrong" in shown
+    assert "left behind  3 device pages, 1 pins" in shown
+
+
+def test_colours_only_where_they_are_wanted() -> None:
+    assert "\x1b[" in summary(report(), color=True)
+    assert "\x1b[" not in summary(report())
+
+
+def test_numbers_as_a_person_reads_them() -> None:
+    assert [text.size(n) for n in (0, 999, 1536, 10 << 20, 3 << 40)] == [
+        "0 B", "999 B", "1.5 KiB", "10.0 MiB", "3.0 TiB"]
+    assert [text.milliseconds(v) for v in (0, 0.042, 1.24, 310.2, 2100)] == [
+        "0 ms", "0.04 ms", "1.2 ms", "310 ms", "2.1 s"]
+    assert text.percent(1, 0) == "0.0 %"
+    assert (text.bar(0.5, 8), text.bar(0, 8), text.bar(2, 4), text.bar(0.3, 4)) == ("████", "", "████", "█▎")
