@@ -20,7 +20,7 @@ _FILLS = {Kind.BACKUP_HOST: HOST, Kind.LOAD_BACK: DEVICE}
 
 
 def check(core: CacheCore, idle: bool = False) -> None:
-    """Raise ``InvariantViolation`` naming the first broken law. ``idle``: nobody holds anything and nothing is in flight."""
+    """Raise ``InvariantViolation`` naming the first broken law. ``idle``: nothing is held and nothing in flight."""
     for law in LAWS:
         law(core)
     if idle:
@@ -62,7 +62,8 @@ def _every_slot_is_in_one_place(core: CacheCore) -> None:
             for fetch in core.active_fetches():
                 found.update(_slot_list(fetch.held.get(place - world.count, b"")))
         wrong = [slot for slot in range(shelf.slots.capacity) if found[slot] != 1]
-        _require(not wrong and len(found) == shelf.slots.capacity, "place", place, "slots not in exactly one place", wrong)
+        whole = not wrong and len(found) == shelf.slots.capacity
+        _require(whole, "place", place, "slots not in exactly one place", wrong)
 
 
 def _parent_and_child_agree(core: CacheCore) -> None:
@@ -128,7 +129,8 @@ def _sums_are_exact(core: CacheCore) -> None:
                 evictable[place] += len(cell.slots) // SLOT_BYTES
         if node.cells[0].state == PRESENT and node.cells[count].state == PRESENT:
             clean += world.pages(node, 0)
-    _require([s.evictable for s in world.shelves] == evictable, "evictable", [s.evictable for s in world.shelves], evictable)
+    counted = [shelf.evictable for shelf in world.shelves]
+    _require(counted == evictable, "evictable pages", counted, "found", evictable)
     _require(world.clean_pages == clean, "clean pages", world.clean_pages, "found", clean)
 
 
@@ -160,7 +162,8 @@ def _pins_are_exact(core: CacheCore) -> None:
             if place % count == 0:
                 expected += sum(child.cells[place].pins > 0 for child in (node.children or {}).values())
             _require(cell.pins == expected, node, "place", place, "has", cell.pins, "pins, found", expected)
-            _require(not cell.pins or place % count == 0 or node.cells[place - 1].pins > 0, node, "pins are not closed")
+            closed = not cell.pins or place % count == 0 or node.cells[place - 1].pins > 0
+            _require(closed, node, "place", place, "is pinned, the component before it is not")
 
 
 def _orders_hold_what_they_should(core: CacheCore) -> None:
@@ -171,7 +174,8 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             _require(all(n == 1 for n in queued.values()), "place", place, "a node waits twice in one order")
             for node in _nodes(core):
                 cell = node.cells[place]
-                _require(bool(cell.queued >> late & 1) == (id(node) in queued), node, "place", place, "queued bit is wrong")
+                agrees = bool(cell.queued >> late & 1) == (id(node) in queued)
+                _require(agrees, node, "place", place, "queued bit is wrong")
                 if world.is_candidate(node, place) and world.late(node, place) == late:
                     _require(id(node) in queued, node, "place", place, "is evictable and waits in no order")
 
@@ -195,7 +199,8 @@ def _operations_cover_live_nodes(core: CacheCore) -> None:
         _require(all(op.id in world.ledger.ops for op in node.ops), node, "is covered by an operation that ended")
         for place, cell in enumerate(node.cells):
             wanted = int(cell.state in (ARRIVING, LEAVING))
-            _require(covering[id(node), place] == wanted, node, "place", place, "is filled by", covering[id(node), place])
+            fillers = covering[id(node), place]
+            _require(fillers == wanted, node, "place", place, "is filled by", fillers, "operations")
 
 
 def _idle(core: CacheCore) -> None:

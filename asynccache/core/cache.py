@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asynccache.core.commits import Commits, Committed
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.leases import Ask, Committed, Grant, Lease, Leases, Match
+from asynccache.core.leases import Ask, Grant, Lease, Leases
 from asynccache.core.ledger import Kind
+from asynccache.core.matching import Match, Matching
 from asynccache.core.plan import More, Outcome, Plan, Wait
 from asynccache.core.prefetching import Fetch, Join, Opened, Prefetches, Shape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.settings import CoreConfig
@@ -39,8 +41,8 @@ class ShelfStatistics(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Plain counts. ``device`` and ``host`` in component order; ``operations`` in flight by name; pages evicted since the
-    start; ``lost_pages``: only copies that were dropped although the write policy meant to keep them."""
+    """Plain counts. ``device`` and ``host`` in component order; ``operations`` in flight by name; pages evicted since
+    the start; ``lost_pages``: only copies that were dropped although the write policy meant to keep them."""
 
     nodes: int
     leases: int
@@ -62,13 +64,15 @@ class CacheCore:
         self.config = config
         self.world = World(config)
         self._transfers = Transfers(self.world)
-        self._leases = Leases(self.world, self._transfers)
+        self._matching = Matching(self.world)
+        self._leases = Leases(self.world, self._transfers, self._matching)
+        self._commits = Commits(self.world, self._transfers, self._matching)
         self._prefetches = Prefetches(self.world, self._transfers)
         self._invalidation = Invalidation(self.world, self._transfers.room, self._leases, self._prefetches)
 
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
-        return self._leases.match(space, key)
+        return self._matching.match(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
         """The prefix hashes (32 bytes a page) that the tree holds for the start of ``key``."""
@@ -92,7 +96,7 @@ class CacheCore:
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
     def advance(self, lease: Lease, position: int) -> Plan:
-        """The request decodes at ``position``: what left the window (a page of margin kept) is unpinned or given back."""
+        """The request decodes at ``position``: what left the window (but a page) is unpinned or given back."""
         return self._leases.advance(lease, position)
 
     def truncate(self, lease: Lease, length: int) -> Plan:
@@ -104,9 +108,9 @@ class CacheCore:
     ) -> Committed | Wait:
         """Publish the whole pages of ``key`` (at least ``lease.length`` tokens, all computed).
 
-        ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: (page-aligned position,
-        slot out of ``lease.states``). Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages on the way are being
-        loaded for somebody else; nothing was changed.
+        ``hashes``: 32 bytes for each whole page of ``key`` from the root, or b"". ``checkpoint``: (page-aligned
+        position, slot out of ``lease.states``). Duplicates come as ``Retire(adoption=True)``. ``Wait``: pages on the
+        way are being loaded for somebody else; nothing was changed.
 
         Raises:
             ValueError: the key is shorter than what the lease has committed, or the checkpoint is not its own.
@@ -115,15 +119,15 @@ class CacheCore:
             raise ValueError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None and checkpoint[0] % self.config.page_size:
             raise ValueError(f"checkpoint position {checkpoint[0]} is not a multiple of {self.config.page_size}")
-        return self._leases.commit(lease, key, hashes, checkpoint)
+        return self._commits.commit(lease, key, hashes, checkpoint)
 
     def pages(self, lease: Lease, kind: int) -> bytes:
         """The page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is none."""
         return self._leases.pages(lease, kind)
 
     def release(self, lease: Lease, *, ended: bool = False, retire: bool = False) -> Plan:
-        """Give everything back; a second call does nothing. ``ended``: its private tail goes first. ``retire``: own pages
-        come as ``Retire`` instead of being free at once."""
+        """Give everything back; a second call does nothing. ``ended``: its private tail goes first. ``retire``: own
+        pages come as ``Retire`` instead of being free at once."""
         self._leases.release(lease, ended, retire)
         self._invalidation.sweep()
         return self.world.plan()

@@ -18,7 +18,7 @@ from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, link, walk
-from asynccache.core.world import World
+from asynccache.core.world import World, split_at
 
 
 class Shape(NamedTuple):
@@ -95,8 +95,8 @@ class Skip(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Host slots for a prefetch. ``slots``: FULL's, fewer than asked where the host is short. ``aux``: by component; None
-    if they cannot be had together."""
+    """Host slots for a prefetch. ``slots``: FULL's, fewer than asked where the host is short. ``aux``: by component;
+    None if they cannot be had together."""
 
     slots: bytes
     aux: dict[int, bytes] | None
@@ -199,7 +199,7 @@ class Prefetches:
         world = self._world
         node = path[-1] if path else root
         if node.end > anchor:
-            node = world.split(node, anchor - node.parent.end)  # type: ignore[union-attr]
+            node = split_at(world, node, anchor)
         op = world.ledger.open(Kind.PREFETCH)
         swa = self._index.get(ComponentKind.SWA)
         run = self._run(node) if swa is not None else 0
@@ -315,7 +315,7 @@ class Prefetches:
         if blockers:
             return Wait(world.plan(), tuple(blockers))
         if path and path[-1].end > anchor + reached // page:
-            path[-1] = world.split(path[-1], anchor + reached // page - path[-1].parent.end)  # type: ignore[union-attr]
+            path[-1] = split_at(world, path[-1], anchor + reached // page)
         last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
         if fetch.aux_end == end and last.end == stop:
             self._fill_window(fetch, last, stop)
@@ -375,7 +375,7 @@ class Prefetches:
         while node.parent is not None and node.end > first:
             start = node.parent.end
             if start < first and node.cells[world.count + swa].state == ABSENT:
-                world.split(node, first - start)
+                split_at(world, node, first)
                 start = first
             wanted = range(start, node.end)
             cells = node.cells

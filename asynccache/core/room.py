@@ -71,8 +71,9 @@ class RoomMaker:
             if not self._wants_backup(node):
                 world.offer(node, place)
                 return False
-            if not self._save(node):
-                world.offer(node, place)
+            saved = self._save(node)
+            world.offer(node, place)
+            if not saved:
                 break
             missing -= world.pages(node, place)
         return world.ledger.count[Kind.BACKUP_HOST] > 0
@@ -107,7 +108,7 @@ class RoomMaker:
         return None
 
     def evict(self, node: Node, place: int) -> None:
-        """Evict a candidate: a leaf of the tier goes whole, any other node gives up this component and what hangs on it."""
+        """Evict a candidate: a leaf of the tier goes whole, any other node gives up this component and its drag."""
         world = self._world
         count = world.count
         tier, component = divmod(place, count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from asynccache.core.holds import shorten_hold
 from asynccache.core.ledger import DEVICE, HOST, Fragment, Kind, Operation
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
 from asynccache.core.room import Room, RoomMaker
@@ -100,17 +101,24 @@ class Transfers:
 
     def _can_follow(self, chain: Sequence[Node]) -> bool:
         """Whether everything above the chain, and in it, is on the host, on its way there, or part of the chain."""
-        above = chain[0].parent
+        above, place = chain[0].parent, self._count
         assert above is not None
-        if above.parent is not None and above.cells[self._count].state in (ABSENT, LEAVING):
+        if above.parent is not None and above.cells[place].state == ABSENT:
             return False
-        return all(node.cells[self._count].state != LEAVING for node in chain)
+        node: Node | None = chain[-1]
+        while node is not above.parent and node is not None:
+            if node.cells[place].state == LEAVING:
+                return False
+            node = node.parent
+        return True
 
     def _open_backup(self, chain: Sequence[Node]) -> bool:
         world, count = self._world, self._count
         moves = [(node, self._missing(node)) for node in chain]
         needs = [sum(world.pages(n, c) for n, m in moves if m >> c & 1) for c in range(count)]
         moves = self._without_oversized(moves, needs)
+        if not moves:
+            return False
         world.pin(chain[-1], HOST, 0)
         room = self.room.make(HOST, needs, _UNBOUNDED)
         world.unpin(chain[-1], HOST, 0)
@@ -319,6 +327,8 @@ class Transfers:
             self._world.counters.failed_loads += 1
         for lease in op.leases:
             lease.valid = valid if lease.valid is None else min(lease.valid, valid)
+            if not lease.released:
+                lease.hold = shorten_hold(self._world, lease.hold, lease.valid // self._world.config.page_size)
 
     # helpers
 

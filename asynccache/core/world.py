@@ -361,3 +361,8 @@ class World:
     def path(self, node: Node) -> list[Node]:
         """The nodes from the root to ``node``."""
         return ancestry(node)
+
+
+def split_at(world: World, node: Node, end: int) -> Node:
+    """Split ``node`` at position ``end``, in pages from the root; the new prefix."""
+    return world.split(node, end - node.parent.end)  # type: ignore[union-attr]

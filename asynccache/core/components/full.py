@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.core.settings import ComponentKind
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
+from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
@@ -25,7 +25,7 @@ class Full:
         covered = 0
         for i in range(len(path) - 1, -1, -1):
             state = path[i].cells[own].state
-            if state == PRESENT or state == ARRIVING:
+            if state in HERE:
                 covered = i + 1
                 break
         if host:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.core.settings import ComponentKind
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
+from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
@@ -26,7 +26,7 @@ class Mamba:
             if node.end > end:
                 continue
             state = node.cells[own].state
-            if state == PRESENT or state == ARRIVING:
+            if state in HERE:
                 return node.end
             if host and state == ABSENT and node.cells[other].state == PRESENT:
                 return node.end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.core.settings import ComponentKind
-from asynccache.core.states import ABSENT, ARRIVING, PRESENT
+from asynccache.core.states import ABSENT, HERE, PRESENT
 from asynccache.core.tree import Node
 
 
@@ -44,6 +44,6 @@ class SlidingWindow:
 
     def _has(self, node: Node, host: bool) -> bool:
         state = node.cells[self.index].state
-        if state == PRESENT or state == ARRIVING:
+        if state in HERE:
             return True
         return host and state == ABSENT and node.cells[self._host].state == PRESENT

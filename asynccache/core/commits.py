@@ -1,0 +1,225 @@
+"""Commits: whole pages move from a lease into the tree, and the write policy decides what is backed up.
+
+Where the tree has the pages already, the lease's are duplicates; where it lacks them on the device, it takes them over.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asynccache.core.holds import drop_hold, take_hold
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.leases import Lease, retire
+from asynccache.core.ledger import Kind
+from asynccache.core.matching import Matching
+from asynccache.core.plan import Medium, Plan, Wait
+from asynccache.core.settings import WritePolicy
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
+from asynccache.core.transfers import Transfers
+from asynccache.core.tree import Node, link, walk
+from asynccache.core.world import World, split_at
+
+
+class Committed(NamedTuple):
+    """``length``: tokens published so far. ``took``: whether the checkpoint's slot went to the tree."""
+
+    plan: Plan
+    length: int
+    took: bool
+
+
+class _Commit:
+    """The pages of one commit: taken from the lease, by position; ``spares``: duplicates, by component."""
+
+    __slots__ = ("begin", "lease", "spares", "total", "window")
+
+    def __init__(self, lease: Lease, begin: int, total: int, window: int, spares: list[bytes]) -> None:
+        self.lease = lease
+        self.begin = begin
+        self.total = total
+        self.window = window
+        self.spares = spares
+
+    def own(self, c: int, start: int, end: int) -> bytes:
+        """The lease's own slots of component ``c`` for pages ``start`` to ``end``, as far as it has them."""
+        base = self.lease.own_from[c]
+        return self.lease.own[c][max(0, start - base) * SLOT_BYTES : max(0, end - base) * SLOT_BYTES]
+
+    def spare(self, c: int, start: int, end: int) -> None:
+        """These pages are in the tree already."""
+        self.spares[c] += self.own(c, start, end)
+
+    def rest(self, c: int, end: int) -> bytes:
+        """What stays with the lease after ``end``."""
+        base = self.lease.own_from[c]
+        return self.lease.own[c][max(0, end - base) * SLOT_BYTES :]
+
+
+class Commits:
+    """Publishes the pages of leases in one world."""
+
+    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
+        self._world = world
+        self._transfers = transfers
+        self._matching = matching
+        self._count = world.count
+        self._page_size = world.config.page_size
+        self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
+        self._mamba = next((c.index for c in world.components if not c.divides), 0)
+
+    def commit(
+        self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None
+    ) -> Committed | Wait:
+        """See ``CacheCore.commit``."""
+        world, size = self._world, self._page_size
+        begin, total = lease.length // size, min(len(key) // world.page_bytes, lease.reserved // size)
+        key = key[begin * world.page_bytes : total * world.page_bytes]
+        path, reached = walk(lease.hold.end, key, 0, world.page_bytes)
+        blockers = [op.id for node in path if node.cells[0].state in (ARRIVING, LEAVING)
+                    for op in node.ops if op.kind is Kind.LOAD_BACK]  # fmt: skip
+        if blockers:
+            return Wait(world.plan(), tuple(blockers))
+        work = _Commit(lease, begin, total, self._window_start(total), [b""] * self._count)
+        if path and path[-1].end > begin + reached // world.page_bytes:
+            path[-1] = split_at(self._world, path[-1], begin + reached // world.page_bytes)
+        end = lease.hold.end
+        for node in path:
+            end = self._merge(work, node)
+        end = self._grow(work, end, key, hashes)
+        took = self._move_hold(work, end, checkpoint)
+        self._write_out(lease, end, begin, took)
+        return Committed(world.plan(), lease.length, took)
+
+    def _window_start(self, total: int) -> int:
+        return self._world.components[self._swa].first_page(total) if self._swa else 0
+
+    def _merge(self, work: _Commit, node: Node) -> Node:
+        """An existing node on the way: what it lacks on the device it takes from the lease, the rest is duplicate."""
+        start = node.parent.end  # type: ignore[union-attr]
+        swa = self._swa
+        if swa:
+            first = max(work.window, work.lease.own_from[swa])
+            if start < first < node.end and node.cells[swa].state == ABSENT:
+                self._merge(work, split_at(self._world, node, first))
+                start = first
+        if node.cells[0].state == ABSENT:
+            self._insert(node, 0, work.own(0, start, node.end))
+        else:
+            work.spare(0, start, node.end)
+        if swa:
+            if node.cells[swa].state == ABSENT and start >= max(work.window, work.lease.own_from[swa]):
+                self._insert(node, swa, work.own(swa, start, node.end))
+            else:
+                work.spare(swa, start, node.end)
+        return node
+
+    def _insert(self, node: Node, c: int, slots: bytes) -> None:
+        if len(slots) == SLOT_BYTES * self._world.pages(node, c):
+            self._world.fill(node, c, slots, PRESENT)
+            if c == 0:
+                self._world.publish(Medium.GPU, True, node)
+        else:
+            self._world.shelves[c].slots.give(slots)
+
+    def _grow(self, work: _Commit, end: Node, key: bytes, hashes: bytes) -> Node:
+        """New nodes for what the tree does not have: cut where released SWA pages end and where the window begins."""
+        at, total = end.end, work.total
+        if at >= total:
+            return end
+        cuts = [total]
+        if self._swa:
+            released = work.lease.own_from[self._swa]
+            if released >= total:
+                work.total = at
+                return end
+            cuts = sorted({cut for cut in (released, work.window) if at < cut < total} | {total})
+        for cut in cuts:
+            end = self._new_node(work, end, cut, key, hashes)
+        return end
+
+    def _new_node(self, work: _Commit, parent: Node, end: int, key: bytes, hashes: bytes) -> Node:
+        world, start = self._world, parent.end
+        page = world.page_bytes
+        node = Node(key[(start - work.begin) * page : (end - work.begin) * page], end, parent, 2 * self._count)
+        link(parent, node, page)
+        world.counters.nodes += 1
+        node.hashes = hashes[start * HASH_BYTES : end * HASH_BYTES]
+        world.fill(node, 0, work.own(0, start, end), PRESENT)
+        world.publish(Medium.GPU, True, node)
+        swa = self._swa
+        if swa and start >= work.lease.own_from[swa]:
+            self._insert(node, swa, work.own(swa, start, end))
+        return node
+
+    def _move_hold(self, work: _Commit, end: Node, checkpoint: tuple[int, int] | None) -> bool:
+        """The lease now ends at ``end``: attach the checkpoint, move the pins, keep the pages beyond."""
+        lease, world = work.lease, self._world
+        took = checkpoint is not None and bool(self._mamba) and self._attach(lease, end, checkpoint)
+        old = lease.hold
+        floor = lease.own_from[self._swa] if self._swa and lease.own_from[self._swa] > work.begin else 0
+        lease.hold = take_hold(world, end, end.end, floor)
+        drop_hold(self._world, old)
+        for c in range(self._count):
+            if c != self._mamba or not c:
+                lease.own[c] = work.rest(c, end.end)
+                lease.own_from[c] = max(lease.own_from[c], end.end)
+        lease.length = end.end * self._page_size
+        self._matching.touch(end, end.end)
+        if any(work.spares):
+            retire(self._world, work.spares, True)
+        return took
+
+    def _attach(self, lease: Lease, end: Node, checkpoint: tuple[int, int]) -> bool:
+        position, slot = checkpoint[0] // self._page_size, checkpoint[1].to_bytes(SLOT_BYTES, "little")
+        node = end
+        while node.parent is not None and node.parent.end >= position:
+            node = node.parent
+        if node.parent is None or position > node.end or node.cells[0].state != PRESENT:
+            return False
+        if self._swa and node.cells[self._swa].state == ABSENT:
+            return False
+        if position < node.end:
+            node = split_at(self._world, node, position)
+        if node.cells[self._mamba].state != ABSENT:
+            return False
+        states = [lease.states[i : i + SLOT_BYTES] for i in range(0, len(lease.states), SLOT_BYTES)]
+        states.remove(slot)
+        lease.states = b"".join(states)
+        self._world.fill(node, self._mamba, slot, PRESENT)
+        self._world.policy.touch(node.cells[self._mamba])
+        return True
+
+    # write policies
+
+    def _write_out(self, lease: Lease, end: Node, begin: int, took: bool) -> None:
+        """Start the backups that the write policy asks for after a commit."""
+        world = self._world
+        if not world.has_host or end.root.dead:
+            return
+        policy = world.config.write_policy
+        if policy is WritePolicy.WRITE_BACK:
+            self._transfers.save_coldest()
+            return
+        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            due = self._count_pass(lease, end)
+        else:
+            due = end if took or end.end > begin else None
+        if due is not None:
+            self._transfers.save_or_defer(due, begin)
+
+    def _count_pass(self, lease: Lease, end: Node) -> Node | None:
+        """Count this lease's pass, once, through every node without a host copy; the deepest that is due for one."""
+        due = None
+        node = end
+        while node.parent is not None:
+            if node.cells[self._count].state != ABSENT:
+                return due or node
+            if node.passer == lease.id:
+                return due
+            node.passer = lease.id
+            node.passes += 1
+            if node.passes > 1 and due is None:
+                due = node
+            node = node.parent
+        return due

@@ -1,0 +1,111 @@
+"""Matching: how far a prompt is cached, on which tier, and what that makes recent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asynccache.core.states import ABSENT, LEAVING
+from asynccache.core.tree import Node, walk
+from asynccache.core.world import World
+
+
+class Match(NamedTuple):
+    """How far a prompt is cached, in tokens.
+
+    ``device``: the longest prefix valid on the device; ``host``: valid on device or host; ``full``: how far FULL alone
+    matched. The rest: FULL tokens, SWA tokens and MAMBA states that a load_back would bring.
+    """
+
+    device: int = 0
+    host: int = 0
+    full: int = 0
+    host_hit_length: int = 0
+    swa_host_hit_length: int = 0
+    mamba_host_hit_length: int = 0
+
+    @property
+    def needs_load_back(self) -> bool:
+        """Whether ``host`` is reached only by loading something (SWA or MAMBA alone suffices)."""
+        return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
+
+
+class Ends(NamedTuple):
+    """Match ends in pages: on the device, on device or host, and where FULL alone ends."""
+
+    device: int
+    union: int
+    full: int
+
+
+class Matching:
+    """Reads one world; writes nothing but stamps."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = world.count
+        self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
+        self._mamba = next((c.index for c in world.components if not c.divides), 0)
+
+    def match(self, space: bytes, key: bytes) -> Match:
+        """See ``CacheCore.match``."""
+        root = self._world.roots.get(space)
+        if root is None:
+            return Match()
+        page = self._world.page_bytes
+        path, reached = walk(root, key[: len(key) // page * page], 0, page)
+        if not path:
+            return Match()
+        ends = self.ends(path, reached)
+        self.touch(path[-1], ends.union)
+        size = self._world.config.page_size
+        if ends.union == ends.device:
+            return Match(ends.device * size, ends.union * size, ends.full * size)
+        loads = self.missing(path, ends.union)
+        swa, mamba = self._swa, self._mamba
+        return Match(
+            ends.device * size, ends.union * size, ends.full * size, loads[0] * size,
+            loads[swa] * size if swa else 0, loads[mamba] if mamba else 0,
+        )  # fmt: skip
+
+    def ends(self, path: Sequence[Node], reached: int) -> Ends:
+        """Where the match of ``path``, which was followed to byte ``reached``, ends."""
+        page = reached // self._world.page_bytes
+        components = self._world.components
+        device = components[0].longest_end(path, page, False)
+        union = components[0].longest_end(path, page, True) if device < page and self._world.has_host else device
+        full = union
+        if self._count > 1:
+            union = self._world.valid_end(path, union, self._world.has_host)
+            device = min(self._world.valid_end(path, device, False), union)
+        return Ends(device, union, full)
+
+    def missing(self, path: Sequence[Node], end: int) -> list[int]:
+        """Pages (states) per component that a match of ``path`` up to ``end`` lacks on the device."""
+        lacking = [0] * self._count
+        for component in self._world.components:
+            c, first = component.index, component.first_page(end)
+            for node in reversed(path):
+                start = node.parent.end  # type: ignore[union-attr]
+                if node.end <= first:
+                    break
+                if start < end and node.cells[c].state in (ABSENT, LEAVING):
+                    lacking[c] += min(node.end, end) - max(start, first)
+        return lacking
+
+    def touch(self, node: Node, end: int) -> None:
+        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window and a page more. ``node`` is
+        that one or below it."""
+        policy = self._world.policy
+        while node.parent is not None and node.parent.end >= end:
+            node = node.parent
+        if node.parent is None:
+            return
+        for c in range(self._count):
+            policy.touch(node.cells[c])
+        if self._swa:
+            first = self._world.components[self._swa].first_page(end) - 1
+            above: Node | None = node.parent
+            while above is not None and above.end > first and above.parent is not None:
+                policy.touch(above.cells[self._swa])
+                above = above.parent
