@@ -71,16 +71,14 @@ class Index:
         self.bytes -= group.length
         return group, page
 
-    def drop_segment(self, segment: int) -> int:
-        """Forget a segment with all that is left in it; the number of live pages that go."""
-        before = self.pages
+    def drop_segment(self, segment: int) -> None:
+        """Forget a segment with all that is left in it."""
         for number in self._segments.pop(segment, ()):
             group = self._groups.pop(number)
             for page, key in enumerate(group.keys()):
                 if not group.dead >> page & 1:
                     del self._slots[key]
                     self.bytes -= group.length
-        return before - self.pages
 
     def kill(self, deaths: Iterable[tuple[int, int, int]]) -> int:
         """Apply (segment, offset, dead pages) to groups; for recovery. How many name a group that is not there."""

@@ -2,8 +2,8 @@
 
 Reclaim is a second-chance FIFO over segments. When another segment would exceed the capacity the oldest one goes; those
 of its pages that were read since they were written are written again, up to half a segment's worth, and all others are
-dropped. So what is read survives, at a write amplification of at most 2; ``stats`` has the measured one. It
-starts when the active segment is half full, so that there is room to write to and writers seldom wait.
+dropped. So what is read survives, at a write amplification of at most 2; ``stats`` has the measured one. It starts
+while the active segment is fresh, so that there is room to write to and writers seldom wait.
 """
 
 from __future__ import annotations
@@ -57,10 +57,15 @@ class Janitor:
         self._state.log.active = segment
 
     def look_ahead(self) -> None:
-        """Start to prepare the next segment if the active one is half full."""
+        """Start to prepare the next segment: early if another must go for it, else when the active one is half full."""
         log = self._state.log
-        if log.active is not None and log.room * 2 < log.active.size:
+        if log.active is not None and (self._is_full or log.room * 2 < log.active.size):
             self._prepare_task()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether another segment would exceed the capacity."""
+        return self._state.log.bytes + self._state.segment_bytes > self._state.capacity
 
     async def sync(self) -> None:
         """Return once all that was written before is on the disk.
@@ -125,14 +130,15 @@ class Janitor:
         """Drop every segment."""
         self._state.log.active = None
         for segment in list(self._state.log.segments.values()):
-            await self._drop(segment)
+            self._forget(segment)
+            await self._unlink(segment)
         await self.save()
 
     async def trim(self) -> None:
         """Drop the oldest segments until the rest fits the capacity; for a capacity smaller than last time's."""
         log = self._state.log
         while log.bytes > self._state.capacity and (oldest := log.oldest()):
-            self._state.counts["evicted_pages"] += await self._drop(oldest)
+            await self._evict(oldest)
 
     async def reuse(self, segment: Segment) -> None:
         """Go on in the last segment of an earlier run; if the disk does not give the room it stays as it is."""
@@ -148,7 +154,7 @@ class Janitor:
 
     async def _prepare(self) -> Segment | OSError:
         state = self._state
-        while state.log.bytes + state.segment_bytes > state.capacity and (victim := state.log.oldest()):
+        while self._is_full and (victim := state.log.oldest()):
             await self._reclaim(victim)
         number = state.log.next_number
         state.log.next_number += 1
@@ -166,21 +172,19 @@ class Janitor:
 
     async def _reclaim(self, victim: Segment) -> None:
         await self._rescue(victim)
-        dropped = await self._drop(victim)
-        self._state.counts["evicted_pages"] += dropped
         self._state.counts["reclaimed_segments"] += 1
+        await self._evict(victim)
 
     async def _rescue(self, victim: Segment) -> None:
         """Write again what was read since it was written, as far as there is room at once."""
         state, budget = self._state, self._state.segment_bytes // 2
         scratch: memoryview | None = None
         for group, pages in _hot_pages(state.index.groups_of(victim.number)):
-            count = state.log.fit(group.length, min(len(pages), budget // group.length))
-            if not count:
-                return
-            scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
-            await self._move(victim, group, pages[:count], scratch)
-            budget -= count * group.length
+            while count := state.log.fit(group.length, min(len(pages), budget // group.length)):
+                scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
+                await self._move(victim, group, pages[:count], scratch)
+                budget -= count * group.length
+                del pages[:count]
 
     async def _move(self, victim: Segment, group: Group, pages: list[int], scratch: memoryview) -> None:
         state, length = self._state, group.length
@@ -232,12 +236,16 @@ class Janitor:
         finally:
             segment.leave()
 
-    async def _drop(self, segment: Segment) -> int:
-        """Forget a segment and delete its file; the number of pages that went."""
-        self._state.log.segments.pop(segment.number, None)
-        dropped = self._state.index.drop_segment(segment.number)
+    async def _evict(self, segment: Segment) -> None:
+        """Drop a segment for want of room."""
+        before = self._state.index.pages
+        self._forget(segment)
+        self._state.counts["evicted_pages"] += before - self._state.index.pages
         await self._unlink(segment)
-        return dropped
+
+    def _forget(self, segment: Segment) -> None:
+        self._state.log.segments.pop(segment.number, None)
+        self._state.index.drop_segment(segment.number)
 
     async def _unlink(self, segment: Segment) -> None:
         segment.drop()

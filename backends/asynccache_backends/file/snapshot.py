@@ -1,6 +1,7 @@
 """A copy of the index on disk, so that a start need not read every segment. Never needed, never trusted unverified.
 
-    index.snapshot: 8 magic · 8 number of segments · 8 number of groups · 16 xxh3_128 of the rest, seeded;
+    index.snapshot: 8 magic · 16 xxh3_128 of all that follows, seeded;
+                    8 number of segments · 8 number of groups;
                     per segment its id and the offset from which it must be scanned (8 + 8);
                     every group's header block without padding
 
@@ -15,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from xxhash import xxh3_128
+from xxhash import xxh3_128_digest
 
-from asynccache_backends.file.blocks import HEAD_BYTES, Group, block_bytes, pack_block, parse_block
+from asynccache_backends.file.blocks import Group, block_bytes, pack_block, parse_block
 
 NAME = "index.snapshot"
 MAGIC = b"acINDEX\x01"
-_HEAD = struct.Struct("<8sQQ16s")
+_HEAD = struct.Struct("<8s16s")
 _PAIR = struct.Struct("<QQ")
 
 
@@ -37,12 +38,10 @@ EMPTY = Snapshot({}, ())
 
 def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> list[bytes]:
     """The file's content, in parts. Reads nothing of a group that ever changes: a thread may do it."""
-    table = b"".join(_PAIR.pack(number, offset) for number, offset in scan_from.items())
     blocks = [pack_block(group, seed) for group in groups]
-    body = b"".join(blocks)
-    checksum = xxh3_128(table, seed)
-    checksum.update(body)
-    return [_HEAD.pack(MAGIC, len(scan_from), len(blocks), checksum.digest()) + table, body]
+    pairs = ((len(scan_from), len(blocks)), *scan_from.items())
+    body = b"".join([*(_PAIR.pack(*pair) for pair in pairs), *blocks])
+    return [_HEAD.pack(MAGIC, xxh3_128_digest(body, seed)), body]
 
 
 def load(folder: Path, seed: int) -> Snapshot:
@@ -58,19 +57,20 @@ def parse(data: bytes, seed: int) -> Snapshot | None:
     """What ``data`` says, or None if it is not whole."""
     if len(data) < _HEAD.size:
         return None
-    magic, segments, count, checksum = _HEAD.unpack_from(data)
-    if magic != MAGIC or xxh3_128(memoryview(data)[_HEAD.size :], seed).digest() != checksum:
+    magic, checksum = _HEAD.unpack_from(data)
+    body = memoryview(data)[_HEAD.size :]
+    if magic != MAGIC or xxh3_128_digest(body, seed) != checksum:
         return None
-    at = _HEAD.size + segments * _PAIR.size
-    scan_from = dict(_PAIR.iter_unpack(data[_HEAD.size : at]))
-    return Snapshot(scan_from, _groups(memoryview(data), at, count, seed))
+    segments, count = _PAIR.unpack_from(body)
+    table = _PAIR.size * (1 + segments)
+    return Snapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
 
 
 def _groups(data: memoryview, at: int, count: int, seed: int) -> list[Group]:
     groups = []
     for _ in range(count):
         size = block_bytes(data, at)
-        group = parse_block(data[at : at + max(size, HEAD_BYTES)], seed)
+        group = parse_block(data[at : at + size], seed)
         if group is not None:
             groups.append(group)
         at += size

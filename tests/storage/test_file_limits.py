@@ -1,0 +1,376 @@
+"""Capacity, reclaim and broken disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asynccache_backends.file import FileBackend
+from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
+from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.reads import Place, plan_reads
+from asynccache_backends.file.segments import list_segments
+
+from asynccache.errors import ConfigError
+from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, blank, content, keys_of, page_key, record_of
+
+FULL = LAYOUT.page_bytes["full"]
+
+
+async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
+    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
+
+
+async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
+    return await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
+
+
+async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
+    """Read keys; every hit must be right."""
+    pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
+    results = await store.get(keys, pages)
+    for key, page, result in zip(keys, pages, results, strict=True):
+        assert result is not Result.HIT or page == content(key, page.nbytes)
+    return results
+
+
+@pytest.mark.asyncio
+async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    keys = keys_of(2500)
+    for at in range(0, 2500, 50):
+        assert await put(store, keys[at : at + 50]) == [Result.HIT] * 50
+        stats = store.stats()
+        assert stats["disk_bytes"] <= 16 << 20
+    there = [result is Result.HIT for result in await store.exists(keys)]
+    stats = store.stats()
+    assert there == sorted(there)
+    assert stats["pages"] == sum(there) >= 800
+    assert stats["evicted_pages"] == 2500 - sum(there)
+    assert (stats["moved_pages"], stats["write_amplification"]) == (0, 1.0)
+    assert set(await get(store, keys[-800:])) == {Result.HIT}
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    hot, cold = keys_of(20), [page_key(f"cold {i}") for i in range(3000)]
+    await put(store, hot)
+    for at in range(0, 3000, 15):
+        assert await get(store, hot) == [Result.HIT] * 20
+        await put(store, cold[at : at + 15])
+    stats = store.stats()
+    assert stats["evicted_pages"] > 1500
+    assert 40 <= stats["moved_pages"] < 200
+    assert stats["write_amplification"] == 1 + stats["moved_pages"] / 3020
+    assert stats["disk_bytes"] <= 16 << 20
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await get(store, hot) == [Result.HIT] * 20
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_page_deleted_while_it_is_moved_stays_deleted(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    backend = _backend(store)
+    keys = keys_of(40)
+    await put(store, keys)
+    await get(store, keys)
+    io, state = HeldIO(backend), backend._state
+    group = state.index.groups()[0]
+    pages = list(range(group.count))
+    moving = asyncio.ensure_future(
+        backend._janitor._move(state.log.segments[1], group, pages[:10], aligned(10 * FULL))
+    )
+    await _turns()
+    io.release_all()
+    await io.asked()
+    assert await store.delete(keys[2:5]) == [Result.HIT] * 3
+    io.release_all()
+    await moving
+    expected = [Result.MISS if 2 <= i < 5 else Result.HIT for i in range(40)]
+    assert await store.exists(keys) == expected
+    assert state.counts["moved_pages"] == 10
+    await store.aclose()
+    (tmp_path / "s" / "index.snapshot").unlink()
+    store = await open_at(tmp_path / "s")
+    assert await get(store, keys) == expected
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_smaller_capacity_at_the_next_start_drops_the_oldest(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    keys = keys_of(700)
+    await put(store, keys)
+    await store.aclose()
+    store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
+    assert store.stats()["disk_bytes"] <= 4 << 20
+    there = [result is Result.HIT for result in await store.exists(keys)]
+    assert there == sorted(there)
+    assert 100 < sum(there) < 256
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_reads_and_puts_go_on_while_segments_are_reclaimed(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s", "capacity=8MiB&segment=1MiB")
+
+    async def writer(number: int) -> None:
+        for batch in range(15):
+            keys = [page_key(f"{number}/{batch}/{i}") for i in range(20)]
+            assert await put(store, keys) == [Result.HIT] * 20
+            results = await get(store, keys)
+            assert set(results) <= {Result.HIT, Result.MISS}
+
+    await asyncio.gather(*(writer(number) for number in range(4)))
+    stats = store.stats()
+    assert stats["reclaimed_segments"] > 5
+    assert (stats["errors"], stats["corrupt_pages"], stats["failed_pages"]) == (0, 0, 0)
+    await store.aclose()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A tmpfs, where mounting is permitted."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here; the test with RLIMIT_FSIZE covers a disk that is full")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.asyncio
+async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
+        keys = keys_of(600)
+        results = [result for at in range(0, 600, 30) for result in await put(store, keys[at : at + 30])]
+        stored = results.count(Result.HIT)
+        assert 200 < stored < 384
+        assert set(results[-30:]) == {Result.FAILED}
+        stats = store.stats()
+        assert stats["errors"] == 1
+        assert stats["refused_writes"] > 3
+        assert (await get(store, keys)).count(Result.HIT) == stored
+        await store.aclose()
+        store = await open_at(disk / "s", "capacity=5MiB&segment=1MiB")
+        assert Result.CORRUPT not in await get(store, keys)
+        assert set(await put(store, [page_key(f"more {i}") for i in range(100)])) == {Result.HIT}
+        await store.aclose()
+
+
+class HeldIO(ThreadIO):
+    """Real I/O whose answers come when the test says so, with errors if it says so."""
+
+    def __init__(self, backend: FileBackend) -> None:
+        super().__init__(2)
+        self.held: list[asyncio.Future[Any]] = []
+        self.error: OSError | None = None
+        self._asked = asyncio.Event()
+        backend._state.io.close()
+        backend._state.io = self
+
+    def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
+        if self.error is not None:
+            return self._answer(Moved(0, self.error, False))
+        return self._hold(super().write(files, run))
+
+    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[list[Moved]]:
+        if self.error is not None:
+            return self._answer([Moved(0, self.error, False) for _ in runs])
+        return self._hold(super().read(files, runs))
+
+    def release_all(self) -> None:
+        for future in self.held:
+            future.set_result(None)
+        self.held.clear()
+
+    async def asked(self) -> None:
+        """Return when something is held."""
+        if not self.held:
+            self._asked.clear()
+            await self._asked.wait()
+
+    def _answer(self, value: Any) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(value)
+        return future
+
+    def _hold(self, done: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        gate = asyncio.get_running_loop().create_future()
+        self.held.append(gate)
+        self._asked.set()
+
+        async def both() -> Any:
+            await gate
+            return await done
+
+        return asyncio.ensure_future(both())
+
+
+def _backend(store: CheckedStore) -> FileBackend:
+    assert isinstance(store.backend, FileBackend)
+    return store.backend
+
+
+async def _turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_a_call_cancelled_in_the_middle_returns_only_after_its_io(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    backend, keys = _backend(store), keys_of(20)
+    await put(store, [page_key("first")])
+    io = HeldIO(backend)
+    records = [record_of(key) for key in keys]
+    for call in (backend.put(keys, records), backend.get(keys, [blank(key) for key in keys])):
+        task = asyncio.ensure_future(call)
+        await _turns()
+        for _ in range(3):
+            task.cancel()
+            await _turns()
+            assert not task.done()
+        io.release_all()
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert await backend.exists(keys) == [Result.HIT] * 20
+    assert not backend._writing
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_calls_under_way(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    backend, keys = _backend(store), keys_of(20)
+    await put(store, keys)
+    io = HeldIO(backend)
+    getting = asyncio.ensure_future(backend.get(keys, [blank(key) for key in keys]))
+    await _turns()
+    closing = asyncio.ensure_future(store.aclose())
+    await _turns()
+    assert not closing.done()
+    io.release_all()
+    assert await getting == [Result.HIT] * 20
+    await closing
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+async def test_a_broken_disk_fails_pages_once_and_then_refuses_writes(tmp_path: Path, number: int) -> None:
+    store = await open_at(tmp_path / "s")
+    keys = keys_of(20)
+    await put(store, keys[:10])
+    io = HeldIO(_backend(store))
+    io.error = OSError(number, os.strerror(number))
+    assert await put(store, keys) == [Result.HIT] * 10 + [Result.FAILED] * 10
+    assert await put(store, keys) == [Result.HIT] * 10 + [Result.FAILED] * 10
+    assert await get(store, keys) == [Result.FAILED] * 10 + [Result.MISS] * 10
+    stats = store.stats()
+    assert (stats["errors"], stats["refused_writes"], stats["breaker"]) == (2, 1, 0)
+    io.error = None
+    reading = asyncio.ensure_future(get(store, keys[:10]))
+    await io.asked()
+    io.release_all()
+    assert await reading == [Result.HIT] * 10
+    await store.aclose()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("capacity=12KiB", "capacity=12288"),
+        ("capacity=1MiB&segment=512KiB", "three segments"),
+        ("segment=5000", "segment=5000"),
+        ("segment=8KiB", "segment=8192"),
+        ("capacity=lots", "capacity='lots'"),
+        ("direct=perhaps", "direct='perhaps'"),
+        ("sync=yes", "'sync'"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_unusable_options_are_refused_by_name_and_value(tmp_path: Path, options: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        await FileBackend.open(parse_url(f"file:{tmp_path}/s?{options}"), LAYOUT)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
+    layout = StoreLayout({"full": 4096}, b"s")
+    backend = await FileBackend.open(parse_url(f"file:{tmp_path}/s?capacity=32KiB"), layout)
+    keys = keys_of(20)
+    records = [Record(aligned(64), aligned(4096)) for _ in keys]
+    for key, record in zip(keys, records, strict=True):
+        record.payload[:32] = key.key
+        assert await backend.put([key], [record]) == [Result.HIT]
+    assert (await backend.exists(keys))[-1] is Result.HIT
+    assert backend.stats()["disk_bytes"] <= 32768
+    await backend.aclose()
+
+
+def _places(offsets: Sequence[int], length: int = FULL, segment: int = 1) -> list[Place]:
+    group = Group(segment, 0, length, b"")
+    return [Place(segment, offset, i, 0, group) for i, offset in enumerate(offsets)]
+
+
+def test_neighbours_are_read_in_one_run() -> None:
+    places = _places([3 * FULL, FULL, 2 * FULL, 9 * FULL])
+    (batch,) = plan_reads(places, [blank(page_key("x"))] * 4)
+    assert [(run.offset, len(run.buffers)) for run in batch.runs] == [(FULL, 3), (9 * FULL, 1)]
+    assert [[place.which for place in run] for run in batch.places] == [[1, 2, 0], [3]]
+
+
+def test_a_large_get_is_dealt_out_in_several_batches() -> None:
+    places = _places([i * FULL for i in range(1000)])
+    batches = plan_reads(places, [blank(page_key("x"))] * 1000)
+    sizes = [sum(len(run.buffers) for run in batch.runs) * FULL for batch in batches]
+    assert 4 <= len(batches) <= 5
+    assert max(sizes) <= 4 << 20
+    assert sorted(p.which for b in batches for run in b.places for p in run) == list(range(1000))
+
+
+@pytest.mark.parametrize("change", [lambda f: _places([0], segment=2), lambda f: _places([FULL], length=FULL + 1)])
+def test_segments_and_lengths_are_not_mixed(change: Callable[[int], list[Place]]) -> None:
+    batches = plan_reads([*_places([0]), *change(0)], [blank(page_key("x"))] * 2)
+    assert len(batches) == 2
+
+
+@pytest.mark.asyncio
+async def test_files_of_reclaimed_segments_are_gone_and_closed(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s", "capacity=4MiB&segment=1MiB")
+    for batch in range(20):
+        await put(store, [page_key(f"{batch}/{i}") for i in range(50)])
+    numbers = list_segments(tmp_path / "s")
+    assert len(numbers) <= 4
+    assert min(numbers) > 10
+    names = [name for name in map(_target, _descriptors()) if str(tmp_path) in name and "segment-" in name]
+    assert len(names) <= 8
+    await store.aclose()
+    assert not [name for name in map(_target, _descriptors()) if str(tmp_path) in name]
+
+
+def _descriptors() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
