@@ -1,8 +1,8 @@
 """How a batch of page copies moves its bytes between arrays in host memory.
 
 Shared by the devices whose memory is host memory. A batch is a list of steps (a load has one per layer), a step a list
-of transfers, a transfer a list of pieces: index lists or runs of 256 KiB to 1 MiB that one numpy call copies without
-the GIL. Nothing here knows threads, events or time; pauses are yielded to whoever runs the batch.
+of transfers, a transfer a list of pieces: index lists of 256 KiB or runs of up to 1 MiB, which one numpy call copies
+without the GIL. Nothing here knows threads or time; pauses are yielded to whoever runs the batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from asynccache.memory.pools import Bytes, DevicePool, HostPool
 Ids = npt.NDArray[np.intp]
 Piece = tuple[Ids | slice, Ids | slice]
 
-GATHER_BYTES = 512 << 10
-"""One numpy call over an index list: it passes through a temporary, which should stay in the processor's cache."""
+GATHER_BYTES = 256 << 10
+"""One numpy call over an index list: it passes through a temporary, which should stay in a core's own cache."""
 DIRECT_BYTES = 256 << 10
 """From here on a run of neighbours is worth a call of its own, which needs no temporary."""
 RUN_BYTES = 1 << 20

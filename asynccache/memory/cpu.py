@@ -237,8 +237,13 @@ def _own(stream: Stream) -> CpuStream:
 class Gate(CpuEvent):
     """An event that somebody fires by hand: a test that holds a stream, an engine that computes without streams."""
 
+    def __init__(self, bells: _Bells, stream: str, shut: dict[Gate, None]) -> None:
+        super().__init__(bells, stream)
+        self._shut = shut
+
     def open(self) -> None:
         """Let go of every stream and coroutine that waits. From any thread."""
+        self._shut.pop(self, None)
         self.fire()
 
 
@@ -250,7 +255,7 @@ class CpuDevice:
         self._bells = _Bells()
         self._fates = Fates(faults or Faults())
         self._streams: list[CpuStream] = []
-        self._gates: list[Gate] = []
+        self._gates: dict[Gate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
         """A new stream, with its thread."""
@@ -260,8 +265,8 @@ class CpuDevice:
 
     def gate(self) -> Gate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
-        gate = Gate(self._bells, "gate")
-        self._gates = [g for g in self._gates if not g.done()] + [gate]
+        gate = Gate(self._bells, "gate", self._gates)
+        self._gates[gate] = None
         return gate
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
@@ -297,7 +302,7 @@ class CpuDevice:
         """
         for stream in self._streams:
             stream.close()
-        for gate in self._gates:
+        for gate in list(self._gates):
             gate.open()
         await asyncio.to_thread(self._join)
 

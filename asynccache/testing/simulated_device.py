@@ -63,8 +63,13 @@ class SimulatedEvent:
 class SimulatedGate(SimulatedEvent):
     """An event that somebody fires by hand."""
 
+    def __init__(self, shut: dict[SimulatedGate, None]) -> None:
+        super().__init__()
+        self._shut = shut
+
     def open(self) -> None:
         """Let go of every stream and coroutine that waits."""
+        self._shut.pop(self, None)
         self.fire()
 
 
@@ -159,7 +164,7 @@ class SimulatedDevice:
         self._latency = latency
         self._fates = Fates(faults or Faults(seed=seed))
         self._streams: list[SimulatedStream] = []
-        self._gates: list[SimulatedGate] = []
+        self._gates: dict[SimulatedGate, None] = {}  # those not open yet; each takes itself out
         self._last: list[SimulatedEvent] = []  # one for each closed stream
 
     def stream(self, name: str) -> SimulatedStream:
@@ -170,8 +175,9 @@ class SimulatedDevice:
 
     def gate(self) -> SimulatedGate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
-        self._gates.append(SimulatedGate())
-        return self._gates[-1]
+        gate = SimulatedGate(self._gates)
+        self._gates[gate] = None
+        return gate
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Raises ConfigError if the pools do not fit in host memory together."""
@@ -206,7 +212,7 @@ class SimulatedDevice:
 
     async def aclose(self) -> None:
         """Finish all queued work. Closing again waits again. Cancelling stops the waiting, never the work."""
-        for gate in self._gates:
+        for gate in list(self._gates):
             gate.open()
         for stream in self._streams:
             if not stream.closed:

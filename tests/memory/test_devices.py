@@ -251,3 +251,13 @@ async def test_many_batches_in_both_directions_agree_with_a_model(make_device: M
     assert {s: device_page(mover, "full", s) for s in range(32)} == device
     assert {s: host_page(mover, "full", s) for s in range(48)} == host
     await mover.device.aclose()
+
+
+async def test_opened_gates_are_forgotten(make_device: Make) -> None:
+    device = make_device()
+    gates = [device.gate() for _ in range(50)]
+    for gate in gates[1:]:
+        gate.open()
+    assert list(device._gates) == gates[:1]
+    await device.aclose()
+    assert gates[0].done()
