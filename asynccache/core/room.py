@@ -38,8 +38,9 @@ class RoomMaker:
         self._world = world
         self._save = save
 
-    def make(self, tier: int, needs: Sequence[int], steps: int) -> Room:
-        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops."""
+    def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
+        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: of what the
+        device holds, only those host copies go that storage has."""
         base = tier * self._world.count
         shelves = self._world.shelves
         if any(need > shelves[base + c].reachable() for c, need in enumerate(needs)):
@@ -52,6 +53,8 @@ class RoomMaker:
                 steps -= 1
                 if self._evict_next(place, EARLY):
                     continue
+                if gently and not self._coldest_is_stored(place):
+                    return Room.SHORT
                 verdict = self._late(place, need)
                 if verdict is not Room.FREE:
                     return verdict
@@ -62,6 +65,16 @@ class RoomMaker:
         if place < self._world.count and self._saving(place, need):
             return Room.SAVING
         return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
+
+    def _coldest_is_stored(self, place: int) -> bool:
+        node = self.coldest(place, LATE)
+        if node is None:
+            return False
+        self._world.offer(node, place)
+        count = self._world.count
+        return all(
+            node.stored >> c & 1 for c in range(count) if node.cells[count + c].state == PRESENT
+        )
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""

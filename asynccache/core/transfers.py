@@ -35,15 +35,16 @@ class Transfers:
 
     # backup_host
 
-    def save(self, node: Node, floor: int = _UNBOUNDED) -> bool:
+    def save(self, node: Node, floor: int = _UNBOUNDED, *, gently: bool = False) -> bool:
         """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. Nodes that end
-        above page ``floor`` are looked at even where something below them lacks nothing."""
+        above page ``floor`` are looked at even where something below them lacks nothing. ``gently``: not at the cost of
+        another node's only copy below the device."""
         chain = self._lacking(node, floor)
         if not chain:
             return True
         if self._world.ledger.count[Kind.BACKUP_HOST] >= self._world.config.max_backup_ops:
             return False
-        return self._can_follow(chain) and self._open_backup(chain)
+        return self._can_follow(chain) and self._open_backup(chain, gently)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
         """``save``, tried again later if it must wait."""
@@ -70,8 +71,8 @@ class Transfers:
             while stack and self._world.has_host:
                 node = stack.pop()
                 stack.extend((node.children or {}).values())
-                if self._missing(node):
-                    self.save_or_defer(node)
+                if self._missing(node) & ~node.stored:
+                    self.save(node, gently=True)
                 self.store([node])
 
     def _lacking(self, node: Node, floor: int) -> list[Node]:
@@ -112,7 +113,7 @@ class Transfers:
             node = node.parent
         return True
 
-    def _open_backup(self, chain: Sequence[Node]) -> bool:
+    def _open_backup(self, chain: Sequence[Node], gently: bool) -> bool:
         world, count = self._world, self._count
         moves = [(node, self._missing(node)) for node in chain]
         needs = [sum(world.pages(n, c) for n, m in moves if m >> c & 1) for c in range(count)]
@@ -120,7 +121,7 @@ class Transfers:
         if not moves:
             return False
         world.pin(chain[-1], HOST, 0)
-        room = self.room.make(HOST, needs, _UNBOUNDED)
+        room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
         world.unpin(chain[-1], HOST, 0)
         if room is not Room.FREE:
             return False

@@ -106,7 +106,7 @@ class World:
         """Announce that ``node``'s FULL pages appeared on ``medium`` or left it."""
         if self.config.publish and node.hashes:
             parent = node.parent
-            before = parent.hashes[-HASH_BYTES:] if parent is not None else b""
+            before = parent.hashes[-HASH_BYTES:] if parent is not None and parent.parent is not None else b""
             self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b""))
 
     def root(self, space: bytes) -> Root:
