@@ -168,18 +168,17 @@ async def test_aclose_ends_the_threads() -> None:
 async def test_an_idle_stream_holds_no_buffers() -> None:
     device = CpuDevice()
     stream = device.stream("s")
-    seen: list[int] = []
+    gone = threading.Event()
 
     class Buffer:
         def __call__(self) -> None:
-            seen.append(1)
+            assert not gone.is_set()
 
         def __del__(self) -> None:
-            seen.append(2)
+            gone.set()
 
-    stream._submit(Buffer())
-    await stream.record().wait()
-    assert seen == [1, 2]
+    stream._submit(Buffer())  # and nothing after it, which would take its place
+    assert await asyncio.to_thread(gone.wait, 10)
     await device.aclose()
 
 
