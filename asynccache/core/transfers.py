@@ -14,6 +14,7 @@ from asynccache.core.ledger import DEVICE, HOST, Fragment, Kind, Operation
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
 from asynccache.core.room import Room, RoomMaker
 from asynccache.core.settings import WritePolicy
+from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
 from asynccache.core.world import LATE, World
@@ -120,17 +121,21 @@ class Transfers:
         moves = self._without_oversized(moves, needs)
         if not moves:
             return False
-        world.pin(chain[-1], HOST, 0)
-        room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
-        world.unpin(chain[-1], HOST, 0)
-        if room is not Room.FREE:
+        if not self._has_host_room(chain[-1], needs, gently):
             return False
         op = world.ledger.open(Kind.BACKUP_HOST)
-        for node, mask in moves:
-            world.cover(op, node, mask)
-            self._take(node, mask, HOST)
-        world.effect(BackupHost(op.id, self._moves(op, DEVICE, HOST)))
+        world.effect(BackupHost(op.id, self._start(op, moves, DEVICE, HOST)))
         return True
+
+    def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
+        """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
+        shelves = self._world.shelves[self._count :]
+        if all(len(shelf.slots) >= need for shelf, need in zip(shelves, needs, strict=True)):
+            return True
+        self._world.pin(end, HOST, 0)
+        room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
+        self._world.unpin(end, HOST, 0)
+        return room is Room.FREE
 
     def _without_oversized(self, moves: list[tuple[Node, int]], needs: list[int]) -> list[tuple[Node, int]]:
         """Leave out an auxiliary component that the host could never hold for these nodes; FULL goes alone then."""
@@ -145,10 +150,7 @@ class Transfers:
     def open_load(self, loads: Sequence[tuple[Node, int]]) -> Operation:
         """Start loading ``(node, components)``, root first; room was made."""
         op = self._world.ledger.open(Kind.LOAD_BACK)
-        for node, mask in loads:
-            self._world.cover(op, node, mask)
-            self._take(node, mask, DEVICE)
-        self._world.effect(LoadBack(op.id, self._moves(op, HOST, DEVICE)))
+        self._world.effect(LoadBack(op.id, self._start(op, loads, HOST, DEVICE)))
         return op
 
     def open_clone(self, node: Node, component: int, slot: bytes) -> Operation:
@@ -333,24 +335,24 @@ class Transfers:
 
     # helpers
 
-    def _take(self, node: Node, mask: int, tier: int) -> None:
-        world = self._world
-        for c in range(self._count):
-            if mask >> c & 1:
-                place = tier * self._count + c
-                world.fill(node, place, world.shelves[place].slots.take(world.pages(node, c)), ARRIVING)
-
-    def _moves(self, op: Operation, source: int, target: int) -> tuple[Move, ...]:
-        count = self._count
-        moves = []
-        for c in range(count):
-            nodes = [node for node, mask, _ in op.fragments if mask >> c & 1]
-            if nodes:
-                op.pages += sum(self._world.pages(n, c) for n in nodes) if c == 0 else 0
-                src = b"".join([n.cells[source * count + c].slots for n in nodes])
-                dst = b"".join([n.cells[target * count + c].slots for n in nodes])
-                moves.append(Move(self._kinds[c], src, dst))
-        return tuple(moves)
+    def _start(
+        self, op: Operation, chosen: Iterable[tuple[Node, int]], source: int, target: int
+    ) -> tuple[Move, ...]:
+        """Cover the chosen nodes, take slots for what moves, and say what goes where. Room was made."""
+        world, count = self._world, self._count
+        src: list[list[bytes]] = [[] for _ in range(count)]
+        dst: list[list[bytes]] = [[] for _ in range(count)]
+        for node, mask in chosen:
+            world.cover(op, node, mask)
+            for c in range(count):
+                if mask >> c & 1:
+                    held = node.cells[source * count + c].slots
+                    taken = world.shelves[target * count + c].slots.take(len(held) // SLOT_BYTES)
+                    world.fill(node, target * count + c, taken, ARRIVING)
+                    src[c].append(held)
+                    dst[c].append(taken)
+        op.pages = sum(map(len, src[0])) // SLOT_BYTES
+        return tuple([Move(self._kinds[c], b"".join(src[c]), b"".join(dst[c])) for c in range(count) if src[c]])
 
 
 def _moves(op: Operation, node: Node) -> int:

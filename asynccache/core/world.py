@@ -134,7 +134,7 @@ class World:
             node.parent.kids_host += 1  # type: ignore[union-attr]
         if state == PRESENT:
             self._became_present(node, place)
-        if place < self.count:
+        if place < self.count and node.cells[place + self.count].state == PRESENT:
             self.offer(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
@@ -218,7 +218,7 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
         cell = node.cells[place]
-        if cell.state != PRESENT or cell.pins or not self.is_candidate(node, place):
+        if not self.is_candidate(node, place):
             return
         late = self.late(node, place)
         if not cell.queued & (1 << late):
