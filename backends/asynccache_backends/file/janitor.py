@@ -9,6 +9,7 @@ while the active segment is fresh, so that there is room to write to and writers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +31,13 @@ T = TypeVar("T")
 
 
 class Janitor:
-    """Owns the one task that prepares segments. ``save`` and the deletion log have a lock each, never both taken."""
+    """Owns two tasks: one prepares the next segment, one saves the index. ``save`` and the deletion log have a lock
+    each, never both taken."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._next: asyncio.Task[Segment | OSError] | None = None
+        self._saver: asyncio.Task[None] | None = None
         self._saving = asyncio.Lock()
         self._deleting = asyncio.Lock()
         self._new_names = False
@@ -55,6 +58,8 @@ class Janitor:
             raise segment
         self._state.log.add(segment)
         self._state.log.active = segment
+        if self._save_is_due and (self._saver is None or self._saver.done()):
+            self._saver = asyncio.get_running_loop().create_task(self._save_quietly(), name="asynccache-file-saver")
 
     def look_ahead(self) -> None:
         """Start to prepare the next segment: early if another must go for it, else when the active one is half full."""
@@ -99,9 +104,13 @@ class Janitor:
         await self._compact_deletions()
 
     async def save_if_due(self) -> None:
-        """Save when a start would otherwise scan more than an eighth of the capacity."""
-        if self._state.unsaved_bytes * SAVE_EVERY >= self._state.capacity:
+        """Save when a start would otherwise scan more than an eighth of the capacity. Raises as ``save``."""
+        if self._save_is_due:
             await self.save()
+
+    @property
+    def _save_is_due(self) -> bool:
+        return self._state.unsaved_bytes * SAVE_EVERY >= self._state.capacity
 
     async def log_deaths(self, deaths: Sequence[tuple[Group, int]]) -> OSError | None:
         """Make deletes outlive a restart. Cancelling it may leave them unlogged."""
@@ -112,8 +121,10 @@ class Janitor:
         return future.result()
 
     async def close(self) -> None:
-        """End the task, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
+        """End the tasks, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
         state = self._state
+        if self._saver is not None:
+            await settled([self._saver])
         if self._next is not None:
             await settled([self._next])
             segment = self._next.result()
@@ -158,17 +169,12 @@ class Janitor:
             await self._reclaim(victim)
         number = state.log.next_number
         state.log.next_number += 1
-        segment = await self._done(create_segment, state.folder, number, state.segment_bytes, state.direct)
-        if isinstance(segment, Segment):
-            await self._save_quietly()
-        return segment
+        return await self._done(create_segment, state.folder, number, state.segment_bytes, state.direct)
 
     async def _save_quietly(self) -> None:
-        """A snapshot that cannot be written is counted and tried again later: it only makes a start slower."""
-        try:
-            await self.save_if_due()
-        except Unavailable:
-            self._state.counts["errors"] += 1
+        """A snapshot that cannot be written is counted, and tried again later: it only makes a start slower."""
+        with contextlib.suppress(Unavailable):
+            await self.save()
 
     async def _reclaim(self, victim: Segment) -> None:
         await self._rescue(victim)

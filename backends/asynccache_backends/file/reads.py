@@ -15,7 +15,7 @@ BATCHES = 4
 
 
 class Place(NamedTuple):
-    """Where the page of the get's ``which``-th key lies. Ordered by position on the disk."""
+    """Where the page of the get's ``which``-th key lies. Ordered by position on the disk, then by ``which``: no tie."""
 
     segment: int
     offset: int
@@ -35,7 +35,7 @@ class ReadBatch(NamedTuple):
 
 def plan_reads(places: Sequence[Place], records: Sequence[Record]) -> list[ReadBatch]:
     """Batches of neighbouring runs, large enough to be worth a call and about as many as run at a time."""
-    ordered = sorted(places, key=lambda place: place[:3])
+    ordered = sorted(places)
     limit = max(LEAST_BATCH, min(RUN_BYTES, sum(place.group.length for place in ordered) // BATCHES))
     batches: list[ReadBatch] = []
     room = 0
