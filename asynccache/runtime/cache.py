@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig
-from asynccache.core.cache import ShelfStatistics, Statistics, Unsaved
-from asynccache.core.leases import Match
+from asynccache.core.cache import Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover

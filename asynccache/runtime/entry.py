@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from asynccache.core.leases import Ask, Grant
+from asynccache.core.cache import Ask, Grant
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from asynccache.core.leases import Ask, Grant
-from asynccache.core.leases import Lease as CoreLease
+from asynccache.core.cache import Ask, Grant
+from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Wait
 
 if TYPE_CHECKING:

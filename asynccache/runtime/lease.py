@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.config import POOL_NAME
-from asynccache.core.leases import Committed, Grant
-from asynccache.core.leases import Lease as CoreLease
+from asynccache.core.cache import Committed, Grant
+from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
@@ -369,6 +369,7 @@ class Lease:
     def adopt(self, after: Event | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
         ``after`` has fired. The next commit and the release imply it."""
+        self._machine.check_thread()
         if self._retiring:
             self._retire(unfired(self._ready, after))
 

@@ -88,5 +88,6 @@ class Operations:
             return [await waiter for _, waiter in watched]
         finally:
             for op, waiter in watched:
-                waiter.cancel()
                 self.unwatch((op,), waiter)
+                if not waiter.cancel() and not waiter.cancelled():
+                    waiter.exception()  # the first one was raised; the others say the same

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asynccache.config import PoolSpec
+from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
-from asynccache.core.prefetching import Shape, Taken, needed_pages, usable_end
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain

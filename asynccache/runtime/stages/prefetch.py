@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from asynccache.core.cache import Join, Opened, Skip
 from asynccache.core.plan import Wait
-from asynccache.core.prefetching import Join, Opened, Skip
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.line import Place
 from asynccache.runtime.poolmap import PoolMap

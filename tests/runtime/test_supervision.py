@@ -1,0 +1,176 @@
+"""Every task has an owner, and every wait an end, also when a worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from asynccache import AsyncCache, CacheClosed
+from asynccache.core.plan import Move
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.device import Event
+from tests.runtime.runtime_kit import compute, machine, opened, push_out, serve, settings, settled, text, until
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
+    device = CpuDevice()
+    cache = AsyncCache(settings(device=8, host=16), device=device)
+    waiting: list[asyncio.Task[object]] = []
+    with pytest.raises(CacheClosed) as closed:
+        async with cache:
+            await serve(cache, text(4, seed=1))
+            await settled(cache)
+            await push_out(cache, 8)
+            gate = device.gate()
+            machine(cache).mover.fence(gate)
+
+            async with cache.lease(text(4, seed=1, extra=1)) as lease:
+
+                async def loaded() -> None:
+                    await lease.loaded()
+
+                async def entering() -> None:
+                    async with cache.lease(text(8, seed=2)):
+                        pytest.fail("there was no room")
+
+                waiting = [asyncio.create_task(loaded()), asyncio.create_task(entering())]
+                await until(lambda: len(machine(cache).driver.line) == 1)
+
+                def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
+                    raise Boom("the worker")
+
+                machine(cache).mover.backup = broken  # type: ignore[method-assign]
+                tokens = text(4, seed=1) + text(1, seed=3)
+                lease.truncate(lease.cached)
+                await lease.extend(4)
+                with pytest.raises((CacheClosed, Boom)):
+                    machine(cache).backup_host.put(_effect())
+                    await asyncio.gather(*waiting)
+                del tokens
+    gate.open()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(result, CacheClosed) for result in results)
+    assert {type(result.__cause__) for result in results if isinstance(result, CacheClosed)} == {Boom}
+    assert isinstance(closed.value.__cause__, Boom)
+    with pytest.raises(CacheClosed):
+        await cache.match(text(1))
+    await device.aclose()
+
+
+def _effect() -> object:
+    from asynccache.core.plan import BackupHost
+
+    return BackupHost(10_000, (Move(0, b"\0\0\0\0", b"\0\0\0\0"),))
+
+
+@pytest.mark.asyncio
+async def test_the_users_task_is_not_cancelled_when_a_worker_dies() -> None:
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(), device=device).__aenter__()
+        machine(cache).supervisor.fail(Boom())
+        for _ in range(10):
+            await asyncio.sleep(0)  # a cancellation would arrive here
+        report = await cache.aclose()
+        assert isinstance(report.error, Boom)
+
+
+class CpuDeviceOf:
+    async def __aenter__(self) -> CpuDevice:
+        self.device = CpuDevice()
+        return self.device
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_aclose_works_from_any_task_and_again() -> None:
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(), device=device).__aenter__()
+        first, second = await asyncio.gather(asyncio.create_task(cache.aclose()), asyncio.create_task(cache.aclose()))
+        assert first == second == await cache.aclose()
+        with pytest.raises(CacheClosed):
+            async with cache.lease(text(1)):
+                pass
+
+
+@pytest.mark.asyncio
+async def test_cancelling_aclose_stops_the_waiting_and_closing_goes_on() -> None:
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(host=16), device=device).__aenter__()
+        closing = asyncio.create_task(cache.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert (await cache.aclose()).error is None
+        assert len(machine(cache).supervisor) == 0
+
+
+@pytest.mark.asyncio
+async def test_another_threads_call_raises() -> None:
+    async with opened(settings()) as cache:
+        lease = cache.lease(text(1))
+        async with lease:
+            calls = [
+                lambda: cache.prefetch(text(1)), lambda: lease.release(), lambda: lease.advance(4),
+                lambda: lease.truncate(4), lambda: cache.match(text(1)).send(None), lambda: lease.adopt(),
+            ]  # fmt: skip
+            for call in calls:
+                with pytest.raises(RuntimeError, match="thread"):
+                    await asyncio.to_thread(call)
+
+
+@pytest.mark.asyncio
+async def test_an_engine_in_a_worker_thread_hands_off_commit_and_release() -> None:
+    async with opened(settings()) as cache:
+        tokens = text(3)
+        lease = await cache.lease(tokens).__aenter__()
+        compute(cache, lease, tokens)
+        done = threading.Event()
+
+        def engine() -> list[int]:
+            pages = lease.commit_threadsafe(tokens).result(10).tolist()
+            lease.release_threadsafe()
+            done.set()
+            return list(pages)
+
+        pages = await asyncio.to_thread(engine)
+        await until(lambda: cache.statistics().leases == 0)
+        async with cache.lease(text(3, extra=1)) as again:
+            assert again.pages.tolist()[:3] == pages
+            assert again.cached == 12
+
+
+@pytest.mark.asyncio
+async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> None:
+    async with opened(settings()) as cache:
+        async with cache.lease(text(2)) as lease:
+
+            def engine() -> BaseException | None:
+                return lease.commit_threadsafe(text(2, seed=7)).exception(10)
+
+            error = await asyncio.to_thread(engine)
+            assert "do not begin with the prompt" in str(error)
+        assert (await cache.match(text(2))).device == 0
+
+
+@pytest.mark.asyncio
+async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
+    from asynccache.core.plan import Outcome, Status
+    from asynccache.errors import InvariantViolation
+
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(), device=device).__aenter__()
+        machine(cache).driver.post(Outcome(12345, Status.DONE))
+        with pytest.raises((InvariantViolation, CacheClosed)):
+            await cache.match(text(1))
+        assert isinstance((await cache.aclose()).error, InvariantViolation)
