@@ -10,7 +10,7 @@ from typing import NamedTuple
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import Lease, retire
-from asynccache.core.ledger import Kind
+from asynccache.core.ledger import LOAD_BACK
 from asynccache.core.matching import Matching
 from asynccache.core.plan import Medium, Plan, Wait
 from asynccache.core.settings import WritePolicy
@@ -19,6 +19,9 @@ from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import Node, link, walk
 from asynccache.core.world import World, split_at
+
+_WRITE_BACK = WritePolicy.WRITE_BACK
+_SELECTIVE = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 class Committed(NamedTuple):
@@ -65,6 +68,7 @@ class Commits:
         self._matching = matching
         self._count = world.count
         self._page_size = world.config.page_size
+        self._policy = world.config.write_policy
         self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
         self._mamba = next((c.index for c in world.components if not c.divides), 0)
 
@@ -77,7 +81,7 @@ class Commits:
         key = key[begin * world.page_bytes : total * world.page_bytes]
         path, reached = walk(lease.hold.end, key, 0, world.page_bytes)
         blockers = [op.id for node in path if node.cells[0].state in (ARRIVING, LEAVING)
-                    for op in node.ops if op.kind is Kind.LOAD_BACK]  # fmt: skip
+                    for op in node.ops if op.kind is LOAD_BACK]  # fmt: skip
         if blockers:
             return Wait(world.plan(), tuple(blockers))
         work = _Commit(lease, begin, total, self._window_start(total), [b""] * self._count)
@@ -197,14 +201,12 @@ class Commits:
         world = self._world
         if not world.has_host or end.root.dead:
             return
-        policy = world.config.write_policy
-        if policy is WritePolicy.WRITE_BACK:
+        if self._policy is _WRITE_BACK:
             self._transfers.save_coldest()
             return
-        if policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+        due: Node | None = end if took or end.end > begin else None
+        if self._policy is _SELECTIVE:
             due = self._count_pass(lease, end)
-        else:
-            due = end if took or end.end > begin else None
         if due is not None:
             self._transfers.save_or_defer(due, begin)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.holds import NOTHING, Hold, drop_hold, drop_until, take_hold
-from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import More, Plan, Retire, Wait
 from asynccache.core.room import Room
@@ -72,7 +72,7 @@ class Grant(NamedTuple):
 
 def retire(world: World, slots: list[bytes], adoption: bool) -> None:
     """Have nobody take these device slots, by component, before the engine is done with them."""
-    op = world.ledger.open(Kind.RETIRE)
+    op = world.ledger.open(RETIRE)
     op.slots = slots
     world.effect(Retire(op.id, adoption))
 
@@ -244,7 +244,7 @@ class Leases:
                 node.end > firsts[c] and node.cells[c].state == ARRIVING for c in range(self._count)
             ):
                 for op in node.ops:
-                    if op.kind is Kind.LOAD_BACK and op.id not in loads:
+                    if op.kind is LOAD_BACK and op.id not in loads:
                         loads[op.id] = None
                         op.leases.append(lease)
         lease.loads = tuple(loads)
@@ -337,7 +337,7 @@ class Leases:
         """The lease's states; one that a clone still writes to stays with that clone until its outcome."""
         for op_id in lease.loads:
             op = self._world.ledger.ops.get(op_id)
-            if op is not None and op.kind is Kind.CLONE:
+            if op is not None and op.kind is CLONE:
                 op.slots = [b""] * self._count
                 op.slots[self._mamba] = lease.states[:SLOT_BYTES]
                 return lease.states[SLOT_BYTES:]

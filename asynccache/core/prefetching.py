@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from asynccache.core.keys import HASH_BYTES, common_pages
-from asynccache.core.ledger import DEVICE, HOST, Kind, Operation
+from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.plan import Medium, More, Plan, Status, Wait
 from asynccache.core.room import Room
 from asynccache.core.settings import ComponentKind
@@ -182,7 +182,7 @@ class Prefetches:
                 return None
             if node.cells[place].state == ABSENT and not self._transfers.save(node):
                 return Skip("the anchor cannot be backed up now")
-            ops = tuple([op.id for op in node.ops if op.kind is Kind.BACKUP_HOST])
+            ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
             return Wait(self._world.plan(), ops)
         return None
 
@@ -200,7 +200,7 @@ class Prefetches:
         node = path[-1] if path else root
         if node.end > anchor:
             node = split_at(world, node, anchor)
-        op = world.ledger.open(Kind.PREFETCH)
+        op = world.ledger.open(PREFETCH)
         swa = self._index.get(ComponentKind.SWA)
         run = self._run(node) if swa is not None else 0
         window = world.config.components[swa].window if swa is not None else 0
@@ -311,7 +311,7 @@ class Prefetches:
         key = fetch.key[anchor * page : stop * page]
         path, reached = walk(fetch.anchor, key, 0, page)
         blockers = [o.id for node in path if node.cells[world.count].state in (ARRIVING, LEAVING)
-                    for o in node.ops if o.kind is Kind.BACKUP_HOST]  # fmt: skip
+                    for o in node.ops if o.kind is BACKUP_HOST]  # fmt: skip
         if blockers:
             return Wait(world.plan(), tuple(blockers))
         if path and path[-1].end > anchor + reached // page:

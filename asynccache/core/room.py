@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from asynccache.core.ledger import HOST, Kind
+from asynccache.core.ledger import BACKUP_HOST, HOST
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -89,7 +89,7 @@ class RoomMaker:
             if not saved:
                 break
             missing -= world.pages(node, place)
-        return world.ledger.count[Kind.BACKUP_HOST] > 0
+        return world.ledger.count[BACKUP_HOST] > 0
 
     def _wants_backup(self, node: Node) -> bool:
         selective = self._world.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE

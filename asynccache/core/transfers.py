@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from asynccache.core.holds import shorten_hold
-from asynccache.core.ledger import DEVICE, HOST, Fragment, Kind, Operation
+from asynccache.core.ledger import (
+    BACKUP_HOST,
+    BACKUP_STORAGE,
+    CLONE,
+    DEVICE,
+    HOST,
+    LOAD_BACK,
+    PREFETCH,
+    Fragment,
+    Operation,
+)
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
 from asynccache.core.room import Room, RoomMaker
 from asynccache.core.settings import WritePolicy
@@ -43,9 +53,9 @@ class Transfers:
         chain = self._lacking(node, floor)
         if not chain:
             return True
-        if self._world.ledger.count[Kind.BACKUP_HOST] >= self._world.config.max_backup_ops:
+        if self._world.ledger.count[BACKUP_HOST] >= self._world.config.max_backup_ops:
             return False
-        return self._can_follow(chain) and self._open_backup(chain, gently)
+        return self._can_follow(chain[0][0], chain[-1][0]) and self._open_backup(chain, gently)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
         """``save``, tried again later if it must wait."""
@@ -76,16 +86,16 @@ class Transfers:
                     self.save(node, gently=True)
                 self.store([node])
 
-    def _lacking(self, node: Node, floor: int) -> list[Node]:
-        """``node`` and its ancestors without a host copy of something that the device has, root first.
+    def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]]:
+        """``node`` and its ancestors without a host copy of some components that the device has, root first.
 
         The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host too.
         """
         chain = []
         count = self._count
         while node.parent is not None:
-            if self._missing(node):
-                chain.append(node)
+            if missing := self._missing(node):
+                chain.append((node, missing))
             elif node.end <= floor and node.cells[count].state != ABSENT:
                 break
             node = node.parent
@@ -101,63 +111,63 @@ class Transfers:
             1 << c for c in range(count) if cells[c].state == PRESENT and cells[count + c].state == ABSENT
         )
 
-    def _can_follow(self, chain: Sequence[Node]) -> bool:
-        """Whether everything above the chain, and in it, is on the host, on its way there, or part of the chain."""
-        above, place = chain[0].parent, self._count
+    def _can_follow(self, first: Node, last: Node) -> bool:
+        """Whether what is above the nodes from ``first`` to ``last``, and between them, is or will be on the host."""
+        place = self._count
+        above = first.parent
         assert above is not None
         if above.parent is not None and above.cells[place].state == ABSENT:
             return False
-        node: Node | None = chain[-1]
+        node: Node | None = last
         while node is not above.parent and node is not None:
             if node.cells[place].state == LEAVING:
                 return False
             node = node.parent
         return True
 
-    def _open_backup(self, chain: Sequence[Node], gently: bool) -> bool:
-        world, count = self._world, self._count
-        moves = [(node, self._missing(node)) for node in chain]
-        needs = [sum(world.pages(n, c) for n, m in moves if m >> c & 1) for c in range(count)]
-        moves = self._without_oversized(moves, needs)
-        if not moves:
+    def _open_backup(self, chain: list[tuple[Node, int]], gently: bool) -> bool:
+        world = self._world
+        needs = [0] * self._count
+        for node, mask in chain:
+            for c in range(self._count):
+                if mask >> c & 1:
+                    needs[c] += len(node.cells[c].slots) // SLOT_BYTES
+        end = chain[-1][0]
+        for c in range(1, self._count):
+            if needs[c] > world.shelves[self._count + c].slots.capacity:
+                needs[c], chain = 0, _without(chain, c)
+        if not chain or not self._has_host_room(end, needs, gently):
             return False
-        if not self._has_host_room(chain[-1], needs, gently):
-            return False
-        op = world.ledger.open(Kind.BACKUP_HOST)
-        world.effect(BackupHost(op.id, self._start(op, moves, DEVICE, HOST)))
+        op = world.ledger.open(BACKUP_HOST)
+        world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
         return True
 
     def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
         """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
-        shelves = self._world.shelves[self._count :]
-        if all(len(shelf.slots) >= need for shelf, need in zip(shelves, needs, strict=True)):
+        shelves = self._world.shelves
+        for c, need in enumerate(needs):
+            if need > len(shelves[self._count + c].slots):
+                break
+        else:
             return True
         self._world.pin(end, HOST, 0)
         room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)
         self._world.unpin(end, HOST, 0)
         return room is Room.FREE
 
-    def _without_oversized(self, moves: list[tuple[Node, int]], needs: list[int]) -> list[tuple[Node, int]]:
-        """Leave out an auxiliary component that the host could never hold for these nodes; FULL goes alone then."""
-        for c in range(1, self._count):
-            if needs[c] > self._world.shelves[self._count + c].slots.capacity:
-                needs[c] = 0
-                moves = [(node, mask & ~(1 << c)) for node, mask in moves]
-        return [(node, mask) for node, mask in moves if mask]
-
     # load_back
 
     def open_load(self, loads: Sequence[tuple[Node, int]]) -> Operation:
         """Start loading ``(node, components)``, root first; room was made."""
-        op = self._world.ledger.open(Kind.LOAD_BACK)
+        op = self._world.ledger.open(LOAD_BACK)
         self._world.effect(LoadBack(op.id, self._start(op, loads, HOST, DEVICE)))
         return op
 
     def open_clone(self, node: Node, component: int, slot: bytes) -> Operation:
         """Copy ``node``'s device slot of ``component`` to ``slot``, after the load that may still fill it."""
         world = self._world
-        after = next((op.id for op in node.ops if op.kind is Kind.LOAD_BACK and _moves(op, node) >> component & 1), 0)
-        op = world.ledger.open(Kind.CLONE)
+        after = next((op.id for op in node.ops if op.kind is LOAD_BACK and _moves(op, node) >> component & 1), 0)
+        op = world.ledger.open(CLONE)
         world.cover(op, node, 1 << component)
         world.effect(Clone(op.id, (Move(self._kinds[component], node.cells[component].slots, slot),), after))
         return op
@@ -172,7 +182,7 @@ class Transfers:
         todo = [(node, mask) for node in nodes if node.hashes and (mask := self._unstored(node))]
         if not todo:
             return
-        op = world.ledger.open(Kind.BACKUP_STORAGE)
+        op = world.ledger.open(BACKUP_STORAGE)
         for node, mask in todo:
             world.cover(op, node, mask)
             op.pages += world.pages(node, 0)
@@ -190,7 +200,7 @@ class Transfers:
             return 0
         held = sum(1 << c for c in range(self._count) if node.cells[self._count + c].state == PRESENT)
         for op in node.ops:
-            if op.kind is Kind.BACKUP_STORAGE:
+            if op.kind is BACKUP_STORAGE:
                 held &= ~_moves(op, node)
         return held & ~node.stored
 
@@ -203,7 +213,7 @@ class Transfers:
             return
         shelf = world.shelves[0]
         wanted = int(shelf.slots.capacity * world.config.write_back_watermark) - len(shelf.slots) - world.clean_pages
-        wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is Kind.BACKUP_HOST) if wanted > 0 else 0
+        wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is BACKUP_HOST) if wanted > 0 else 0
         while wanted > 0 and (node := self.room.coldest(0, LATE)) is not None:
             wanted -= world.pages(node, 0)
             if node.unsavable or not self.save(node):
@@ -216,7 +226,7 @@ class Transfers:
         """Apply outcomes, in order of their operations, and whatever they unpark."""
         for outcome in sorted(outcomes):
             op = self._world.ledger.ops.get(outcome.op)
-            if op is None or op.status is not None or op.kind is Kind.PREFETCH:
+            if op is None or op.status is not None or op.kind is PREFETCH:
                 raise InvariantViolation(f"an outcome for operation {outcome.op}, which is not waiting for one: {op}")
             op.status = outcome.status
             if not self._try_close(op):
@@ -229,18 +239,18 @@ class Transfers:
         return list(self._world.ledger.parked.values())
 
     def _try_close(self, op: Operation) -> bool:
-        if op.kind is Kind.BACKUP_HOST:
+        if op.kind is BACKUP_HOST:
             return self._close_arrival(op, HOST)
-        if op.kind is Kind.LOAD_BACK:
+        if op.kind is LOAD_BACK:
             return self._close_arrival(op, DEVICE)
         assert op.status is not None
         done = op.status is Status.DONE
         fragments = list(op.fragments)
         self._world.uncover(op)
         self._world.end(op, op.status)
-        if op.kind is Kind.BACKUP_STORAGE and done:
+        if op.kind is BACKUP_STORAGE and done:
             self._stored(fragments)
-        elif op.kind is Kind.CLONE and not done:
+        elif op.kind is CLONE and not done:
             self._fail_leases(op, 0)
         for place, slots in enumerate(op.slots):
             self._world.shelves[place].slots.give(slots)
@@ -326,7 +336,7 @@ class Transfers:
         self._fail_leases(op, min(_start(node) for node, _, _ in op.fragments) * self._world.config.page_size)
 
     def _fail_leases(self, op: Operation, valid: int) -> None:
-        if op.kind is Kind.LOAD_BACK:
+        if op.kind is LOAD_BACK:
             self._world.counters.failed_loads += 1
         for lease in op.leases:
             lease.valid = valid if lease.valid is None else min(lease.valid, valid)
@@ -355,8 +365,13 @@ class Transfers:
         return tuple([Move(self._kinds[c], b"".join(src[c]), b"".join(dst[c])) for c in range(count) if src[c]])
 
 
+def _without(chain: Sequence[tuple[Node, int]], c: int) -> list[tuple[Node, int]]:
+    """The chain without component ``c``: the host could never hold that much of it. FULL goes alone then."""
+    return [(node, mask & ~(1 << c)) for node, mask in chain if mask & ~(1 << c)]
+
+
 def _moves(op: Operation, node: Node) -> int:
-    return next(fragment.moves for fragment in op.fragments if fragment.node is node)
+    return next(moves for covered, moves, _ in op.fragments if covered is node)
 
 
 def _start(node: Node) -> int:
