@@ -27,11 +27,11 @@ from asynccache.storage.records import (
     store_layout,
     verify,
 )
-from asynccache.storage.settle import settled
+from asynccache.storage.settle import completed, settled
 from asynccache.storage.url import ParsedUrl, parse_size, parse_url
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "Breaker", "BreakerState", "CheckedStore", "PageKey", "ParsedUrl",
-    "Record", "Result", "StorageBackend", "StoreLayout", "backend_class", "header_of", "open_store", "parse_size",
-    "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "verify",
+    "Record", "Result", "StorageBackend", "StoreLayout", "backend_class", "completed", "header_of", "open_store",
+    "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "verify",
 ]

@@ -31,7 +31,7 @@ SCHEMA = 1
 _HEADER = struct.Struct("<4sHHQ32s16s")
 assert _HEADER.size == HEADER_BYTES
 
-RECORD_SCHEMA = hashlib.sha256(b"asynccache record 1: 4s magic, H schema, H flags, Q length, 32s key, 16s xxh3").digest()
+RECORD_SCHEMA = hashlib.sha256(b"asynccache record 1: magic, schema, flags, length, key, xxh3_128").digest()
 
 
 def header_of(key: bytes, payload: memoryview) -> bytes:

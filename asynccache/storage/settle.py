@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
@@ -20,3 +22,15 @@ async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def completed(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``work`` to its end. Cancelling it waits for that end, and drops the result or error."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await settled([task])
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            task.exception()
+        raise
+    return task.result()

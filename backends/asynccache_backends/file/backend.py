@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import Breaker, PageKey, ParsedUrl, Record, Result, StoreLayout, settled
-from asynccache_backends.file.aio import Moved, ThreadIO
+from asynccache.storage import Breaker, PageKey, ParsedUrl, Record, Result, StoreLayout, completed, settled
+from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest
 from asynccache_backends.file.janitor import Janitor
@@ -75,14 +75,14 @@ class FileBackend:
         folder = Path(url.path)
         lock = claim(folder)
         io = ThreadIO()
+        store: Self | None = None
         try:
-            manifest = await load_manifest(folder, layout.schema)
+            manifest = await completed(load_manifest(folder, layout.schema))
             state = StoreState(folder, manifest.seed, io, capacity, segment_bytes, _use_direct(folder, direct))
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
         except BaseException as error:
-            io.close()
-            lock.release()
+            _let_go(store._state if store else None, io, lock)
             if isinstance(error, OSError):
                 raise Unavailable(f"store folder {str(folder)!r}: {error}") from error
             raise
@@ -122,13 +122,14 @@ class FileBackend:
         Cancelling it returns after the writes that have begun are over; they count.
         """
         with self._operations:
-            put = self._sort_out(keys, records)
-            if put.fresh:
-                await self._write(put)
-            for i, done in put.shared:
-                await asyncio.wait([done])
-                put.results[i] = Result.HIT if keys[i].key in self._state.index else Result.FAILED
-            return put.results
+            results = [Result.FAILED] * len(keys)
+            left = list(range(len(keys)))
+            while left:
+                put = self._sort_out(left, keys, records, results)
+                if put.fresh:
+                    await self._write(put)
+                left = await self._shared(put)
+            return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Forget each key, now and after a restart. FAILED: gone now, but a crash may bring it back.
@@ -197,10 +198,7 @@ class FileBackend:
             await self._operations.close()
             await self._janitor.close()
         finally:
-            for segment in self._state.log.segments.values():
-                segment.drop()
-            self._state.io.close()
-            self._lock.release()
+            _let_go(self._state, self._state.io, self._lock)
 
     def _find(self, keys: Sequence[PageKey], records: Sequence[Record]) -> tuple[list[Result], list[Place]]:
         """Where the pages lie; MISS and CORRUPT (another length) are decided here."""
@@ -237,11 +235,14 @@ class FileBackend:
             self._state.counts["errors"] += moved.error is not None
             self._state.counts["get_bytes"] += whole * batch.length
 
-    def _sort_out(self, keys: Sequence[PageKey], records: Sequence[Record]) -> _Put:
-        """Which pages must be written: not those that are there, nor those that some call is writing now."""
+    def _sort_out(
+        self, left: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+    ) -> _Put:
+        """Which of the pages ``left`` must be written: not those that are there, nor those being written now."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        put = _Put(keys, records, [Result.FAILED] * len(keys), {}, [], [], done)
-        for i, (pool, key) in enumerate(keys):
+        put = _Put(keys, records, results, {}, [], [], done)
+        for i in left:
+            pool, key = keys[i]
             if key in self._state.index:
                 put.results[i] = Result.HIT
             elif key in self._writing:
@@ -250,6 +251,17 @@ class FileBackend:
                 self._writing[key] = done
                 put.fresh.setdefault(records[i].payload.nbytes, []).append(i)
         return put
+
+    async def _shared(self, put: _Put) -> list[int]:
+        """Wait for the calls that write pages of this one; those that they did not store are left to do."""
+        left = []
+        for i, done in put.shared:
+            await asyncio.wait([done])
+            if put.keys[i].key in self._state.index:
+                put.results[i] = Result.HIT
+            else:
+                left.append(i)
+        return left
 
     async def _write(self, put: _Put) -> None:
         """Write the fresh pages, all groups at once; results and index are true when it ends, come what may."""
@@ -321,12 +333,16 @@ class FileBackend:
     async def _recover(self) -> None:
         """Find what earlier runs left, and go on in their last segment if it has room."""
         state, started = self._state, time.monotonic()
-        found = await state.io.call(recover, state.folder, state.seed, state.direct)
+        recovering = state.io.call(recover, state.folder, state.seed, state.direct)
+        try:
+            await settled([recovering])
+        finally:
+            found = recovering.result()
+            for segment in () if isinstance(found, OSError) else found.segments:
+                state.log.add(segment)
         if isinstance(found, OSError):
             raise found
         state.index = found.found
-        for segment in found.segments:
-            state.log.add(segment)
         await self._janitor.trim()
         last = next(reversed(state.log.segments.values()), None)
         if last is not None and last.tail < state.segment_bytes:
@@ -360,6 +376,14 @@ def sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
     return capacity, segment
+
+
+def _let_go(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
+    """Close every file and the threads, and unlock the folder. Nothing is in flight."""
+    for segment in state.log.segments.values() if state else ():
+        segment.drop()
+    io.close()
+    lock.release()
 
 
 def _use_direct(folder: Path, wanted: str) -> bool:

@@ -70,7 +70,7 @@ def claim(folder: Path) -> FolderLock:
 
 
 async def load_manifest(folder: Path, schema: bytes) -> Manifest:
-    """The folder's manifest, made if the folder is new.
+    """The folder's manifest, made if the folder is new. Not to be cancelled, as ``replace_file``.
 
     Raises:
         Unavailable: it is damaged, or was written by another format or schema; nothing is touched then.
@@ -95,7 +95,7 @@ async def load_manifest(folder: Path, schema: bytes) -> Manifest:
 async def replace_file(path: Path, parts: list[bytes]) -> None:
     """Write a file so that after any crash the old one or the whole new one is there.
 
-    Raises OSError. Cancelling it leaves the old or the new one, and perhaps a ``.new`` beside it.
+    Raises OSError. Not to be cancelled, as an ``aiofiles`` call that is cancelled leaves its file open: ``completed``.
     """
     new = path.with_name(path.name + ".new")
     async with aiofiles.open(new, "wb") as file:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from asynccache.errors import Unavailable
-from asynccache.storage import settled
+from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.aio import Run
 from asynccache_backends.file.blocks import Group
@@ -266,7 +266,7 @@ class Janitor:
 
     async def _replace(self, name: str, parts: list[bytes]) -> None:
         try:
-            await replace_file(self._state.folder / name, parts)
+            await completed(replace_file(self._state.folder / name, parts))
         except OSError as error:
             self._raise(error)
 
