@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
+from asynccache_backends.file.backend import usual_segment
 from asynccache_backends.file.blocks import Group
 from asynccache_backends.file.reads import Place, plan_reads
 from asynccache_backends.file.segments import list_segments
@@ -308,6 +309,15 @@ async def test_unusable_options_are_refused_by_name_and_value(tmp_path: Path, op
     with pytest.raises(ConfigError, match=complaint):
         await FileBackend.open(parse_url(f"file:{tmp_path}/s?{options}"), LAYOUT)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("exponent", range(16, 46))
+def test_segments_are_few_and_small(exponent: int) -> None:
+    capacity = 1 << exponent
+    segment = usual_segment(capacity)
+    assert segment % 4096 == 0
+    assert 4 <= capacity // segment <= 128
+    assert capacity > 1 << 32 or segment <= 128 << 20
 
 
 @pytest.mark.asyncio

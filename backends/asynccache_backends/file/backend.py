@@ -32,7 +32,9 @@ from asynccache_backends.file.state import StoreState, Writing
 
 DEFAULT_CAPACITY = 10 << 30
 LEAST_SEGMENT = 4 << 20
-SEGMENTS = 32
+USUAL_SEGMENT = 128 << 20
+FEWEST_SEGMENTS = 32
+MOST_SEGMENTS = 128
 
 
 class _Put(NamedTuple):
@@ -369,13 +371,18 @@ def sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
         raise ConfigError(f"storage={str(url)!r} names no folder")
     capacity = url.size("capacity", DEFAULT_CAPACITY)
     least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
-    usual = max(capacity // SEGMENTS, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES
-    segment = url.size("segment", max(least, usual))
+    segment = url.size("segment", max(least, usual_segment(capacity)))
     if segment % BLOCK_BYTES or segment < least:
         raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
     if capacity < 3 * segment:
         raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
     return capacity, segment
+
+
+def usual_segment(capacity: int) -> int:
+    """Small, as a segment is allocated whole and reclaimed whole; not too small, as each takes two descriptors."""
+    wanted = max(min(capacity // FEWEST_SEGMENTS, USUAL_SEGMENT), capacity // MOST_SEGMENTS)
+    return max(wanted, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _let_go(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
