@@ -1,1 +1,1 @@
-"""Storage backends, one module or package each, found by their entry points. They know the contract and nothing else."""
+"""Storage backends, a module or package each, found by their entry points. They know the contract, nothing else."""
