@@ -16,6 +16,7 @@ from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, SingleRank
+from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
@@ -155,8 +156,8 @@ class AsyncCache:
                 pass  # a worker died meanwhile; the report says of what
         unsaved = machine.core.unsaved()
         self._keeper.close()
-        machine.close(None)
         await machine.supervisor.stop()
+        machine.close(None)
         await self._close_resources()
         return CloseReport(unsaved.host, unsaved.storage, machine.supervisor.error)
 
@@ -174,7 +175,7 @@ class AsyncCache:
         if given is not None:
             if not self.config.pools()[0].host_pages:
                 raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-            return given if isinstance(given, CheckedStore) else CheckedStore(given, layout)
+            return given if isinstance(given, CheckedStore) else CheckedStore(Borrowed(given), layout)
         if self.config.storage is None:
             return None
         return await open_store(self.config.storage, layout, options=self.config.storage_options)

@@ -17,6 +17,7 @@ from asynccache.runtime.hashing import HASH_BYTES
 from asynccache.storage import PageKey, pool_digest, storage_key
 
 SLOT_BYTES = 4
+FULL_POOL = POOL_NAME[ComponentKind.FULL]
 
 Entry = tuple[PageKey, memoryview]
 
@@ -49,14 +50,15 @@ class PoolMap:
         """Bytes of one page of ``component`` in all of its pools."""
         return self._weights[component]
 
-    def size_of(self, moves: Sequence[Move]) -> tuple[int, int]:
-        """Pages and bytes that ``moves`` carry."""
-        pages = size = 0
+    def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
+        """Pages, those of FULL among them, and bytes that ``moves`` carry."""
+        pages = full_pages = size = 0
         for move in moves:
             count = len(move.src) // SLOT_BYTES
             pages += count
+            full_pages += count if move.component == ComponentKind.FULL else 0
             size += count * self._weights[move.component]
-        return pages, size
+        return pages, full_pages, size
 
     def key(self, pool: str, page_hash: bytes) -> PageKey:
         """Where a page of ``pool`` is stored."""
@@ -71,4 +73,4 @@ class PoolMap:
 
 def is_own_full_pool(spec: PoolSpec) -> bool:
     """Whether this is FULL's own pool, which is stored last."""
-    return spec.name == POOL_NAME[ComponentKind.FULL]
+    return spec.name == FULL_POOL

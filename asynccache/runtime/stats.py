@@ -19,10 +19,12 @@ class Latency(NamedTuple):
 
 
 class StageStats(NamedTuple):
-    """What a transfer stage did so far. ``errors``: operations that failed (prefetch: pages)."""
+    """What a transfer stage did so far. ``pages``: in all pools; ``full_pages``: in FULL's own, so they count tokens.
+    ``errors``: operations that failed (prefetch: pages)."""
 
     ops: int
     pages: int
+    full_pages: int
     bytes: int
     errors: int
     latency_ms: Latency
@@ -34,6 +36,7 @@ class Meter:
     def __init__(self) -> None:
         self.ops = 0
         self.pages = 0
+        self.full_pages = 0
         self.bytes = 0
         self.errors = 0
         self._samples = array("d")
@@ -43,10 +46,11 @@ class Meter:
     def __repr__(self) -> str:
         return f"Meter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
 
-    def count(self, ops: int, pages: int, size: int) -> None:
-        """``ops`` operations moved ``pages`` pages of ``size`` bytes in all."""
+    def count(self, ops: int, pages: int, full_pages: int, size: int) -> None:
+        """``ops`` operations moved ``pages`` pages of ``size`` bytes in all, ``full_pages`` of them FULL's own."""
         self.ops += ops
         self.pages += pages
+        self.full_pages += full_pages
         self.bytes += size
 
     def took(self, seconds: float) -> None:
@@ -63,7 +67,7 @@ class Meter:
         """The counters as they are now."""
         ordered = sorted(self._samples)
         latency = Latency(self._count, _at(ordered, 0.5), _at(ordered, 0.99), self._max)
-        return StageStats(self.ops, self.pages, self.bytes, self.errors, latency)
+        return StageStats(self.ops, self.pages, self.full_pages, self.bytes, self.errors, latency)
 
 
 def _at(ordered: Sequence[float], quantile: float) -> float:

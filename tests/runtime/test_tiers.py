@@ -19,7 +19,6 @@ from tests.runtime.runtime_kit import (
     settings,
     settled,
     text,
-    until,
 )
 
 
@@ -103,12 +102,13 @@ async def test_ten_requests_for_an_evicted_prefix_cause_one_load() -> None:
         await settled(cache)
         await push_out(cache, 24)
         assert (await cache.match(text(6))).device == 0
+        all_in = asyncio.Barrier(10)
 
         async def one() -> int:
             async with cache.lease(text(6, extra=1)) as lease:
                 await lease.loaded()
                 assert_cached_bytes(cache, lease, text(6))
-                await until(lambda: cache.statistics().leases == 10)
+                await all_in.wait()
                 return lease.cached
 
         assert await asyncio.gather(*(one() for _ in range(10))) == [24] * 10

@@ -27,7 +27,7 @@ class BackupHostStage:
         mover: Copier,
         readiness: Readiness,
         post: Callable[[Outcome], None],
-        size_of: Callable[[Sequence[Move]], tuple[int, int]],
+        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover

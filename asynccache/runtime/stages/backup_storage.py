@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.runtime.poolmap import PoolMap, is_own_full_pool
+from asynccache.runtime.poolmap import FULL_POOL, PoolMap, is_own_full_pool
 from asynccache.runtime.stages.queue import Inbox
 from asynccache.runtime.stats import Meter
 from asynccache.storage import PageKey, Result
@@ -77,13 +77,13 @@ class BackupStorageStage:
             self.meter.took(now - at)
             self._post(Outcome(effect.op, Status.FAILED if effect.op in failed else Status.DONE))
         self.meter.errors += len(failed)
-        self.meter.count(len(batch) - len(failed), 0, 0)
+        self.meter.count(len(batch) - len(failed), 0, 0, 0)
 
     async def _put(self, part: Sequence[Page], failed: set[int]) -> None:
         results = await self._store.put([page.key for page in part], [page.payload for page in part])
         for page, result in zip(part, results, strict=True):
             if result is Result.HIT:
-                self.meter.count(0, 1, page.payload.nbytes)
+                self.meter.count(0, 1, int(page.key.pool == FULL_POOL), page.payload.nbytes)
             else:
                 failed.add(page.op)
 

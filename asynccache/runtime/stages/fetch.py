@@ -17,7 +17,7 @@ from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
-from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
+from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap, is_own_full_pool
 from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
 from asynccache.runtime.stats import Meter
 from asynccache.storage import PageKey, Result
@@ -203,7 +203,8 @@ class Fetch:
         failed = [page for page, result in zip(pages, results, strict=True) if result is not Result.HIT]
         for page in failed:
             self._present[spec.name][page] = 0
-        self._meter.count(0, len(pages) - len(failed), (len(pages) - len(failed)) * spec.bytes_per_page)
+        good = len(pages) - len(failed)
+        self._meter.count(0, good, good if is_own_full_pool(spec) else 0, good * spec.bytes_per_page)
         self._meter.errors += len(failed)
         return failed
 

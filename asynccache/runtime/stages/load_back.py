@@ -7,6 +7,7 @@ for the worker. A batch that fails fails every load in it: an engine that was or
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -57,7 +58,7 @@ class LoadBackStage:
         mover: Copier,
         readiness: Readiness,
         post: Callable[[Outcome], None],
-        size_of: Callable[[Sequence[Move]], tuple[int, int]],
+        size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
@@ -66,6 +67,7 @@ class LoadBackStage:
         self._size_of = size_of
         self._clock = clock
         self._inbox: Inbox[tuple[LoadBack | Clone, float]] = Inbox()
+        self._filled = asyncio.Event()
         self._flying: deque[Copying] = deque()
         self._by_op: dict[int, Copying] = {}
         self.meter = Meter()
@@ -76,6 +78,7 @@ class LoadBackStage:
     def put(self, effect: LoadBack | Clone) -> None:
         """Queue the effect; its outcome is posted exactly once."""
         self._inbox.put((effect, self._clock()))
+        self._filled.set()
 
     def copying(self, op: int) -> Copying | None:
         """Where ``op`` stands on the device, submitting what is queued; None once it has ended."""
@@ -114,10 +117,15 @@ class LoadBackStage:
         """Submit and await, for ever. Cancelling it abandons outcomes, never a buffer in use: the device finishes
         what was submitted."""
         while True:
-            if not self._flying:
-                await self._inbox.filled()
-                self.submit()
+            await self._something()
+            self.submit()
             await self._land(self._flying[0])
+
+    async def _something(self) -> None:
+        """Return when there is something to submit or to await: ``wait_layer`` may have emptied the queue already."""
+        while not self._flying and not len(self._inbox):
+            self._filled.clear()
+            await self._filled.wait()
 
     async def _land(self, copying: Copying) -> None:
         status = await _copied(copying)

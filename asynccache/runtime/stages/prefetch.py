@@ -80,6 +80,7 @@ class PrefetchStage:
         while handle.wish is Wish.RUN:
             answer = await self._open(handle)
             if isinstance(answer, Skip):
+                self._came_meanwhile(handle)
                 return (PrefetchStatus.COMPLETE, "") if handle.tokens() else (PrefetchStatus.SKIPPED, answer.reason)
             if isinstance(answer, Join):
                 await self._share(handle, answer.op)
@@ -92,6 +93,12 @@ class PrefetchStage:
             return PrefetchStatus.CANCELLED, ""
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
+    def _came_meanwhile(self, handle: PrefetchHandle) -> None:
+        """What there was nothing left to fetch of was fetched for somebody else between arrival and now."""
+        host = self._driver.core.match(handle.space, handle.key).host
+        if host > handle.arrival.host:
+            handle.reach(host)
+
     async def _own(self, handle: PrefetchHandle, fetch: Fetch) -> None:
         """See the fetch through, for everybody who shares it: also when its own handle does not want it any more."""
         try:
@@ -101,7 +108,7 @@ class PrefetchStage:
             for sharer in tuple(fetch.sharers):
                 sharer.reach(fetch.end)
                 sharer.fetch = None
-        self.meter.count(1, 0, 0)
+        self.meter.count(1, 0, 0, 0)
 
     async def _share(self, handle: PrefetchHandle, op: int) -> None:
         """Wait for somebody else's fetch, or until this handle wants no more of it."""

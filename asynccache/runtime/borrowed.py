@@ -1,0 +1,26 @@
+"""A storage backend that somebody else made and will close: everything passes through but ``aclose``."""
+
+from __future__ import annotations
+
+from asynccache.storage import StorageBackend
+
+
+class Borrowed:
+    """``backend`` for as long as one cache is open."""
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self._backend = backend
+        self.exists = backend.exists
+        self.get = backend.get
+        self.put = backend.put
+        self.delete = backend.delete
+        self.clear = backend.clear
+        self.register = backend.register
+        self.stats = backend.stats
+        self.flush = backend.flush
+
+    def __repr__(self) -> str:
+        return f"Borrowed({self._backend!r})"
+
+    async def aclose(self) -> None:
+        """Leave the backend to its owner. There is nothing to cancel."""
