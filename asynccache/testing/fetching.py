@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from asynccache.core.cache import Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Plan, Wait
-from asynccache.core.prefetching import Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
 from asynccache.testing.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
 
 NAMES = {FULL: "full", SWA: "swa", MAMBA: "mamba"}

@@ -10,13 +10,13 @@ Content is named by the prefix hash of its page; what nobody may read is garbage
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
 from asynccache.core import audit
-from asynccache.core.cache import CacheCore
-from asynccache.core.leases import Ask, Grant, Lease, Match
+from asynccache.core.cache import Ask, CacheCore, Grant, Lease, Match
 from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
@@ -102,6 +102,7 @@ class Running:
         self.key = key
         self.computed = lease.cached
         self.position = lease.cached
+        self.advanced = 0
 
     @property
     def ready(self) -> bool:
@@ -130,6 +131,11 @@ class Running:
             wanted[DEVICE, MAMBA, Slots.of(lease.states)[0]] = chain[lease.cached // page - 1]
         return wanted
 
+    def _own(self) -> dict[Place, bytes]:
+        """Those of ``expected`` that belong to the lease alone: pages after what it has committed."""
+        committed = set(self.runtime.chain(self.space, self.key)[: self.lease.length // self.runtime.page])
+        return {place: content for place, content in self.expected().items() if content not in committed}
+
     def verify(self) -> None:
         """Look at every page it may read."""
         for place, content in self.expected().items():
@@ -155,7 +161,7 @@ class Running:
 
     def advance(self, position: int) -> None:
         """Decode at ``position``: what left the window may go."""
-        self.position = position
+        self.position = self.advanced = position
         self.runtime.perform(self.runtime.core.advance(self.lease, position))
 
     def write_checkpoint(self, position: int) -> tuple[int, int]:
@@ -170,19 +176,21 @@ class Running:
         tokens = self.computed if tokens is None else tokens
         pair = self.write_checkpoint(checkpoint) if checkpoint else None
         key = self.key[: tokens * 4]
-        before = self.expected()
+        before = self._own()
+        window = self.runtime.table(self.lease, SWA) if SWA in self.runtime.kinds else Slots()
         answer = self.runtime.core.commit(self.lease, key, self.runtime.hashes(self.space, key), pair)
         if isinstance(answer, Wait):
             self.runtime.perform(answer.plan)
             return False
-        self.runtime.guard(answer.plan, before)
-        self.runtime.published(self, answer.length, pair if answer.took else None)
+        after = set(self.expected())
+        self.runtime.guard(answer.plan, {place: held for place, held in before.items() if place not in after})
+        self.runtime.published(self, answer.length, window, pair if answer.took else None)
         self.runtime.perform(answer.plan)
         return True
 
     def release(self, *, ended: bool = False, retire: bool = False) -> None:
         """Give the lease back."""
-        before = self.expected() if retire else {}
+        before = self._own() if retire else {}
         plan = self.runtime.core.release(self.lease, ended=ended, retire=retire)
         self.runtime.running.discard(self)
         self.runtime.guard(plan, before)
@@ -206,7 +214,7 @@ class SynchronousRuntime:
         self.jobs: dict[int, Job] = {}
         self.ended: dict[int, Status] = {}
         self.running: set[Running] = set()
-        self.index: dict[Medium, set[bytes]] = {medium: set() for medium in Medium}
+        self.index: dict[Medium, Counter[bytes]] = {medium: Counter() for medium in Medium}
         self.log: list[Effect] = []
         self.audits = 0
         self._guards: dict[int, dict[Place, bytes]] = {}
@@ -286,8 +294,14 @@ class SynchronousRuntime:
         self.audit()
         return found
 
-    def published(self, running: Running, length: int, checkpoint: tuple[int, int] | None) -> None:
-        """Told of every commit; a model may want to know."""
+    def published(
+        self, running: Running, length: int, window: Slots, checkpoint: tuple[int, int] | None
+    ) -> None:
+        """Told of every commit, with the SWA pages that the request had; a model may want to know."""
+
+    def published_on(self, medium: Medium) -> set[bytes]:
+        """What a subscriber to the events thinks is on ``medium``."""
+        return {page for page, times in self.index[medium].items() if times}
 
     # plans
 
@@ -341,8 +355,8 @@ class SynchronousRuntime:
         held = self.index[event.medium]
         pages = [event.hashes[i : i + HASH] for i in range(0, len(event.hashes), HASH)]
         if not event.stored:
-            assert held.issuperset(pages), f"{event.medium} forgets what it never had"
-            held.difference_update(pages)
+            assert all(held[page] for page in pages), f"{event.medium} forgets what it never had"
+            held.subtract(pages)
             return
         size = self.page * 4
         before = event.parent or self._parents[pages[0]][0]
@@ -352,7 +366,7 @@ class SynchronousRuntime:
             assert tokens == event.tokens[i * size : (i + 1) * size], f"event on {event.medium}: wrong tokens"
             before = page
         rooted = self._parents[pages[0]][0] not in self._parents
-        assert event.medium is Medium.STORAGE or rooted or event.parent in held, "published before its parent"
+        assert event.medium is Medium.STORAGE or rooted or held[event.parent], "published before its parent"
         held.update(pages)
 
     # completions

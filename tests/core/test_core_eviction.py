@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.leases import Grant
+from asynccache.core.cache import Grant
 from asynccache.core.plan import BackupHost, LoadBack, Medium, Publish
 from asynccache.testing.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 
@@ -133,7 +133,7 @@ def test_a_device_node_that_lost_its_host_copy_is_not_backed_up_any_more() -> No
 
 def holds_host(run: SynchronousRuntime, text: str) -> bool:
     """Whether an event said so and none took it back."""
-    return run.index[Medium.CPU].issuperset(run.chain(SPACE, spell(text)))
+    return run.published_on(Medium.CPU).issuperset(run.chain(SPACE, spell(text)))
 
 
 def test_what_is_on_no_tier_leaves_the_tree_with_its_empty_ancestors() -> None:
@@ -210,8 +210,8 @@ def test_an_eviction_tells_that_pages_left_their_tier() -> None:
     take(run, 8)
     events = [e for e in run.log[mark:] if isinstance(e, Publish)]
     assert [(e.medium, e.stored) for e in events] == [(Medium.GPU, False)]
-    assert run.index[Medium.GPU] == set()
-    assert len(run.index[Medium.CPU]) == 8
+    assert run.published_on(Medium.GPU) == set()
+    assert len(run.published_on(Medium.CPU)) == 8
 
 
 def test_a_loads_source_is_not_evicted_from_the_host() -> None:

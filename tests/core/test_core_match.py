@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.leases import Match
+from asynccache.core.cache import Match
 from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
 
 

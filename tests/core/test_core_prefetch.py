@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.leases import Grant
+from asynccache.core.cache import Grant, Join, Shape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
-from asynccache.core.prefetching import Join, Shape, Skip, needed_pages, usable_end
 from asynccache.testing.fetching import Fetch, open_fetch
 from asynccache.testing.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 

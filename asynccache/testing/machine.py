@@ -1,0 +1,324 @@
+"""CacheMachine: every core call in any order, against a dict of what was ever committed.
+
+Law: after each step the audit holds (the player checks it), every page that a request may read has the right bytes (the
+player knows them), no match is longer than what was ever committed, and while nothing was evicted, every match is as
+long as what was committed. At the end everything is released, and nothing may be left.
+
+A Hypothesis state machine. Subclass it and set ``components`` and whatever else should differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asynccache.core.cache import Match
+from asynccache.core.plan import More, Plan, Status, Wait
+from asynccache.errors import CacheFull
+from asynccache.testing.fetching import Fetch, open_fetch
+from asynccache.testing.synchronous import FULL, MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
+
+SPACES = (b"one".ljust(32), b"two".ljust(32))
+
+texts = st.text(alphabet="ab", min_size=1, max_size=9)
+spaces = st.sampled_from(SPACES)
+
+
+class Model:
+    """What was ever committed: prefix hashes, by component."""
+
+    def __init__(self, runtime: SynchronousRuntime) -> None:
+        self._runtime = runtime
+        self._held: dict[int, set[bytes]] = {FULL: set(), SWA: set(), MAMBA: set()}
+
+    def add(self, component: int, digest: bytes) -> None:
+        """This page (or state) was committed."""
+        self._held[component].add(digest)
+
+    def forget(self, digests: list[bytes]) -> None:
+        """Its namespace was invalidated."""
+        for held in self._held.values():
+            held.difference_update(digests)
+
+    def __iter__(self) -> Any:
+        return iter(set().union(*self._held.values()))
+
+    def longest(self, chain: list[bytes]) -> tuple[int, int]:
+        """The longest valid end, and how far FULL alone goes; pages."""
+        full = next((i for i, digest in enumerate(chain) if digest not in self._held[FULL]), len(chain))
+        return next((end for end in range(full, 0, -1) if self._valid(chain, end)), 0), full
+
+    def _valid(self, chain: list[bytes], end: int) -> bool:
+        runtime = self._runtime
+        first = max(0, end - -(-runtime.window // runtime.page))
+        if SWA in runtime.kinds and not self._held[SWA].issuperset(chain[first:end]):
+            return False
+        return MAMBA not in runtime.kinds or chain[end - 1] in self._held[MAMBA]
+
+
+class Recording(SynchronousRuntime):
+    """Tells the model what commits published."""
+
+    model: Model
+
+    def published(
+        self, running: Running, length: int, window: Slots, checkpoint: tuple[int, int] | None
+    ) -> None:
+        chain = self.chain(running.space, running.key)[: length // self.page]
+        for i, digest in enumerate(chain):
+            self.model.add(FULL, digest)
+            if window and window[i] >= 0:
+                self.model.add(SWA, digest)
+        if checkpoint is not None:
+            self.model.add(MAMBA, chain[checkpoint[0] // self.page - 1])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests, completions, prefetches and invalidations in any order."""
+
+    components: ClassVar[str] = "full"
+    options: ClassVar[dict[str, Any]] = {}
+    roomy: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"device": 400, "host": 400, "states": 100} if self.roomy else {
+            "device": 24, "host": 32, "states": 8
+        }
+        self.run = Recording(core_config(self.components, **(sizes | {"window": 10} | self.options)))
+        self.model = self.run.model = Model(self.run)
+        self.requests: list[Running] = []
+        self.fetches: list[Fetch] = []
+        self.keys: dict[bytes, set[str]] = {space: set() for space in SPACES}
+        self.disturbed = False
+
+    # requests
+
+    @initialize(text=texts, space=spaces)
+    def begin_with_something(self, text: str, space: bytes) -> None:
+        """An empty cache is a dull one."""
+        self.run.insert(text, space=space)
+        self.keys[space].add(text)
+
+    @rule(text=texts, new=st.integers(0, 24), space=spaces, states=st.integers(1, 3))
+    def lease(self, text: str, new: int, space: bytes, states: int) -> None:
+        """A request arrives; if it must wait it goes away again."""
+        before = self.run.core.statistics()
+        key = spell(text, self.run.page)
+        try:
+            request = self.run.lease(key, new, space=space, states=states)
+        except CacheFull:
+            assert len(key) // 4 + new > self.run.config.components[0].device * self.run.page - self.run.page
+            return
+        if request is None:
+            after = self.run.core.statistics()
+            assert before.leases == after.leases, "a request that waits holds something"
+            return
+        request.key = key + bytes(new * 4)
+        self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.integers(0, 60))
+    def compute(self, data: st.DataObject, tokens: int) -> None:
+        """The engine computes some of it."""
+        request = self._pick(data)
+        if request.ready:
+            tokens = max(request.computed, min(tokens, request.lease.reserved, len(request.key) // 4))
+            if self._has_pages(request, tokens):
+                request.compute(tokens)
+
+    def _has_pages(self, request: Running, tokens: int) -> bool:
+        """SWA may have been given back beyond what is computed: the engine never computes there."""
+        if SWA not in self.run.kinds:
+            return True
+        page = self.run.page
+        table = self.run.table(request.lease, SWA)
+        return all(slot >= 0 for slot in table[request.computed // page : -(-tokens // page)])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), checkpoint=st.booleans())
+    def commit(self, data: st.DataObject, checkpoint: bool) -> None:
+        """What was computed is published."""
+        request = self._pick(data)
+        if not request.ready or request.computed < request.lease.length:
+            return
+        end = request.computed // self.run.page * self.run.page
+        spare = MAMBA in self.run.kinds and len(request.lease.states) > 4 and checkpoint and end
+        request.commit(checkpoint=end if spare else None)
+        text = "".join(chr(int.from_bytes(request.key[i : i + 4], "little")) for i in range(0, end * 4, 16))
+        self.keys[request.space].add(text)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), by=st.integers(0, 12))
+    def advance(self, data: st.DataObject, by: int) -> None:
+        """It decodes on."""
+        request = self._pick(data)
+        if request.ready:
+            request.advance(min(request.position + by, request.computed))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), tokens=st.integers(1, 16))
+    def extend(self, data: st.DataObject, tokens: int) -> None:
+        """It needs more room."""
+        request = self._pick(data)
+        wanted = request.lease.reserved + tokens
+        while isinstance(answer := self.run.core.extend(request.lease, wanted, wanted), More):
+            self.run.perform(answer.plan)
+        self.run.perform(answer.plan if isinstance(answer, Wait) else answer)
+        if not isinstance(answer, Wait):
+            request.key += bytes(4 * tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), drop=st.integers(0, 12))
+    def truncate(self, data: st.DataObject, drop: int) -> None:
+        """Speculative tokens were rejected."""
+        request = self._pick(data)
+        if not request.ready:
+            return
+        keep = max(request.lease.length, request.advanced, request.computed - drop)
+        request.computed = keep
+        request.position = min(request.position, keep)
+        self.run.perform(self.run.core.truncate(request.lease, keep))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), ended=st.booleans(), retire=st.booleans())
+    def release(self, data: st.DataObject, ended: bool, retire: bool) -> None:
+        """It is done, or was cancelled; loads for it may be in flight."""
+        request = self._pick(data)
+        self.requests.remove(request)
+        request.release(ended=ended, retire=retire)
+
+    @rule(text=texts, space=spaces, checkpoint=st.booleans())
+    def whole_request(self, text: str, space: bytes, checkpoint: bool) -> None:
+        """From arrival to release, if it fits and nothing is in the way."""
+        request = self.run.lease(spell(text, self.run.page), space=space)
+        if request is None:
+            return
+        self.run.complete(*[op for op in request.lease.loads if op in self.run.jobs])
+        if request.ready:
+            request.compute(len(text) * self.run.page)
+            spare = checkpoint and MAMBA in self.run.kinds
+            request.commit(checkpoint=request.computed if spare else None)
+            self.keys[space].add(text)
+        request.release()
+
+    # the world around it
+
+    @precondition(lambda self: self.run.jobs)
+    @rule(data=st.data(), fails=st.integers(0, 4))
+    def complete(self, data: st.DataObject, fails: int) -> None:
+        """An operation ends, in any order, well or not."""
+        op = data.draw(st.sampled_from(self.run.in_flight()))
+        self.disturbed |= fails == 0
+        self.run.complete(op, status=Status.FAILED if fails == 0 else Status.DONE)
+
+    @precondition(lambda self: len(self.run.jobs) > 1)
+    @rule(data=st.data())
+    def complete_many(self, data: st.DataObject) -> None:
+        """Several end at once."""
+        ops = data.draw(st.lists(st.sampled_from(self.run.in_flight()), unique=True, min_size=2, max_size=5))
+        self.run.complete(*ops)
+
+    @rule(text=texts, space=spaces, bad=st.integers(0, 30))
+    def prefetch(self, text: str, space: bytes, bad: int) -> None:
+        """A prefetch begins."""
+        if not self.run.config.storage:
+            return
+        known = sorted(self.keys[space])
+        text = known[len(text) % len(known)] + text if known and bad % 2 else text
+        fetch = open_fetch(self.run, spell(text, self.run.page), space, {(FULL, bad), (SWA, bad - 2)})
+        if isinstance(fetch, Fetch):
+            self.fetches.append(fetch)
+
+    @precondition(lambda self: self.fetches)
+    @rule(data=st.data(), pages=st.integers(1, 4))
+    def fetch_some(self, data: st.DataObject, pages: int) -> None:
+        """Some of its pages arrive."""
+        fetch = data.draw(st.sampled_from(self.fetches))
+        left = fetch.usable() // self.run.page - fetch.anchor - len(fetch.full)
+        if left > 0:
+            fetch.take_full(min(left, pages))
+
+    @precondition(lambda self: self.fetches)
+    @rule(data=st.data(), limit=st.integers(4, 60))
+    def fetch_finish(self, data: st.DataObject, limit: int) -> None:
+        """It commits what can be had up to some limit, or is revoked."""
+        fetch = data.draw(st.sampled_from(self.fetches))
+        self.fetches.remove(fetch)
+        fetch.finish(limit)
+
+    @precondition(lambda self: self.fetches)
+    @rule(data=st.data())
+    def fetch_revoke(self, data: st.DataObject) -> None:
+        """Its request was aborted."""
+        fetch = data.draw(st.sampled_from(self.fetches))
+        self.fetches.remove(fetch)
+        fetch.revoke()
+
+    @precondition(lambda self: self.keys[SPACES[0]] or self.keys[SPACES[1]])
+    @rule(space=spaces)
+    def drain(self, space: bytes) -> None:
+        """Everything that can be saved now is started."""
+        self.run.perform(self.run.core.drain())
+
+    @precondition(lambda self: len(self.requests) + len(self.fetches) < 3)
+    @rule(space=spaces, really=st.integers(0, 5))
+    def invalidate(self, space: bytes, really: int) -> None:
+        """A namespace is forgotten; those who hold some of it go on."""
+        if really:
+            return
+        self._perform_all(space)
+        assert self.run.match(spell("a" * 9), space) == Match()
+
+    def _perform_all(self, space: bytes | None) -> None:
+        for _ in range(1000):
+            answer = self.run.core.invalidate(space)
+            self.run.perform(answer.plan if isinstance(answer, More) else answer)
+            if isinstance(answer, Plan):
+                break
+        self.disturbed = True
+
+    # what must hold
+
+    @rule(text=texts, space=spaces)
+    def match(self, text: str, space: bytes) -> None:
+        """A match says what the model says, or less if something was lost."""
+        self._compare(text, space)
+
+    @invariant()
+    def known_keys_match(self) -> None:
+        """A hit is never longer than what was committed."""
+        for space in SPACES:
+            for text in sorted(self.keys[space])[:4]:
+                self._compare(text, space)
+
+    def _compare(self, text: str, space: bytes) -> None:
+        page = self.run.page
+        key = spell(text, page)
+        found = self.run.core.match(space, key)
+        longest, full = self.model.longest(self.run.chain(space, key))
+        assert found.device <= found.host <= found.full <= full * page
+        assert found.host <= longest * page, f"{text!r}: a match that nobody committed"
+        statistics = self.run.core.statistics()
+        if not (self.disturbed or statistics.evicted_device or statistics.evicted_host):
+            assert found.device == longest * page, f"{text!r}: nothing was lost, and {longest} pages do not match"
+
+    def _pick(self, data: st.DataObject) -> Running:
+        return data.draw(st.sampled_from(self.requests))
+
+    def teardown(self) -> None:
+        """Release everything, let everything end: nothing is left, and an invalidation empties every tier."""
+        for fetch in self.fetches:
+            fetch.revoke()
+        for request in self.requests:
+            request.release()
+        self.run.settle()
+        self.run.audit(idle=True)
+        self._perform_all(None)
+        self.run.settle()
+        self.run.audit(idle=True)
+        statistics = self.run.core.statistics()
+        assert statistics.nodes == 0
+        assert all(shelf.free == shelf.capacity for shelf in (*statistics.device, *statistics.host))
