@@ -5,9 +5,10 @@ Where the tree has the pages already, the lease's are duplicates; where it lacks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.core.holds import drop_hold, take_hold
+from asynccache.core.holds import Hold, drop_hold, take_hold
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.leases import Lease, retire
 from asynccache.core.ledger import LOAD_BACK
@@ -30,6 +31,12 @@ class Committed(NamedTuple):
     plan: Plan
     length: int
     took: bool
+
+
+def _loading(path: Sequence[Node]) -> tuple[int, ...]:
+    """The loads in flight that bring, or take away, FULL of these nodes."""
+    moving = [node for node in path if node.cells[0].state in (ARRIVING, LEAVING)]
+    return tuple([op.id for node in moving for op in node.ops if op.kind is LOAD_BACK])
 
 
 class _Commit:
@@ -80,23 +87,25 @@ class Commits:
         begin, total = lease.length // size, min(len(key) // world.page_bytes, lease.reserved // size)
         key = key[begin * world.page_bytes : total * world.page_bytes]
         path, reached = walk(lease.hold.end, key, 0, world.page_bytes)
-        blockers = [op.id for node in path if node.cells[0].state in (ARRIVING, LEAVING)
-                    for op in node.ops if op.kind is LOAD_BACK]  # fmt: skip
-        if blockers:
-            return Wait(world.plan(), tuple(blockers))
-        work = _Commit(lease, begin, total, self._window_start(total), [b""] * self._count)
+        if path and (blockers := _loading(path)):
+            return Wait(world.plan(), blockers)
+        window = world.components[self._swa].first_page(total) if self._swa else 0
+        work = _Commit(lease, begin, total, window, [b""] * self._count)
         if path and path[-1].end > begin + reached // world.page_bytes:
-            path[-1] = split_at(self._world, path[-1], begin + reached // world.page_bytes)
+            path[-1] = split_at(world, path[-1], begin + reached // world.page_bytes)
         end = lease.hold.end
         for node in path:
             end = self._merge(work, node)
-        end = self._grow(work, end, key, hashes)
-        took = self._move_hold(work, end, checkpoint)
+        fresh = self._grow(work, end, key, hashes)
+        end = fresh[-1] if fresh else end
+        old = self._move_hold(work, end)
+        for node in fresh:
+            self._fill(work, node)
+        took = checkpoint is not None and bool(self._mamba) and self._attach(lease, end, checkpoint)
+        drop_hold(world, old)
+        self._keep_rest(work, end)
         self._write_out(lease, end, begin, took)
         return Committed(world.plan(), lease.length, took)
-
-    def _window_start(self, total: int) -> int:
-        return self._world.components[self._swa].first_page(total) if self._swa else 0
 
     def _merge(self, work: _Commit, node: Node) -> Node:
         """An existing node on the way: what it lacks on the device it takes from the lease, the rest is duplicate."""
@@ -126,53 +135,60 @@ class Commits:
         else:
             self._world.shelves[c].slots.give(slots)
 
-    def _grow(self, work: _Commit, end: Node, key: bytes, hashes: bytes) -> Node:
-        """New nodes for what the tree does not have: cut where released SWA pages end and where the window begins."""
+    def _grow(self, work: _Commit, end: Node, key: bytes, hashes: bytes) -> list[Node]:
+        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end and where the
+        window begins."""
         at, total = end.end, work.total
         if at >= total:
-            return end
+            return []
         cuts = [total]
         if self._swa:
             released = work.lease.own_from[self._swa]
             if released >= total:
-                work.total = at
-                return end
+                return []
             cuts = sorted({cut for cut in (released, work.window) if at < cut < total} | {total})
+        fresh = []
         for cut in cuts:
             end = self._new_node(work, end, cut, key, hashes)
-        return end
+            fresh.append(end)
+        return fresh
 
     def _new_node(self, work: _Commit, parent: Node, end: int, key: bytes, hashes: bytes) -> Node:
-        world, start = self._world, parent.end
-        page = world.page_bytes
+        start, page = parent.end, self._world.page_bytes
         node = Node(key[(start - work.begin) * page : (end - work.begin) * page], end, parent, 2 * self._count)
         link(parent, node, page)
-        world.counters.nodes += 1
+        self._world.counters.nodes += 1
         node.hashes = hashes[start * HASH_BYTES : end * HASH_BYTES]
-        world.fill(node, 0, work.own(0, start, end), PRESENT)
-        world.publish(Medium.GPU, True, node)
-        swa = self._swa
-        if swa and start >= work.lease.own_from[swa]:
-            self._insert(node, swa, work.own(swa, start, end))
         return node
 
-    def _move_hold(self, work: _Commit, end: Node, checkpoint: tuple[int, int] | None) -> bool:
-        """The lease now ends at ``end``: attach the checkpoint, move the pins, keep the pages beyond."""
-        lease, world = work.lease, self._world
-        took = checkpoint is not None and bool(self._mamba) and self._attach(lease, end, checkpoint)
+    def _move_hold(self, work: _Commit, end: Node) -> Hold:
+        """The lease is held at ``end`` now; its old hold. Data that comes under a pin never waits in an order."""
+        lease = work.lease
         old = lease.hold
-        floor = lease.own_from[self._swa] if self._swa and lease.own_from[self._swa] > work.begin else 0
-        lease.hold = take_hold(world, end, end.end, floor)
-        drop_hold(self._world, old)
+        released = lease.own_from[self._swa] if self._swa else 0
+        lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
+        self._matching.touch(end, end.end)
+        return old
+
+    def _fill(self, work: _Commit, node: Node) -> None:
+        """A new node takes over the lease's pages."""
+        world, swa = self._world, self._swa
+        start = node.parent.end  # type: ignore[union-attr]
+        world.fill(node, 0, work.own(0, start, node.end), PRESENT)
+        world.publish(Medium.GPU, True, node)
+        if swa and start >= work.lease.own_from[swa]:
+            self._insert(node, swa, work.own(swa, start, node.end))
+
+    def _keep_rest(self, work: _Commit, end: Node) -> None:
+        """The lease keeps its pages beyond ``end``; duplicates retire."""
+        lease = work.lease
         for c in range(self._count):
             if c != self._mamba or not c:
                 lease.own[c] = work.rest(c, end.end)
                 lease.own_from[c] = max(lease.own_from[c], end.end)
         lease.length = end.end * self._page_size
-        self._matching.touch(end, end.end)
         if any(work.spares):
             retire(self._world, work.spares, True)
-        return took
 
     def _attach(self, lease: Lease, end: Node, checkpoint: tuple[int, int]) -> bool:
         position, slot = checkpoint[0] // self._page_size, checkpoint[1].to_bytes(SLOT_BYTES, "little")

@@ -52,10 +52,10 @@ class Transfers:
         another node's only copy below the device."""
         chain = self._lacking(node, floor)
         if not chain:
-            return True
+            return chain is not None
         if self._world.ledger.count[BACKUP_HOST] >= self._world.config.max_backup_ops:
             return False
-        return self._can_follow(chain[0][0], chain[-1][0]) and self._open_backup(chain, gently)
+        return self._open_backup(chain, gently)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
         """``save``, tried again later if it must wait."""
@@ -86,17 +86,21 @@ class Transfers:
                     self.save(node, gently=True)
                 self.store([node])
 
-    def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]]:
+    def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
         """``node`` and its ancestors without a host copy of some components that the device has, root first.
 
         The walk ends at a node up to page ``floor`` that lacks nothing: what is above it has FULL on the host too.
+        None: a host copy on the way is leaving, and nothing can follow it.
         """
         chain = []
-        count = self._count
+        place = self._count
         while node.parent is not None:
+            host = node.cells[place].state
+            if host == LEAVING:
+                return None
             if missing := self._missing(node):
                 chain.append((node, missing))
-            elif node.end <= floor and node.cells[count].state != ABSENT:
+            elif node.end <= floor and host != ABSENT:
                 break
             node = node.parent
         chain.reverse()
@@ -107,23 +111,11 @@ class Transfers:
         cells, count = node.cells, self._count
         if count == 1:
             return int(cells[0].state == PRESENT and cells[1].state == ABSENT)
-        return sum(
-            1 << c for c in range(count) if cells[c].state == PRESENT and cells[count + c].state == ABSENT
-        )
-
-    def _can_follow(self, first: Node, last: Node) -> bool:
-        """Whether what is above the nodes from ``first`` to ``last``, and between them, is or will be on the host."""
-        place = self._count
-        above = first.parent
-        assert above is not None
-        if above.parent is not None and above.cells[place].state == ABSENT:
-            return False
-        node: Node | None = last
-        while node is not above.parent and node is not None:
-            if node.cells[place].state == LEAVING:
-                return False
-            node = node.parent
-        return True
+        missing = 0
+        for c in range(count):
+            if cells[c].state == PRESENT and cells[count + c].state == ABSENT:
+                missing |= 1 << c
+        return missing
 
     def _open_backup(self, chain: list[tuple[Node, int]], gently: bool) -> bool:
         world = self._world
@@ -350,8 +342,7 @@ class Transfers:
     ) -> tuple[Move, ...]:
         """Cover the chosen nodes, take slots for what moves, and say what goes where. Room was made."""
         world, count = self._world, self._count
-        src: list[list[bytes]] = [[] for _ in range(count)]
-        dst: list[list[bytes]] = [[] for _ in range(count)]
+        src, dst = [b""] * count, [b""] * count
         for node, mask in chosen:
             world.cover(op, node, mask)
             for c in range(count):
@@ -359,10 +350,10 @@ class Transfers:
                     held = node.cells[source * count + c].slots
                     taken = world.shelves[target * count + c].slots.take(len(held) // SLOT_BYTES)
                     world.fill(node, target * count + c, taken, ARRIVING)
-                    src[c].append(held)
-                    dst[c].append(taken)
-        op.pages = sum(map(len, src[0])) // SLOT_BYTES
-        return tuple([Move(self._kinds[c], b"".join(src[c]), b"".join(dst[c])) for c in range(count) if src[c]])
+                    src[c] += held
+                    dst[c] += taken
+        op.pages = len(src[0]) // SLOT_BYTES
+        return tuple([Move(self._kinds[c], src[c], dst[c]) for c in range(count) if src[c]])
 
 
 def _without(chain: Sequence[tuple[Node, int]], c: int) -> list[tuple[Node, int]]:

@@ -338,9 +338,11 @@ class World:
     def cover(self, op: Operation, node: Node, moves: int) -> None:
         """Have ``op`` cover ``node`` and pin what it moves there."""
         top = moves.bit_length() - 1
-        self.ledger.cover(op, node, moves, max(top, 0))
+        self.ledger.cover(op, node, moves, top)
         for tier in PINNED_TIERS[op.kind]:
-            self.pin(node, tier, max(top, 0))
+            self.pin_full(node, tier)
+            for place in range(tier * self.count + 1, tier * self.count + top + 1):
+                self.pin_cell(node, place)
 
     def uncover(self, op: Operation) -> None:
         """Drop the pins of all that ``op`` covers."""
