@@ -76,7 +76,7 @@ def _times(name: str, spread: dict[str, float], mean: float) -> str:
 
 def _moved(report: Report) -> Iterator[str]:
     yield _title("Moved")
-    yield (f"  {_DIM}{'':<21}{'ops':>10}{'pages':>12}{'bytes':>10}{'rate':>11}{'p50':>7}{'p99':>7}"
+    yield (f"  {_DIM}{'':<21}{'ops':>10}{'tokens':>12}{'bytes':>10}{'rate':>11}{'p50':>7}{'p99':>7}"
            f"{_PLAIN}").rstrip()
     elapsed = report["elapsed_s"] or 1.0
     for name, stage in report["stages"].items():
@@ -87,7 +87,7 @@ def _moved(report: Report) -> Iterator[str]:
 
 def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
     latency = stage["latency_ms"]
-    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['pages']):>12}"
+    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['tokens']):>12}"
             f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>11}"
             f"{_short(latency['p50']):>7}{_short(latency['p99']):>7}")
 

@@ -12,6 +12,7 @@ from asynccache.cli.options import Settings
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
+    from asynccache.runtime.stats import StageStats
 
 _SHORT = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 
@@ -91,7 +92,8 @@ def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
     }
 
 
-def _stage(stage: Any, page_size: int) -> dict[str, Any]:
+def _stage(stage: StageStats, page_size: int) -> dict[str, Any]:
     values: dict[str, Any] = stage._asdict()
+    values["tokens"] = stage.full_pages * page_size
     values["latency_ms"] = {name: round(value, 4) for name, value in stage.latency_ms._asdict().items()}
     return values
