@@ -311,6 +311,8 @@ class Lease:
         """
         self._machine.check_thread()
         key = self._continued(tokens)
+        if ready is not None:
+            self._ready = ready  # cancelled from here on, a release must still wait for what the engine writes
         await self.loaded()
         if self._machine.stamp(self._terms.extra_key) != self._stamp:
             return self.pages  # invalidated meanwhile: it finishes undisturbed and publishes nothing
