@@ -91,6 +91,14 @@ class CacheCore:
         """
         return self._leases.lease(ask)
 
+    def check_possible(self, ask: Ask) -> None:
+        """Whether ``lease`` could ever grant this, so that a request need not wait in line to learn that it cannot.
+
+        Raises:
+            CacheFull: the reservation exceeds the device.
+        """
+        self._leases.check_possible(ask)
+
     def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
         """Grow the reservation up to those positions, and by ``states`` MAMBA slots. ``Wait``: it does not fit now."""
         return self._leases.extend(lease, reserve, reserve_swa, states)

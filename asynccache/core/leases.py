@@ -93,7 +93,7 @@ class Leases:
 
     def lease(self, ask: Ask) -> Grant | Wait | More:
         """See ``CacheCore.lease``."""
-        self._check_possible(ask)
+        self.check_possible(ask)
         root = self._world.root(ask.space)
         path, reached = walk(root, self._whole(ask.key, ask.limit * 4), 0, self._world.page_bytes)
         ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
@@ -111,7 +111,8 @@ class Leases:
         page = self._world.page_bytes
         return key[: min(len(key), limit_bytes) // page * page]
 
-    def _check_possible(self, ask: Ask) -> None:
+    def check_possible(self, ask: Ask) -> None:
+        """See ``CacheCore.check_possible``."""
         slots = [shelf.slots.capacity for shelf in self._world.shelves]
         needs = [self._ceil(ask.reserve)]
         if self._swa:
