@@ -59,6 +59,7 @@ class Entry:
         self._machine = machine
         self._terms = terms
         self._ask: Ask = ask_for(machine, self.space, self.key, terms)
+        machine.core.check_possible(self._ask)
         self._own_handle = False
         self._line = machine.driver.line
         self._ticket = self._line.ticket()

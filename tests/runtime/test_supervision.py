@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache import AsyncCache, CacheClosed
-from asynccache.core.plan import Move
+from asynccache.core.plan import Move, Outcome, Status
+from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event
 from tests.runtime.runtime_kit import compute, machine, opened, push_out, serve, settings, settled, text, until
@@ -21,54 +22,39 @@ class Boom(Exception):
 
 @pytest.mark.asyncio
 async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_hangs() -> None:
-    device = CpuDevice()
-    cache = AsyncCache(settings(device=8, host=16), device=device)
-    waiting: list[asyncio.Task[object]] = []
-    with pytest.raises(CacheClosed) as closed:
-        async with cache:
-            await serve(cache, text(4, seed=1))
-            await settled(cache)
-            await push_out(cache, 8)
-            gate = device.gate()
-            machine(cache).mover.fence(gate)
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+        await serve(cache, text(4, seed=1))
+        await settled(cache)
+        await push_out(cache, 8)
+        gate = device.gate()
+        machine(cache).mover.fence(gate)
+        lease = await cache.lease(text(4, seed=1, extra=1)).__aenter__()
+        other = await cache.lease(text(3, seed=3)).__aenter__()
+        waiting: list[asyncio.Task[object]] = [
+            asyncio.create_task(lease.loaded()),
+            asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__()),
+        ]
+        await until(lambda: len(machine(cache).driver.line) == 1)
+        machine(cache).mover.backup = broken  # type: ignore[method-assign]
+        await other.commit(text(3, seed=3))  # its backup kills the worker
+        waiting.append(asyncio.create_task(cache.flush()))
 
-            async with cache.lease(text(4, seed=1, extra=1)) as lease:
-
-                async def loaded() -> None:
-                    await lease.loaded()
-
-                async def entering() -> None:
-                    async with cache.lease(text(8, seed=2)):
-                        pytest.fail("there was no room")
-
-                waiting = [asyncio.create_task(loaded()), asyncio.create_task(entering())]
-                await until(lambda: len(machine(cache).driver.line) == 1)
-
-                def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-                    raise Boom("the worker")
-
-                machine(cache).mover.backup = broken  # type: ignore[method-assign]
-                tokens = text(4, seed=1) + text(1, seed=3)
-                lease.truncate(lease.cached)
-                await lease.extend(4)
-                with pytest.raises((CacheClosed, Boom)):
-                    machine(cache).backup_host.put(_effect())
-                    await asyncio.gather(*waiting)
-                del tokens
-    gate.open()
-    results = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(result, CacheClosed) for result in results)
-    assert {type(result.__cause__) for result in results if isinstance(result, CacheClosed)} == {Boom}
-    assert isinstance(closed.value.__cause__, Boom)
-    with pytest.raises(CacheClosed):
-        await cache.match(text(1))
-    await device.aclose()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(result) for result in results] == [CacheClosed] * 3
+        assert {type(result.__cause__) for result in results if isinstance(result, CacheClosed)} == {Boom}
+        with pytest.raises(CacheClosed):
+            await cache.match(text(1))
+        lease.release()
+        other.release()
+        gate.open()
+        with pytest.raises(CacheClosed) as closed:
+            await cache.__aexit__(None, None, None)
+        assert isinstance(closed.value.__cause__, Boom)
 
 
-def _effect() -> object:
-    from asynccache.core.plan import BackupHost
-
-    return BackupHost(10_000, (Move(0, b"\0\0\0\0", b"\0\0\0\0"),))
+def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
+    raise Boom("the worker")
 
 
 @pytest.mark.asyncio
@@ -165,9 +151,6 @@ async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> N
 
 @pytest.mark.asyncio
 async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
-    from asynccache.core.plan import Outcome, Status
-    from asynccache.errors import InvariantViolation
-
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
         machine(cache).driver.post(Outcome(12345, Status.DONE))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
-from asynccache_backends.memory import MemoryBackend
 from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,

@@ -1,0 +1,199 @@
+"""What the engine still writes or reads is neither copied, nor free, nor overwritten before its events have fired."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccache import ConfigError
+from asynccache.memory.cpu import CpuDevice
+from tests.runtime.runtime_kit import (
+    PAGE,
+    assert_cached_bytes,
+    compute,
+    holds,
+    opened,
+    page_hashes,
+    push_out,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+    until,
+    write,
+)
+
+
+@pytest.mark.asyncio
+async def test_a_backup_waits_for_ready() -> None:
+    device = CpuDevice()
+    async with opened(settings(host=16), device=device) as cache:
+        tokens, ready = text(4), device.gate()
+        async with cache.lease(tokens) as lease:
+            await lease.commit(tokens, ready=ready)
+            await turns()
+            assert (await cache.match(tokens)).device == 4 * PAGE
+            assert cache.statistics().stages["backup_host"].ops == 0
+            compute(cache, lease, tokens)  # the engine's kernel runs only now
+            ready.open()
+        await settled(cache)
+        await push_out(cache, 16)
+        assert await serve(cache, [*tokens, 1]) == 4 * PAGE
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_backup_that_was_deferred_waits_for_ready_too() -> None:
+    device = CpuDevice()
+    async with opened(settings(host=32, max_backup_ops=1), device=device) as cache:
+        earlier, ready = device.gate(), device.gate()
+        first, second = text(2, seed=1), text(2, seed=2)
+        async with cache.lease(first) as lease:
+            compute(cache, lease, first)
+            await lease.commit(first, ready=earlier)
+            await turns()
+        async with cache.lease(second) as lease:
+            await lease.commit(second, ready=ready)
+            assert cache.statistics().core.deferred_backups == 1
+            earlier.open()
+            await until(lambda: cache.statistics().stages["backup_host"].ops == 1)
+            await until(lambda: not cache.statistics().core.deferred_backups)
+            await turns()
+            compute(cache, lease, second)
+            ready.open()
+        await settled(cache)
+        await push_out(cache, 16)
+        assert await serve(cache, [*second, 1]) == 2 * PAGE
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_private_copy_waits_for_ready() -> None:
+    device = CpuDevice()
+    async with opened(settings(mamba=8), device=device) as cache:
+        tokens, ready = text(2), device.gate()
+        state = page_hashes(tokens)[-1]
+        async with cache.lease(tokens) as lease:
+            await lease.commit(tokens, ready=ready, checkpoint=(2 * PAGE, int(lease.states[1])))
+            slot = int(lease.states[1]) if lease.states.size > 2 else 1
+            async with cache.lease([*tokens, 1]) as other:
+                loaded = asyncio.create_task(other.loaded())
+                await turns()
+                assert not loaded.done()
+                write(cache, "mamba", slot, state)
+                ready.open()
+                await loaded
+                assert other.cached == 2 * PAGE
+                assert holds(cache, "mamba", int(other.states[0]), state)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_released_pages_retire_until_the_engine_has_let_go() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8), device=device) as cache:
+        work = device.gate()
+        lease = await cache.lease(text(8)).__aenter__()
+        lease.release(after=work)
+        await turns()
+        assert cache.statistics().device["full"].free == 0
+        waits = asyncio.create_task(cache.lease(text(1, seed=2)).__aenter__())
+        await turns()
+        assert not waits.done()
+        work.open()
+        (await waits).release()
+        assert cache.statistics().device["full"].free == 8
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_released_pages_retire_until_a_commits_ready_has_fired() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8), device=device) as cache:
+        ready = device.gate()
+        async with cache.lease(text(2), new_tokens=6 * PAGE) as lease:
+            await lease.commit(text(2), ready=ready)
+        await turns()
+        assert cache.statistics().device["full"].free == 0
+        ready.open()
+        await until(lambda: cache.statistics().device["full"].free == 6)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_device() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8, host=32), device=device) as cache:
+        await serve(cache, text(6, seed=1))
+        await settled(cache)
+        await serve(cache, text(6, seed=2))
+        await settled(cache)
+        reads = device.gate()
+        lease = await cache.lease(text(6, seed=2, extra=1)).__aenter__()
+        read = [int(slot) for slot in lease.pages[:6]]
+        hashes = page_hashes(text(6, seed=2))
+        lease.release(after=reads)
+        async with cache.lease(text(6, seed=1, extra=1)) as other:
+            loaded = asyncio.create_task(other.loaded())
+            await turns(50)
+            assert not loaded.done()
+            assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
+            reads.open()
+            await loaded
+            assert_cached_bytes(cache, other, text(6, seed=1))
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["adopt", "commit", "release"])
+async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
+    async with opened(settings(device=12)) as cache:
+        tokens = text(4)
+        async with cache.lease(tokens) as one, cache.lease(tokens) as two:
+            compute(cache, one, tokens)
+            compute(cache, two, tokens)
+            first = await one.commit(tokens)
+            second = await two.commit(tokens)
+            assert second.tolist() == first.tolist()
+            await turns()
+            assert cache.statistics().device["full"].free == 4
+            if how == "adopt":
+                two.adopt()
+            elif how == "commit":
+                await two.commit(tokens)
+            else:
+                two.release()
+            await until(lambda: cache.statistics().device["full"].free == 8)
+
+
+@pytest.mark.asyncio
+async def test_adopted_duplicates_wait_for_the_engines_last_use() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=12), device=device) as cache:
+        tokens, work = text(4), device.gate()
+        async with cache.lease(tokens) as one, cache.lease(tokens) as two:
+            await one.commit(tokens)
+            await two.commit(tokens)
+            two.adopt(after=work)
+            await turns()
+            assert cache.statistics().device["full"].free == 4
+            work.open()
+            await until(lambda: cache.statistics().device["full"].free == 8)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_commit_must_continue_what_the_lease_holds() -> None:
+    async with opened(settings()) as cache:
+        async with cache.lease(text(2), new_tokens=PAGE) as lease:
+            with pytest.raises(ConfigError, match="prompt"):
+                await lease.commit(text(2, seed=1))
+            with pytest.raises(ConfigError, match="12 reserved"):
+                await lease.commit(text(4))
+            await lease.commit(text(2))
+            with pytest.raises(ConfigError, match="8 committed"):
+                await lease.commit(text(1))
+            await lease.commit(text(3))
+        assert (await cache.match(text(3))).device == 3 * PAGE
