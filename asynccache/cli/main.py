@@ -99,9 +99,11 @@ def _bench(arguments: list[str]) -> int:
     own.add_argument("--json", metavar="PATH|-", default="-", help="where the figures go (default: -)")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])
-    from asynccache.cli.report import dump
+    from asynccache.cli.report import check_writable, dump
 
-    dump(module.run(options), options.json or "-")
+    path = options.json or "-"
+    check_writable(path)
+    dump(module.run(options), path)
     return 0
 
 

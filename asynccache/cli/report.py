@@ -71,6 +71,16 @@ def _mean(samples: Sequence[float]) -> float:
     return round(sum(samples) / len(samples) * 1e3, 4) if samples else 0.0
 
 
+def check_writable(path: str) -> None:
+    """Find out before a run whether its report can be written to ``path``.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path != "-":
+        _write(path, "", "a")
+
+
 def dump(report: Mapping[str, Any], path: str) -> None:
     """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone.
 
@@ -81,9 +91,13 @@ def dump(report: Mapping[str, Any], path: str) -> None:
     if path == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
-        return
+    else:
+        _write(path, text, "w")
+
+
+def _write(path: str, text: str, mode: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
         raise ConfigError(f"--json={path}: cannot be written: {error.strerror or error}") from None

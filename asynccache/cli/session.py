@@ -52,6 +52,8 @@ def execute(settings: Settings) -> int:
         AsyncCacheError: something in the settings, the trace or the store cannot be used.
     """
     torch.set_num_threads(1)  # the engine's own threads are the parallel part
+    if settings.json is not None:
+        report.check_writable(settings.json)
     display = choose(settings.quiet)
     session = Session(settings, display)
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:

@@ -1,0 +1,73 @@
+"""A small serving loop: many requests at once, three tiers, a sliding window beside full attention.
+
+Run it: python examples/serve.py
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+
+from asynccache import AsyncCache, CacheConfig, Full, SlidingWindow
+
+PAGE, LAYERS = 16, 4
+
+CONFIG = CacheConfig(
+    model="example-model",
+    components=(
+        Full(bytes_per_token=256, layers=LAYERS, device_tokens=8192, host_tokens=32768),
+        SlidingWindow(window=128, bytes_per_token=256, layers=LAYERS, device_tokens=8192, host_tokens=32768),
+    ),
+    page_size=PAGE,
+    storage="memory:",
+)
+
+
+def compute(cache: AsyncCache, pool: str, pages: np.ndarray) -> None:
+    """Where a model would write the KV of these pages."""
+    for layer in range(LAYERS):
+        cache.pools[pool].layer(layer)[pages[pages >= 0].tolist()] = 1
+
+
+async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
+    """One turn of a conversation; the tokens that the cache saved."""
+    handle = cache.prefetch(prompt)  # as soon as the request arrives
+    async with cache.lease(prompt, new_tokens=len(answer), prefetch=handle) as lease:
+        await lease.loaded()
+        first = lease.cached // PAGE
+        for pool in ("full", "swa"):
+            compute(cache, pool, lease.page_table(pool)[first:])
+        await lease.commit(prompt)  # others can hit the prompt while this request decodes
+        for position in range(len(prompt), len(prompt) + len(answer)):
+            lease.advance(position)  # what the window has left behind goes back
+        await lease.commit(prompt + answer)
+        return lease.cached
+
+
+async def converse(cache: AsyncCache, seed: int) -> tuple[int, int]:
+    """Four turns, each with all that was said before it."""
+    rng = random.Random(seed)
+    text, saved, total = list(range(512)), 0, 0
+    for _ in range(4):
+        text += [rng.randrange(50_000) for _ in range(100)]
+        answer = [rng.randrange(50_000) for _ in range(60)]
+        saved += await serve(cache, text, answer)
+        total += len(text)
+        text += answer
+    return saved, total
+
+
+async def main() -> None:
+    async with AsyncCache(CONFIG) as cache:
+        turns = await asyncio.gather(*(converse(cache, seed) for seed in range(24)))
+        saved, total = (sum(column) for column in zip(*turns, strict=True))
+        print(f"{saved} of {total} prompt tokens came from the cache ({saved / total:.0%})")
+        await cache.flush()
+        for name, stage in cache.statistics().stages.items():
+            print(f"{name:15} {stage.pages:6} pages {stage.bytes:10} bytes")
+
+
+asyncio.run(main())

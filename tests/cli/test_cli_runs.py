@@ -1,0 +1,245 @@
+"""Whole runs of ``stress`` and ``replay``: the real cache, small workloads, every page verified."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache.cli.engine import Engine
+from asynccache.cli.main import main
+from asynccache.cli.options import LOOPS
+from asynccache.cli.request import BLOCK_TOKENS, Request
+from asynccache.cli.serving import Server
+
+REAL = os.environ.get("ASYNCCACHE_TRACE", "")
+SMALL = ["--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--device-tokens", "12288",
+         "--host-tokens", "24576", "--window", "256", "--quiet"]
+
+
+def made_trace(path: Path, conversations: int = 20, seed: int = 5) -> Path:
+    """Conversations that share a first block and grow, interleaved; the requests of one end where the next goes on."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 1 << 20))
+    known: list[list[int]] = [[0] for _ in range(conversations)]
+    rows = []
+    for at in range(conversations * 4):
+        who = rng.randrange(conversations)
+        known[who] = known[who] + [next(fresh) for _ in range(rng.randint(1, 5))]
+        rows.append({"timestamp": at // 4 * 3000, "output_length": rng.randint(1, 90),
+                     "input_length": len(known[who]) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS - 1),
+                     "hash_ids": [*known[who], next(fresh)]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
+    """One run in this process; its report."""
+    json_file = Path(str(arguments[-1])) if arguments[-2] == "--json" else None
+    assert main([str(a) for a in arguments]) == status
+    assert json_file is not None
+    report: dict[str, Any] = json.loads(json_file.read_text())
+    return report
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> tuple[str, Path]:
+    return "--json", tmp_path / "report.json"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_stress_is_clean_with_all_components_and_tiers(loop: str, tmp_path: Path, out: tuple[str, Path]) -> None:
+    report = run("stress", *SMALL, "--requests", "120", "--loop", loop, "--storage", f"file:{tmp_path}/kv", *out)
+    assert report["requests"] == report["served"] == 120
+    assert report["verify"]["mismatches"] == 0
+    assert report["verify"]["pages"] > 1000
+    assert set(report["leaks"].values()) == {0}
+    hit, total = report["tokens"]["hit"], report["tokens"]["total"]
+    assert hit["device"] > 0
+    assert hit["host"] > 0
+    assert report["hit_ratio"] == pytest.approx(sum(hit.values()) / total)
+    assert report["stages"]["backup_storage"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_stress_is_clean_with_faults_and_cancellations(policy: str, out: tuple[str, Path]) -> None:
+    report = run("stress", *SMALL, "--requests", "150", "--faults", "0.2", "--cancel-rate", "0.4", "--seed", "7",
+                 "--write-policy", policy, *out)
+    assert report["cancelled"] > 15
+    assert report["served"] + report["cancelled"] == report["requests"] == 150
+    assert report["failed"] == report["verify"]["mismatches"] == 0
+    assert set(report["leaks"].values()) == {0}
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,mamba"])
+@pytest.mark.parametrize("workload", ["chat", "agent"])
+def test_stress_is_clean_without_storage(components: str, workload: str, out: tuple[str, Path]) -> None:
+    report = run("stress", *SMALL, "--requests", "80", "--components", components, "--workload", workload,
+                 "--storage", "none", "--prefetch-policy", "best_effort", *out)
+    assert report["hit_ratio"] > 0.1
+    assert report["tokens"]["hit"]["storage"] == 0
+
+
+def test_the_report_has_every_key(out: tuple[str, Path]) -> None:
+    report = run("stress", *SMALL, "--requests", "10", *out)
+    for path in ("requests", "tokens.total", "tokens.hit.device", "tokens.hit.host", "tokens.hit.storage", "hit_ratio",
+                 "verify.pages", "verify.mismatches", "leaks.device_pages", "leaks.host_pages", "leaks.pins",
+                 "leaks.tasks", "cancelled", "failed", "loop_lag_ms.p50", "loop_lag_ms.p99", "loop_lag_ms.p999",
+                 "loop_lag_ms.max", "run_queue_ms.p999", "lost_pages", "elapsed_s", "cpu_s", "rss_bytes",
+                 "settings.page_size"):
+        value: Any = report
+        for name in path.split("."):
+            value = value[name]
+        assert isinstance(value, (int, float)), path
+    for name in ("backup_host", "load_back", "backup_storage", "prefetch"):
+        assert {"ops", "pages", "bytes", "errors", "latency_ms"} <= report["stages"][name].keys()
+    assert "blocks" not in report
+
+
+def test_with_room_for_everything_a_replay_hits_what_the_trace_implies(tmp_path: Path, out: tuple[str, Path]) -> None:
+    trace = made_trace(tmp_path / "trace.jsonl")
+    report = run("replay", trace, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",
+                 *out)
+    blocks = report["blocks"]
+    assert blocks["hit"] == blocks["shared"] > 100
+    assert blocks["total"] == sum(len(json.loads(line)["hash_ids"]) - 1 for line in trace.read_text().splitlines())
+    assert report["evicted"] == {"device": 0, "host": 0}
+
+
+def test_with_little_room_the_tiers_together_still_hold_it(tmp_path: Path, out: tuple[str, Path]) -> None:
+    trace = made_trace(tmp_path / "trace.jsonl")
+    report = run("replay", trace, "--device-tokens", str(60 * 512), "--host-tokens", str(80 * 512), "--storage",
+                 "memory:", "--concurrency", "1", "--quiet", *out)
+    assert report["blocks"]["hit"] == report["blocks"]["shared"]
+    assert min(report["tokens"]["hit"].values()) > 0
+    assert report["evicted"]["device"] > 0
+    assert report["evicted"]["host"] > 0
+
+
+def test_all_components_replay_by_the_clock_with_hints(tmp_path: Path, out: tuple[str, Path]) -> None:
+    trace = made_trace(tmp_path / "trace.jsonl")
+    report = run("replay", trace, "--components", "full,swa,mamba", "--page-size", "64", "--device-tokens", "all",
+                 "--host-tokens", "all", "--mamba-bytes", "1024", "--speed", "100", "--end-hints", "0.5",
+                 "--insert-outputs", "--storage", "memory:", "--limit", "60", "--quiet", *out)
+    assert report["served"] == 60
+    assert report["tokens"]["hit"]["device"] > 0
+
+
+def test_the_second_run_starts_with_the_pages_of_the_first(tmp_path: Path, out: tuple[str, Path]) -> None:
+    trace = made_trace(tmp_path / "trace.jsonl")
+    arguments = ["replay", trace, "--device-tokens", str(64 * 512), "--host-tokens", str(64 * 512), "--storage",
+                 f"file:{tmp_path}/kv", "--concurrency", "1", "--quiet", *out]
+    first, second = run(*arguments), run(*arguments)
+    assert first["blocks"]["hit"] == first["blocks"]["shared"] < first["blocks"]["total"]
+    assert second["blocks"]["hit"] == second["blocks"]["total"]
+    assert second["tokens"]["hit"]["storage"] > first["tokens"]["hit"]["storage"]
+    assert second["verify"]["mismatches"] == 0
+
+
+def test_wrong_bytes_are_seen_and_fail_the_run(monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path],
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    write, written = Engine.write, []
+
+    def forgetful(self: Engine, pieces: Any) -> None:
+        written.append(1)
+        if len(written) != 5:
+            write(self, pieces)
+
+    monkeypatch.setattr(Engine, "write", forgetful)
+    report = run("stress", *SMALL, "--requests", "40", "--seed", "1", *out, status=1)
+    assert report["verify"]["mismatches"] > 0
+    assert not report["ok"]
+    assert "pages are wrong" in capsys.readouterr().err
+
+
+def test_a_request_that_cannot_fit_fails_the_run(out: tuple[str, Path]) -> None:
+    report = run("stress", *SMALL, "--device-tokens", "1024", "--host-tokens", "2048", "--components", "full",
+                 "--requests", "30", *out, status=1)
+    assert report["failed"] > 0
+    assert "gave up" in report["problems"][0]
+    assert set(report["leaks"].values()) == {0}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--storage", "mongo:x"], "unknown backend 'mongo'"),
+    (["--storage", "file:/proc/nope"], "/proc/nope"),
+    (["--storage", "memory:?capasity=1GiB"], "unknown option 'capasity'"),
+    (["--device-tokens", "1000"], "device_tokens=1000 is not a multiple of page_size=16"),
+    (["--bytes-per-token", "3", "--layers", "5"], "not a multiple of layers=5"),
+    (["--device-tokens", "1600000000000"], "do not fit in memory"),
+])
+def test_what_the_cache_refuses_is_one_sentence(arguments: list[str], message: str,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "--quiet", "--requests", "1", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("asynccache: ")
+    assert error.count("\n") == 1
+
+
+def test_a_trace_that_cannot_fit_is_refused_before_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = made_trace(tmp_path / "trace.jsonl")
+    assert main(["replay", str(trace), "--device-tokens", "2048", "--quiet"]) == 2
+    assert "--device-tokens=2048: request" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_run(tmp_path: Path,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "--quiet", "--json", f"{tmp_path}/no/such/folder.json"]) == 2
+    assert "folder.json: cannot be written" in capsys.readouterr().err
+
+
+def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", *SMALL[:-1], "--requests", "5", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["served"] == 5
+    assert shown.err.startswith("stress OK: 5 requests")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("presses", [1, 2])
+def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monkeypatch: pytest.MonkeyPatch,
+                                                   out: tuple[str, Path]) -> None:
+    serve, begun = Server.serve, []
+
+    async def pressing(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+        begun.append(request.number)
+        if len(begun) == 20:
+            for press in range(presses):
+                asyncio.get_running_loop().call_later(press * 0.01, os.kill, os.getpid(), signal.SIGINT)
+        if presses == 2 and len(begun) > 15:
+            await asyncio.Event().wait()  # hangs until it is cancelled
+        await serve(self, request, places)
+
+    monkeypatch.setattr(Server, "serve", pressing)
+    report = run("stress", *SMALL, "--duration", "60", "--loop", loop, *out, status=130)
+    assert report["interrupted"]
+    assert report["ok"]
+    assert 20 <= report["requests"] < 60
+    assert (report["cancelled"] > 0) == (presses == 2)
+    assert set(report["leaks"].values()) == {0}
+    assert report["elapsed_s"] < 30
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
+def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
+    report = run("replay", REAL, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",
+                 *out)
+    assert (report["blocks"]["hit"], report["blocks"]["total"]) == (105_592, 276_491)
+    assert report["verify"] == {"pages": 105_592, "mismatches": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
+@pytest.mark.parametrize(("blocks", "least"), [(1_000, 0.0465), (30_000, 0.344)])
+def test_the_real_trace_in_little_room_does_as_well_as_lru(blocks: int, least: float, out: tuple[str, Path]) -> None:
+    report = run("replay", REAL, "--device-tokens", str(blocks * 512), "--host-tokens", "none", "--concurrency", "1",
+                 "--quiet", *out)
+    assert report["blocks"]["hit"] / report["blocks"]["total"] >= least
