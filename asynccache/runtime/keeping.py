@@ -68,8 +68,9 @@ class Keeper:
             if isinstance(answer, Grant):
                 self._kept.add(kept)
                 machine.hold(None)
-        if cancelled is not None:
+        if cancelled is not None or not kept.tokens:
             kept.release()
+        if cancelled is not None:
             raise cancelled
         return kept
 

@@ -222,7 +222,7 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
             slices.append(plan)
             perform(plan, *more)
 
-        driver.perform = spy  # type: ignore[method-assign]
+        driver.perform = spy  # type: ignore[method-assign,assignment]
         task = entering(cache, 1200, 9999)
         await asyncio.sleep(0)
         assert driver.lock.locked(), "the grant takes several slices"

@@ -97,7 +97,7 @@ class LoadBackStage:
 
     def _submit_loads(self, loads: Sequence[tuple[LoadBack, float]]) -> None:
         moves = [move for effect, _ in loads for move in effect.moves]
-        events = self._mover.load(moves)
+        events = self._mover.load(moves, self._readiness.pending())
         self.meter.count(len(loads), *self._size_of(moves))
         for effect, queued in loads:
             self._fly(Copying(effect.op, events.layers, events.done, None, queued))
