@@ -1,7 +1,7 @@
 """Lets requests arrive, runs them side by side, cancels some, and ends when all have ended.
 
-Without a clock a request arrives as soon as one of ``concurrency`` places is free. With one (``--speed``) it arrives
-at its time, prefetches at once, and then waits for a place.
+A request waits for its time, then for one of ``concurrency`` places. In a replay by the clock (``--speed``) it arrives
+whether there is a place or not, prefetches at once, and waits then.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 import traceback
+from contextlib import suppress
 
 from asynccache.cli.interrupt import CancelledAt
 from asynccache.cli.options import Settings
@@ -75,16 +76,13 @@ class Driver:
             await asyncio.wait(self._tasks)
 
     async def _arrival(self, at: float) -> None:
-        if not self._clock:
-            await self._places.acquire()
-            return
         delay = at - time.monotonic()
         if delay > 0:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._stopped.wait()
-            except TimeoutError:
-                pass
+        if not self._clock:
+            await self._places.acquire()
 
     async def _one(self, request: Request) -> None:
         self.running += 1

@@ -1,8 +1,9 @@
 """The stand-in for an inference engine: it reads and writes KV where a real one would, on the device.
 
-Writing follows ``pattern``; reading compares with it. Anything but the smallest piece goes to a thread, in calls that
-let go of the GIL, so a request's work is truly in flight while its task waits, and goes on when that task is
-cancelled: whoever releases the lease then passes the work's event, as for a kernel on a stream.
+Writing follows ``pattern``; reading compares with it. All of it is done in threads, in calls that let go of the GIL (on
+the loop's thread such a call would wait to get it back), so a request's work is truly in flight while its task waits,
+and goes on when that task is cancelled: whoever releases the lease then passes the work's event, as for a kernel on a
+stream.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
 from asynccache.memory.device import Event
 
-INLINE_BYTES = 32 << 10
 CALL_BYTES = 1 << 20
 THREADS = 2
 
@@ -83,10 +83,6 @@ class Engine:
         future.add_done_callback(lambda _: gate.open())
         return future, gate
 
-    def size(self, pieces: Sequence[Piece]) -> int:
-        """Bytes that a job over these pieces touches."""
-        return sum(len(p.ids) * pool.page_bytes for p in pieces for pool in self._pools[p.component])
-
     def write(self, pieces: Sequence[Piece]) -> None:
         """Blocking."""
         for piece in pieces:
@@ -118,13 +114,12 @@ class Lane:
 
     async def verify(self, pieces: Sequence[Piece]) -> Verdict:
         """Compare these pages with what they must hold. Cancelling is as for ``write``."""
-        verdicts: list[Verdict] = []
+        verdicts = [Verdict(0, 0)]
         await self._run(pieces, lambda: verdicts.append(self._engine.verify(pieces)))
-        return verdicts[0]
+        return verdicts[-1]
 
     async def _run(self, pieces: Sequence[Piece], job: Callable[[], None]) -> None:
-        if self._engine.size(pieces) <= INLINE_BYTES:
-            job()
+        if not any(len(piece.ids) for piece in pieces):
             return
         future, self.work = self._engine.submit(job)
         await asyncio.wrap_future(future)
@@ -135,7 +130,6 @@ class _Pool:
 
     def __init__(self, spec: PoolSpec, layers: Layers) -> None:
         self.name = spec.name
-        self.page_bytes = spec.bytes_per_page
         self._layers = [layers.layer(i) for i in range(spec.layers)]
         size = spec.bytes_per_page // spec.layers
         self._patterns = [Pattern(spec.name, i, size, layer.device) for i, layer in enumerate(self._layers)]

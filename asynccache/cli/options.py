@@ -36,6 +36,7 @@ class Settings:
     workload: str | None = None
     duration: float | None = None
     requests: int | None = None
+    rate: float = 0.0
     cancel_rate: float = 0.0
     faults: float = 0.0
     components: tuple[str, ...]
@@ -182,6 +183,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("duration", _positive, {"stress": None}, "SECONDS",
            "no new request after this; 20 where --requests is not given either"),
     Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
+    Option("rate", _not_negative, {"stress": 40.0}, "R", "requests that arrive per second; 0: as fast as it goes"),
     Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests cancelled at a random await"),
     Option("faults", _share, {"stress": 0.0}, "P",
            "of all copies and backend calls P/2 are delayed by 1-50 ms, P/4 fail; P/4 of the backend's corrupt bytes"),
@@ -191,9 +193,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES", "KV of one token, all layers, full and swa each"),
     Option("layers", _integer(1), _each(1, 4), "N", "layers in every pool"),
     Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state, all layers"),
-    Option("device-tokens", _size(none=False), _each(1 << 20, 1 << 16), "N|all",
+    Option("device-tokens", _size(none=False), _each(1 << 20, 49152), "N|all",
            "room in L1; all: as much as is needed (replay)"),
-    Option("host-tokens", _size(none=True), _each(1 << 23, 1 << 18), "N|all|none", "room in L2, the same way"),
+    Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none", "room in L2, the same way"),
     Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
     Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
            "L3: none, memory: or file:PATH?capacity=10GiB"),

@@ -186,33 +186,36 @@ class Server:
         """Decode in a few calls; the end reached, in tokens. Stops early when the cache has no room to go on."""
         position, total = text.prompt, len(text.tokens)
         step = max(1, -(-(total - position) // _DECODE_CALLS))
+        room = len(lease.pages) * self._page
         while position < total:
             end = min(total, position + step)
-            if not await self._room(request, lease, end):
+            room = await self._room(request, lease, room, end)
+            if room < end:
                 self._tally.cut_short += 1
                 break
-            await lane.write(list(self._fresh(lease, text, position, end)))
             lease.advance(end)
             await asyncio.sleep(0)
-            self._tally.output_tokens += end - position
             position = end
+        self._tally.output_tokens += position - text.prompt
+        await lane.write(list(self._fresh(lease, text, text.prompt, position)))
         if self._insert_outputs and position > text.prompt:
             await lease.commit(text.tokens[:position])
         return position
 
-    async def _room(self, request: Request, lease: Lease, end: int) -> bool:
-        """Whether the lease has pages up to ``end``, after asking for them if need be. Some requests speculate: they
-        take two pages more and give them back."""
-        missing = end - len(lease.pages) * self._page
+    async def _room(self, request: Request, lease: Lease, room: int, end: int) -> int:
+        """How far the lease's pages reach, after asking for ``end`` if need be. Some requests speculate: they take two
+        pages more and give them back."""
         guess = 2 * self._page if request.number % 7 == 0 else 0
+        if room >= end and not guess:
+            return room
         try:
-            if missing > 0 or guess:
-                await lease.extend(max(0, missing) + guess)
+            room = len(await lease.extend(max(0, end - room) + guess)) * self._page
         except CacheFull:
-            return missing <= 0
+            return room
         if guess:
             lease.truncate(end)
-        return True
+            room = len(lease.pages) * self._page
+        return room
 
     async def _look_again(self, request: Request, text: Text, lease: Lease, lane: Lane, end: int) -> None:
         """What the lease holds now, own pages and those it was given instead, must still be what was written."""

@@ -127,7 +127,7 @@ class Session:
         settings = self._settings
         return StressSource(
             settings.workload or "mixed", seed=settings.seed, requests=settings.requests, hints=settings.end_hints,
-            open_sessions=settings.concurrency * _SESSIONS_PER_PLACE,
+            open_sessions=settings.concurrency * _SESSIONS_PER_PLACE, rate=settings.rate,
         )
 
     def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:

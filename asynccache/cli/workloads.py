@@ -105,10 +105,15 @@ class _Session:
 
 
 class StressSource:
-    """Requests of ``open_sessions`` conversations, one drawn at random each time; an ended one is replaced."""
+    """Requests of ``open_sessions`` conversations, one drawn at random each time; an ended one is replaced. They arrive
+    ``rate`` a second on average, independent of one another; 0: whenever there is room."""
 
-    def __init__(self, workload: str, *, seed: int, requests: int | None, open_sessions: int, hints: float) -> None:
+    def __init__(
+        self, workload: str, *, seed: int, requests: int | None, open_sessions: int, hints: float, rate: float = 0.0
+    ) -> None:
         self.total = requests
+        self._rate = rate
+        self._at = 0.0
         self._rng = random.Random(seed)
         self._text = _Text(self._rng)
         self._kinds = list(_KINDS.values()) if workload == "mixed" else [_KINDS[workload]]
@@ -127,11 +132,16 @@ class StressSource:
         return Request(
             number=number, length=len(turn.prompt), output_length=len(turn.output),
             prompt=lambda: turn.prompt, output=lambda: turn.output,
-            ended=turn.last and session.hinted, extra_key=session.extra_key,
+            at=self._arrival(), ended=turn.last and session.hinted, extra_key=session.extra_key,
         )
 
     def done(self, request: Request) -> None:
         self._waiting.append(self._running.pop(request.number))
+
+    def _arrival(self) -> float:
+        if self._rate:
+            self._at += self._rng.expovariate(self._rate)
+        return self._at
 
     def _draw(self) -> tuple[_Session, Turn]:
         session = self._take()

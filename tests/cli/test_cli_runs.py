@@ -19,8 +19,8 @@ from asynccache.cli.request import BLOCK_TOKENS, Request
 from asynccache.cli.serving import Server
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
-SMALL = ["--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--device-tokens", "12288",
-         "--host-tokens", "24576", "--window", "256", "--quiet"]
+SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
+         "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
 
 
 def made_trace(path: Path, conversations: int = 20, seed: int = 5) -> Path:
