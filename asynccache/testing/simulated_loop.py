@@ -335,6 +335,10 @@ def simulate(
         if loop.unhandled:
             raise _first_error(loop.unhandled)
         return result
+    except Deadlock as error:
+        reason = _first_error(loop.unhandled) if loop.unhandled else error
+        reason.add_note(f"simulated world: seed {seed}, order {order.value}, {loop!r}")
+        raise reason from None
     except BaseException as error:
         error.add_note(f"simulated world: seed {seed}, order {order.value}, {loop!r}")
         raise

@@ -161,17 +161,22 @@ class _World:
         self.cache: AsyncCache
 
     async def run(self) -> Report:
+        """Two lives, if there is a store that remembers the first."""
+        await self._live()
+        if self.backend is not None:
+            await self._live()
+            await self.backend.aclose()
+            assert self.backend.holding == 0, "the store still holds buffers"
+        await self.device.aclose()
+        return self.report
+
+    async def _live(self) -> None:
         self.cache = AsyncCache(self.climate.config, device=self.device, storage=self.backend)
         async with self.cache:
             await self._requests()
             await self._disturb_last()
             await self._settle()
             self._nothing_is_left()
-        await self.device.aclose()
-        if self.backend is not None:
-            await self.backend.aclose()
-            assert self.backend.holding == 0, "the store still holds buffers"
-        return self.report
 
     async def _requests(self) -> None:
         """Some at a time; whoever ends makes room for the next."""
@@ -189,10 +194,10 @@ class _World:
             self._collect(done)
 
     def _begin(self, number: int) -> asyncio.Task[None]:
-        request = Request(self, self.loop.entropy(f"request {number}"))
+        request = Request(self, self.loop.entropy(f"request {number} at {self.loop.time()}"))
         task = self.loop.create_task(request.run(), name=f"request {number}")
         if self.random.random() < self.climate.cancel:
-            self.loop.cancel_at(task, self.random.randint(1, 25))
+            self.loop.cancel_at(task, self.random.randint(1, 40))
         return task
 
     def _collect(self, done: set[asyncio.Task[Any]]) -> None:

@@ -1,0 +1,83 @@
+"""Seeded worlds over the real runtime. One that fails prints its seed; ``ASYNCCACHE_SEED=<seed>`` plays it again.
+
+``ASYNCCACHE_WORLDS`` says how many worlds to play from seed 0 on, instead of the usual number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from asynccache.errors import CopyFailed
+from asynccache.memory.mover import Mover
+from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.stages.retire import RetireStage
+from asynccache.testing.simulated_loop import Deadlock
+from asynccache.testing.simulated_world import WrongBytes, play
+
+FAST, ALL, CHUNK = 150, 1200, 50
+
+
+def chunks() -> list[object]:
+    """Ranges of seeds; those beyond the first few are for the full gate."""
+    if seed := os.environ.get("ASYNCCACHE_SEED"):
+        return [range(int(seed), int(seed) + 1)]
+    worlds = int(os.environ.get("ASYNCCACHE_WORLDS", ALL))
+    ranges = [range(start, min(start + CHUNK, worlds)) for start in range(0, worlds, CHUNK)]
+    return [pytest.param(r, marks=[pytest.mark.slow] if r.start >= FAST else [], id=f"{r.start}-") for r in ranges]
+
+
+@pytest.mark.parametrize("seeds", chunks())
+def test_worlds(seeds: Sequence[int]) -> None:
+    ends: Counter[str] = Counter()
+    hits: Counter[str] = Counter()
+    verified = 0
+    for seed in seeds:
+        report = play(seed)
+        ends += report.ends
+        hits += report.hits
+        verified += report.verified
+    if len(seeds) == CHUNK:
+        assert ends["served"] > 3 * CHUNK, f"a world that serves nobody shows nothing: {ends}"
+        assert ends["cancelled"], ends
+        assert all(hits[tier] for tier in ("device", "host", "storage")), f"a tier was never hit: {hits}"
+        assert verified > 50 * CHUNK
+
+
+def test_one_seed_is_one_world() -> None:
+    assert repr(play(7)) == repr(play(7))
+
+
+# The worlds must be able to fail: each of these breaks one rule, and some world must notice.
+
+
+def survivors(worlds: int) -> str:
+    """Play worlds until one fails; empty if none did."""
+    for seed in range(worlds):
+        try:
+            play(seed)
+        except (WrongBytes, Deadlock, AssertionError, CopyFailed) as error:
+            return type(error).__name__
+    return ""
+
+
+@pytest.mark.slow
+def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Readiness, "pending", lambda self: ())
+    assert survivors(300) == "WrongBytes"
+
+
+@pytest.mark.slow
+def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = RetireStage.put
+    monkeypatch.setattr(RetireStage, "put", lambda self, ops, events: put(self, ops, []))
+    assert survivors(600) == "WrongBytes"
+
+
+@pytest.mark.slow
+def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mover, "fence", lambda self, event: None)
+    assert survivors(600) == "WrongBytes"
