@@ -209,6 +209,9 @@ class AsyncCache:
         machine = self._ready()
         key = as_key(tokens)
         driver = machine.driver
+        if driver.lock.free():
+            driver.settle()
+            return machine.core.match(machine.space(extra_key), key)
         async with driver.lock:
             driver.settle()
             return machine.core.match(machine.space(extra_key), key)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Effect, More, Outcome, Plan, Publish, Retire, Status
@@ -28,12 +28,32 @@ T = TypeVar("T")
 Sink = Callable[[Any], None]
 
 
+class TreeLock(asyncio.Lock):
+    """Orders the calls that may split or evict. It knows whether a call that does not await may go ahead without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued = 0
+
+    async def acquire(self) -> Literal[True]:
+        """As ``asyncio.Lock``: first come, first served. Cancelling it takes nothing."""
+        self._queued += 1
+        try:
+            return await super().acquire()
+        finally:
+            self._queued -= 1
+
+    def free(self) -> bool:
+        """Nobody holds it and nobody waits for it: what does not await is alone, and overtakes nobody."""
+        return not self._queued and not self.locked()
+
+
 class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop."""
 
     def __init__(self, core: CacheCore, agreement: Agreement) -> None:
         self.core = core
-        self.lock = asyncio.Lock()
+        self.lock = TreeLock()
         self.ops = Operations()
         self.line = Line()
         self.prefetch_line = Line()
@@ -134,17 +154,30 @@ class Driver:
                 self.settle()
         return result, cancelled
 
-    async def transact(self, call: Callable[[], Plan | More]) -> None:
-        """Take the lock, settle, make one call in slices, perform its plan.
+    async def run(self, call: Callable[[], T | More], done: Callable[[T], None]) -> T:
+        """Under the lock: settle, ``call`` in slices, and ``done`` with the answer, which performs its plan.
 
-        Cancelling it before the first slice does nothing; later, the call is finished first.
+        Where the lock is free and one slice suffices there is no await at all. Cancelling it before the first slice
+        does nothing; later, the call is finished first, and ``done`` is told.
         """
+        if self.lock.free():
+            self.settle()
+            first = call()
+            if not isinstance(first, More):
+                done(first)
+                return first
+            self.perform(first.plan)
         async with self.lock:
             self.settle()
-            plan, cancelled = await self.slices(call)
-            self.perform(plan)
+            answer, cancelled = await self.slices(call)
+            done(answer)
         if cancelled is not None:
             raise cancelled
+        return answer
+
+    async def transact(self, call: Callable[[], Plan | More]) -> None:
+        """``run``, for calls whose answer is a plan."""
+        await self.run(call, self.perform)
 
     def close(self, cause: BaseException | None) -> None:
         """From now on every call is refused, and everybody who waits here is told why."""

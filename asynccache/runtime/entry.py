@@ -55,23 +55,33 @@ class Entry:
         self.stamp = machine.stamp(terms.extra_key)
         self.key = as_key(terms.tokens)
         self.handle = terms.prefetch
-        self.arrival: Held | None = None
         self._machine = machine
         self._terms = terms
         self._ask: Ask = ask_for(machine, self.space, self.key, terms)
-        machine.core.check_possible(self._ask)
-        self._own_handle = False
+        self._own_handle = machine.stores and terms.wait and terms.prefetch is None
+        if self._own_handle:
+            self.handle = machine.prefetch(self.space, self.key)
         self._line = machine.driver.line
         self._ticket = self._line.ticket()
         self._place: Place | None = None
+        self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
+
+    def at_once(self, granted: Granted) -> bool:
+        """The common case, without an await: nobody waits, nothing is being fetched, and one slice suffices."""
+        driver = self._machine.driver
+        if len(self._line) or not driver.lock.free() or not (self.handle is None or self.handle.done()):
+            return False
+        driver.settle()
+        answer = self._machine.core.lease(self._ask)
+        if isinstance(answer, Grant):
+            granted(answer)
+        driver.perform(answer.plan)
+        return isinstance(answer, Grant)
 
     async def run(self, granted: Granted) -> None:
         """Return when ``granted`` was called. Cancelling it gives up the place in line and a prefetch of its own."""
-        if self._machine.stores and self._terms.wait and self.handle is None:
-            self.handle = self._machine.prefetch(self.space, self.key)
-            self._own_handle = True
+        self._machine.core.check_possible(self._ask)
         if self.handle is not None:
-            self.arrival = self.handle.arrival
             await self._beside(self.handle)
         await self._in_line(granted)
 

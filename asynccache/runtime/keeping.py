@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
-from asynccache.core.plan import Wait
+from asynccache.core.plan import More, Wait
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
@@ -59,19 +61,28 @@ class Keeper:
         """
         machine, limit = self._machine, max(0, self._cap - self.tokens())
         ask = Ask(space, key, limit, 0, 0)
-        async with machine.driver.lock:
-            machine.driver.settle()
-            answer: Grant | Wait
-            answer, cancelled = await machine.driver.slices(lambda: machine.core.lease(ask))
+        kept: list[Kept] = []
+
+        def done(answer: Grant | Wait) -> None:
             machine.driver.perform(answer.plan)
-            kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
-            if isinstance(answer, Grant):
-                self._kept.add(kept)
-                machine.hold(None)
-        if cancelled is not None or not kept.tokens:
+            kept.append(self._kept_by(answer, ttl))
+
+        call: Callable[[], Grant | Wait | More] = partial(machine.core.lease, ask)
+        try:
+            await machine.driver.run(call, done)
+        except asyncio.CancelledError:
+            for one in kept:
+                one.release()
+            raise
+        return kept[0]
+
+    def _kept_by(self, answer: Grant | Wait, ttl: float) -> Kept:
+        kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
+        if isinstance(answer, Grant):
+            self._kept.add(kept)
+            self._machine.hold(None)
+        if not kept.tokens:
             kept.release()
-        if cancelled is not None:
-            raise cancelled
         return kept
 
     def release(self, kept: Kept, lease: CoreLease) -> None:

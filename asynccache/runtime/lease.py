@@ -105,10 +105,11 @@ class Lease:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
         self._state = LeaseState.ENTERING
         entry = Entry(self._machine, self._terms)
+        self._space, self._key, self._stamp = entry.space, entry.key, entry.stamp
         try:
-            self._space, self._key, self._stamp = entry.space, entry.key, entry.stamp
-            async with asyncio.timeout(self._terms.timeout):
-                await entry.run(self._granted)
+            if not entry.at_once(self._granted):
+                async with asyncio.timeout(self._terms.timeout):
+                    await entry.run(self._granted)
         except BaseException:
             self.release()
             self._state = LeaseState.RELEASED
@@ -149,18 +150,19 @@ class Lease:
         if self._state is not LeaseState.HELD:
             return
         self._state = LeaseState.RELEASED
-        machine, events = self._machine, unfired(self._ready, after)
+        machine = self._machine
+        events = unfired(self._ready, after) if after is not None or self._ready is not None else []
         machine.drop(self._task)
         for event in events:
             machine.mover.fence(event)
         plan = machine.core.release(self._core, ended=ended, retire=bool(events))
         machine.driver.perform(plan, self._retiring)
-        self._retire(events)
+        if self._retiring:
+            self._retire(events)
 
     def _retire(self, events: list[Event]) -> None:
-        if self._retiring:
-            retiring, self._retiring = self._retiring, []
-            self._machine.retire.put(retiring, events)
+        retiring, self._retiring = self._retiring, []
+        self._machine.retire.put(retiring, events)
 
     def _held(self) -> CoreLease:
         if self._state is not LeaseState.HELD:
@@ -271,13 +273,10 @@ class Lease:
             raise ConfigError(f"extend: tokens={tokens} must not be negative")
         reserve = core.reserved + tokens
         swa = reserve if machine.has_swa else 0
-        async with machine.driver.lock:
-            machine.driver.settle()
-            answer: Plan | Wait
-            answer, cancelled = await machine.driver.slices(lambda: machine.core.extend(self._held(), reserve, swa))
-            machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer)
-        if cancelled is not None:
-            raise cancelled
+        answer: Plan | Wait = await machine.driver.run(
+            lambda: machine.core.extend(self._held(), reserve, swa),
+            lambda answer: machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer),
+        )
         if isinstance(answer, Wait):
             raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
         return self.pages
@@ -313,10 +312,11 @@ class Lease:
         key = self._continued(tokens)
         if ready is not None:
             self._ready = ready  # cancelled from here on, a release must still wait for what the engine writes
-        await self.loaded()
+        if self._core.loads:
+            await self.loaded()
         if self._machine.stamp(self._terms.extra_key) != self._stamp:
             return self.pages  # invalidated meanwhile: it finishes undisturbed and publishes nothing
-        hashes = await self._hashes(key)
+        hashes = await self._hashes(key) if self._machine.hashing else b""
         self.adopt()
         while isinstance(answer := await self._try_commit(key, hashes, ready, checkpoint), Wait):
             await self._machine.driver.ops.any(answer.ops)
@@ -335,19 +335,15 @@ class Lease:
 
     async def _try_commit(
         self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
-    ) -> Pages | Wait:
+    ) -> Committed | Wait:
         machine = self._machine
-        async with machine.driver.lock:
-            machine.driver.settle()
-            call = partial(machine.core.commit, self._held(), key, hashes, checkpoint)
-            answer: Committed | Wait
-            answer, cancelled = await machine.driver.slices(call)
+
+        def done(answer: Committed | Wait) -> None:
             if not isinstance(answer, Wait):
                 self._published(key, ready)
             machine.driver.perform(answer.plan, self._retiring)
-        if cancelled is not None:
-            raise cancelled
-        return answer if isinstance(answer, Wait) else self.pages
+
+        return await machine.driver.run(lambda: machine.core.commit(self._held(), key, hashes, checkpoint), done)
 
     def _published(self, key: bytes, ready: Event | None) -> None:
         """Before the plan is performed: its backups must find ``ready``."""
@@ -360,8 +356,6 @@ class Lease:
 
     async def _hashes(self, key: bytes) -> bytes:
         machine = self._machine
-        if not machine.hashing:
-            return b""
         if self._chain is None:
             self._chain = Chain(self._space, machine.config.page_size)
         if not self._chain.covers(key):

@@ -70,7 +70,7 @@ class Machine:
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
         self.hashing = store is not None or on_event is not None
         self._thread = threading.get_ident()
-        self._holders: Counter[Task] = Counter()
+        self._holders: dict[Task, int] = {}
         self._held = 0
         self._build_stages(on_event)
 
@@ -154,15 +154,15 @@ class Machine:
         """``task`` was granted a lease."""
         self._held += 1
         if task is not None:
-            self._holders[task] += 1
+            self._holders[task] = self._holders.get(task, 0) + 1
 
     def drop(self, task: Task | None) -> None:
         """A lease that ``task`` was granted is released."""
         self._held -= 1
         if task is not None:
-            self._holders[task] -= 1
-            if not self._holders[task]:
-                del self._holders[task]
+            left = self._holders.pop(task) - 1
+            if left:
+                self._holders[task] = left
 
     def holds(self, task: Task | None) -> bool:
         """Whether ``task`` holds a lease."""

@@ -211,8 +211,8 @@ async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
 
 @pytest.mark.asyncio
 async def test_cancelling_between_slices_finishes_them_and_gives_everything_back() -> None:
-    async with opened(settings(device=1200)) as cache:
-        for seed in range(400):
+    async with opened(settings(device=2400)) as cache:
+        for seed in range(800):
             await serve(cache, text(3, seed))
         assert cache.statistics().device["full"].free == 0
         driver, slices = machine(cache).driver, []
@@ -223,7 +223,7 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
             perform(plan, *more)
 
         driver.perform = spy  # type: ignore[method-assign,assignment]
-        task = entering(cache, 1200, 9999)
+        task = entering(cache, 2400, 9999)
         await asyncio.sleep(0)
         assert driver.lock.locked(), "the grant takes several slices"
         task.cancel()
@@ -232,15 +232,15 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
         assert len(slices) >= 2
         assert not driver.lock.locked()
         assert cache.statistics().leases == 0
-        assert cache.statistics().device["full"].free == 1200
+        assert cache.statistics().device["full"].free == 2400
 
 
 @pytest.mark.asyncio
 async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves() -> None:
-    async with opened(settings(device=1200)) as cache:
-        for seed in range(400):
+    async with opened(settings(device=2400)) as cache:
+        for seed in range(800):
             await serve(cache, text(3, seed))
-        big = entering(cache, 1200, 9999)
+        big = entering(cache, 2400, 9999)
         await asyncio.sleep(0)
         assert not big.done()
         small = entering(cache, 1, 3)

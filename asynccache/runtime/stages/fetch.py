@@ -219,14 +219,7 @@ class Fetch:
         return await self._take(lambda: core.prefetch_take_aux(self.op, end))
 
     async def _take(self, call: Callable[[], Taken | More]) -> Taken:
-        async with self._driver.lock:
-            self._driver.settle()
-            taken: Taken
-            taken, cancelled = await self._driver.slices(call)
-            self._driver.perform(taken.plan)
-        if cancelled is not None:
-            raise cancelled
-        return taken
+        return await self._driver.run(call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
