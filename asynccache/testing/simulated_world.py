@@ -288,6 +288,17 @@ class _World:
             before.subscribe(soon)
         return gate
 
+    def elsewhere(self, work: Callable[[], None]) -> SimulatedGate:
+        """Put ``work`` off on a stream of its own; the event fires when it is done."""
+        gate = self.device.gate()
+
+        def run() -> None:
+            work()
+            gate.open()
+
+        self.loop.call_later(self.random.random() * 0.1, run)
+        return gate
+
 
 class Request:
     """One request, from its arrival to its release, as often as loads fail."""
@@ -455,18 +466,21 @@ class Request:
                 raise WrongBytes(f"{pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()} is not what was computed")
 
     def _after(self, lease: Lease) -> SimulatedGate | None:
-        """Sometimes the engine still reads the pages when they are released."""
-        if self.random.random() < 0.7:
+        """Sometimes the pages are still read when they are released: by the engine's stream, or, of the request's own
+        pages, by a stream that nothing orders with the engine's."""
+        if self.random.random() < 0.5:
             return None
-        tables = self._tables(lease)
-        before = {(name, slot): self._read(name, slot) for name, table in tables.items() for slot in table if slot >= 0}
+        elsewhere = self.random.random() < 0.5
+        first = lease._core.length // self.page if elsewhere else 0
+        places = [(name, slot) for name, table in self._tables(lease).items() for slot in table[first:] if slot >= 0]
+        before = {place: self._read(*place) for place in places}
 
         def work() -> None:
             for (name, slot), bytes_then in before.items():
                 if self._read(name, slot) != bytes_then:
                     raise WrongBytes(f"{name} slot {slot} was overwritten while the engine still read it")
 
-        return self.world.later(work)
+        return self.world.elsewhere(work) if elsewhere else self.world.later(work)
 
     def _read(self, pool: str, slot: int) -> bytes:
         return b"".join(bytes(self.cache.pools[pool].layer(i)[slot].tolist()) for i in range(self._layers(pool)))
