@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
-from asynccache.core.plan import More, Wait
+from asynccache.core.plan import Wait
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
@@ -67,9 +65,8 @@ class Keeper:
             machine.driver.perform(answer.plan)
             kept.append(self._kept_by(answer, ttl))
 
-        call: Callable[[], Grant | Wait | More] = partial(machine.core.lease, ask)
         try:
-            await machine.driver.run(call, done)
+            _: Grant | Wait = await machine.driver.run(lambda: machine.core.lease(ask), done)
         except asyncio.CancelledError:
             for one in kept:
                 one.release()
