@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-_PANEL_EVERY, _LINE_EVERY = 0.5, 10.0
+_PANEL_EVERY, _LINE_EVERY = 1.0, 10.0
 _WIDTH = 80
 
 
@@ -64,6 +64,9 @@ def choose(quiet: bool, stream: TextIO | None = None) -> Display:
     if not stream.isatty():
         return Lines(stream)
     try:
+        import rich.live
+        import rich.table
+        import rich.text  # noqa: F401  all of it now, not while the loop's lateness is measured
         from rich.console import Console
     except ImportError:
         raise ConfigError("the live display needs rich: pip install 'asynccache[cli]', or use --quiet") from None
@@ -157,7 +160,7 @@ def panel(now: Snapshot) -> RenderableType:
 def rows(now: Snapshot) -> list[tuple[str, str]]:
     """Name and text of each line of the panel."""
     tiers = "   ".join(f"{name} {bar(share, 8):<8} {100 * share:3.0f} %" for name, share in now.tiers)
-    moves = " · ".join(f"{name} {size(rate)}/s" for name, rate in now.stages)
+    moves = " · ".join(f"{name} {rate / (1 << 20):.1f}" for name, rate in now.stages) + " MiB/s"
     wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
     return [
         ("requests", f"{number(now.served)} served · {now.running} running · {number(now.cancelled)} cancelled · "

@@ -59,7 +59,7 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
         "settings": settings.report(),
     }
     if settings.command == "replay":
-        report["blocks"] = {"total": tally.blocks, "hit": tally.blocks_hit}
+        report["blocks"] = {"total": tally.blocks, "hit": tally.blocks_hit, "shared": tally.blocks_shared}
     return report
 
 

@@ -17,7 +17,8 @@ class Request(NamedTuple):
     """``prompt`` and ``output`` make the tokens when they are needed: a trace holds more than fits in memory.
 
     ``at``: seconds after the start, for replays by the clock. ``ended``: what the caller tells the cache when it
-    releases, that this conversation will not come back.
+    releases, that this conversation will not come back. ``shared_blocks``: full blocks that earlier prompts of a
+    trace have, too.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Request(NamedTuple):
     at: float = 0.0
     ended: bool = False
     extra_key: str | None = None
+    shared_blocks: int = 0
 
 
 class Source(Protocol):

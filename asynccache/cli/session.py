@@ -95,7 +95,6 @@ class Session:
         self._tally = Tally()
         self._meter = Meter()
         self._interrupts = 0
-        self._shared_blocks = 0
 
     async def run(self) -> report.Report:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""
@@ -120,7 +119,6 @@ class Session:
             return self._workload(), configure(settings)
         trace = await read_trace(settings.trace, settings.limit)
         found: Survey = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
-        self._shared_blocks = found.shared_blocks
         return self._replay(trace, found), self._fitting(trace, found)
 
     def _workload(self) -> Source:
@@ -132,7 +130,7 @@ class Session:
 
     def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:
         settings = self._settings
-        return TraceSource(trace, found.last, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed)
+        return TraceSource(trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed)
 
     def _fitting(self, trace: list[TraceRequest], found: Survey) -> CacheConfig:
         config = configure(self._settings, trace, found)
@@ -211,6 +209,4 @@ class Session:
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
         result = report.build(self._settings, self._tally, self._meter, found, left)
         result["interrupted"] = bool(self._interrupts)
-        if "blocks" in result:
-            result["blocks"]["shared"] = self._shared_blocks
         return result

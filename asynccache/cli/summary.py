@@ -49,8 +49,8 @@ def _hits(report: Report) -> Iterator[str]:
         yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}"
     if "blocks" in report:
         blocks = report["blocks"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} full blocks of 512 tokens "
-               f"({_ratio(blocks['hit'], blocks['total'])}); the trace allows "
+        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of 512 tokens "
+               f"({_ratio(blocks['hit'], blocks['total'])}); the trace implies "
                f"{_ratio(blocks['shared'], blocks['total'])}")
 
 

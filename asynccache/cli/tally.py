@@ -28,6 +28,7 @@ class Tally:
     output_tokens: int = 0
     blocks: int = 0
     blocks_hit: int = 0
+    blocks_shared: int = 0
     verified: int = 0
     mismatches: int = 0
     waits: array[float] = field(default_factory=lambda: array("d"))
@@ -50,6 +51,7 @@ class Tally:
         self.storage += hits[2]
         self.blocks += request.length // BLOCK_TOKENS
         self.blocks_hit += cached // BLOCK_TOKENS
+        self.blocks_shared += request.shared_blocks
         self.waits.append(wait)
         self.first_token.append(wait + (request.length - cached) / rate)
         self.first_token_without.append(request.length / rate)

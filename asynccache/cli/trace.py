@@ -38,15 +38,13 @@ class TraceRequest(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a trace implies for a cache that forgets nothing and serves one request at a time.
+    """What a trace implies for a cache that forgets nothing and serves one request at a time. One entry a request.
 
-    ``full_blocks`` are the full blocks of all prompts, ``shared_blocks`` those that an earlier prompt has under the
-    same prefix. ``fresh_tokens[i]``: tokens of prompt i that no earlier prompt has. ``last[i]``: no later prompt goes
-    on from prompt i's last full block.
+    ``shared_blocks``: full blocks that an earlier prompt has under the same prefix. ``fresh_tokens``: tokens that no
+    earlier prompt has. ``last``: no later prompt goes on from the last full block.
     """
 
-    full_blocks: int
-    shared_blocks: int
+    shared_blocks: tuple[int, ...]
     fresh_tokens: tuple[int, ...]
     last: tuple[bool, ...]
 
@@ -118,25 +116,28 @@ def survey(trace: Sequence[TraceRequest]) -> Survey:
     """Walk all prompts through a tree of blocks."""
     nodes: dict[tuple[int, int], int] = {}
     partial: dict[tuple[int, int], int] = {}
-    shared, fresh, ends = 0, [], []
-    paths: list[list[int]] = []
+    shared, fresh, paths = [], [], []
     for request in trace:
         full, rest = divmod(request.input_length, BLOCK_TOKENS)
         path, known = _walk(nodes, request.blocks[:full])
-        shared += known
         new = (full - known) * BLOCK_TOKENS
         if rest:
             key = (path[-1] if path else 0, request.blocks[full])
             new += max(0, rest - partial.get(key, 0))
             partial[key] = max(rest, partial.get(key, 0))
+        shared.append(known)
         fresh.append(new)
         paths.append(path)
+    return Survey(tuple(shared), tuple(fresh), _last(paths))
+
+
+def _last(paths: Sequence[Sequence[int]]) -> tuple[bool, ...]:
     later: set[int] = set()
+    ends = []
     for path in reversed(paths):
         ends.append(not path or path[-1] not in later)
         later.update(path)
-    total = sum(r.input_length // BLOCK_TOKENS for r in trace)
-    return Survey(total, shared, tuple(fresh), tuple(reversed(ends)))
+    return tuple(reversed(ends))
 
 
 def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[list[int], int]:
@@ -178,13 +179,15 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
 class TraceSource:
     """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so."""
 
-    def __init__(self, trace: Sequence[TraceRequest], last: Sequence[bool], *, speed: float = 0.0,
-                 hints: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, trace: Sequence[TraceRequest], found: Survey, *, speed: float = 0.0, hints: float = 0.0, seed: int = 0
+    ) -> None:
         rng = random.Random(seed)
         self.total: int | None = len(trace)
         self._trace = trace
         self._at = arrivals(trace, speed)
-        self._ended = [end and rng.random() < hints for end in last]
+        self._ended = [end and rng.random() < hints for end in found.last]
+        self._shared = found.shared_blocks
         self._next = 0
 
     def next(self) -> Request | None:
@@ -196,7 +199,7 @@ class TraceSource:
         return Request(
             number=number, length=line.input_length, output_length=line.output_length,
             prompt=_prompt(line), output=_output(number, line.output_length),
-            at=self._at[number], ended=self._ended[number],
+            at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
         )
 
     def done(self, request: Request) -> None:

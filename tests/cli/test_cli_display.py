@@ -37,7 +37,7 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
     assert len(lines) == 9, lines
     assert "1,234,567 served" in lines[2]
     assert lines[3].rstrip().endswith("storage 8.3 %")
-    assert "L2→L1 1.1 GiB/s" in lines[5]
+    assert "L2→L1 1144.4 ·" in lines[5]
     assert "L3→L2 83.9 MiB/s" in lines[5]
     assert "all right" in lines[6]
 
@@ -115,7 +115,7 @@ def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
     lines = summary(report()).split("\n")
     assert max(map(len, lines)) <= 80, [row for row in lines if len(row) > 80]
     assert lines[0].startswith("replay OK: 1,200,000 requests in")
-    assert any("105,592 of 276,491 full blocks" in row and "0.3819" in row for row in lines)
+    assert any("105,592 of 276,491 blocks" in row and "0.3819" in row for row in lines)
     assert any("3.0 times sooner" in row for row in lines)
     assert any(row.startswith("left behind  nothing") for row in lines)
 

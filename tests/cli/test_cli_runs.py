@@ -133,8 +133,8 @@ def test_all_components_replay_by_the_clock_with_hints(tmp_path: Path, out: tupl
 
 def test_the_second_run_starts_with_the_pages_of_the_first(tmp_path: Path, out: tuple[str, Path]) -> None:
     trace = made_trace(tmp_path / "trace.jsonl")
-    arguments = ["replay", trace, "--device-tokens", str(64 * 512), "--host-tokens", str(64 * 512), "--storage",
-                 f"file:{tmp_path}/kv", "--concurrency", "1", "--quiet", *out]
+    arguments = ["replay", str(trace), "--device-tokens", str(64 * 512), "--host-tokens", str(64 * 512), "--storage",
+                 f"file:{tmp_path}/kv", "--concurrency", "1", "--quiet", *map(str, out)]
     first, second = run(*arguments), run(*arguments)
     assert first["blocks"]["hit"] == first["blocks"]["shared"] < first["blocks"]["total"]
     assert second["blocks"]["hit"] == second["blocks"]["total"]
