@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig
-from asynccache.core.cache import Match, ShelfStatistics, Statistics, Unsaved
+from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
@@ -312,6 +312,11 @@ class AsyncCache:
     def pools(self) -> Mapping[str, DevicePool]:
         """The device pools by name: where the engine reads and writes KV."""
         return self._opened().mover.device_pools
+
+    @property
+    def core(self) -> CacheCore:
+        """The state machine behind the cache, for audits and tools: to be looked at, never changed."""
+        return self._opened().core
 
     def statistics(self) -> CacheStatistics:
         """Everything that is counted, as of now. Cheap; also after closing."""

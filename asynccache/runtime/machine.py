@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future as ThreadFuture
@@ -78,7 +79,7 @@ class Machine:
         return f"Machine({self.driver!r}, {self._held} leases, {self.supervisor!r})"
 
     def _build_stages(self, on_event: OnEvent | None) -> None:
-        post, size_of, clock = self.driver.post, self.pools.size_of, self.loop.time
+        post, size_of, clock = self.driver.post, self.pools.size_of, time.perf_counter
         self.backup_host = BackupHostStage(self.mover, self.readiness, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, self.readiness, post, size_of, clock)
         self.retire = RetireStage(post, self.supervisor.spawn)
@@ -94,7 +95,7 @@ class Machine:
             self._build_storage_stages(self.store)
 
     def _build_storage_stages(self, store: CheckedStore) -> None:
-        clock = self.loop.time
+        clock = time.perf_counter  # uvloop's own clock counts milliseconds
         self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock)
         self.driver.route(BackupStorage, self.backup_storage.put)
         self.prefetching = PrefetchStage(

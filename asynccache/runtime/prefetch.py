@@ -72,6 +72,7 @@ class PrefetchHandle:
         self.ticket = ticket
         self.wish = Wish.RUN
         self.reached = 0
+        self.began = 0.0
         self.result: PrefetchResult | None = None
         self.asleep: asyncio.Future[Any] | None = None
         self.fetch: Shared | None = None

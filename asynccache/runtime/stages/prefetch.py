@@ -48,6 +48,7 @@ class PrefetchStage:
     def start(self, handle: PrefetchHandle) -> None:
         """Begin to serve ``handle``."""
         self.handles.add(handle)
+        handle.began = self._clock()
         if self._spawn(self._serve(handle), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
@@ -71,7 +72,7 @@ class PrefetchStage:
 
     def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
         self.handles.discard(handle)
-        self.meter.took(self._clock() - handle.started)
+        self.meter.took(self._clock() - handle.began)
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1

@@ -1,0 +1,116 @@
+"""The seams: how outcomes are agreed on, and what the garbage collector is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from asynccache.core.plan import Outcome
+from asynccache.ranks import SingleRank
+from asynccache.runtime.acks import FREEZE_EVERY, Freezer
+from tests.runtime.runtime_kit import PAGE, machine, opened, serve, settings, text, until
+
+
+class AtStep:
+    """An agreement that, as with several ranks, decides only when everybody steps."""
+
+    def __init__(self) -> None:
+        self.reports: list[Outcome] = []
+
+    def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        self.reports += outcomes
+        return ()
+
+    async def step(self) -> Sequence[Outcome]:
+        await asyncio.sleep(0)
+        decided, self.reports = self.reports, []
+        return decided
+
+
+@pytest.mark.asyncio
+async def test_with_several_ranks_outcomes_take_effect_at_step_only() -> None:
+    agreement = AtStep()
+    async with opened(settings(host=16), agreement=agreement, idle=False) as cache:
+        await serve(cache, text(4))
+        await until(lambda: len(agreement.reports) == 1)
+        assert cache.statistics().core.operations["backup_host"] == 1
+        await cache.match(text(4))
+        assert cache.statistics().core.operations["backup_host"] == 1
+        await cache.step()
+        assert cache.statistics().core.operations["backup_host"] == 0
+        assert (await cache.match(text(4))).host == 4 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_one_rank_decides_at_once_and_steps_for_nothing() -> None:
+    assert await SingleRank().step() == ()
+    async with opened(settings()) as cache:
+        await cache.step()
+
+
+@pytest.mark.asyncio
+async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
+    async with opened(settings(host=16)) as cache:
+        driver = machine(cache).driver
+        await serve(cache, text(4))
+        async with driver.lock:  # the ack task cannot come by
+            await until(lambda: len(driver._outcomes) == 1)
+            assert cache.statistics().core.operations["backup_host"] == 1
+            driver.settle()
+            assert cache.statistics().core.operations["backup_host"] == 0
+
+
+@pytest.mark.asyncio
+async def test_the_ack_task_drains_everything_at_once() -> None:
+    async with opened(settings(device=64, host=64)) as cache:
+        driver, calls = machine(cache).driver, []
+        complete = machine(cache).core.complete
+
+        def spy(outcomes: Sequence[Outcome]) -> object:
+            calls.append(len(outcomes))
+            return complete(outcomes)
+
+        machine(cache).core.complete = spy  # type: ignore[method-assign,assignment]
+        for seed in range(5):
+            await serve(cache, text(2, seed))
+        await driver.lock.acquire()
+        waiting = len(driver._outcomes) + len(driver.saving)
+        await until(lambda: len(driver._outcomes) == len(driver.saving))
+        calls.clear()
+        driver.lock.release()
+        await until(lambda: not driver.saving)
+        assert waiting
+        assert len(calls) == 1
+
+
+def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> None:
+    commits = [0]
+    freezer = Freezer(lambda: commits[0])
+    try:
+        before = gc.get_freeze_count()
+        for commits[0] in range(0, FREEZE_EVERY, 100):  # noqa: B007 - the freezer looks at it
+            freezer.look()
+        assert gc.get_freeze_count() == before
+        commits[0] = FREEZE_EVERY
+        freezer.look()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_settings_and_errors_are_imported_without_torch() -> None:
+    code = (
+        "import sys, asynccache; asynccache.CacheConfig; asynccache.CacheFull; assert 'torch' not in sys.modules;"
+        "asynccache.AsyncCache; assert 'torch' in sys.modules; assert set(asynccache.__all__) == set(dir(asynccache))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=_root())
+
+
+def _root() -> Path:
+    return Path(__file__).parents[2]
