@@ -17,7 +17,7 @@ from asynccache.cli.options import Settings
 from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.tally import Tally
-from asynccache.errors import CacheFull
+from asynccache.errors import CacheClosed, CacheFull
 
 
 class Driver:
@@ -96,6 +96,9 @@ class Driver:
         except CacheFull as error:
             self.tally.failed += 1
             self.tally.problem(f"request {request.number} gave up: {error}")
+        except CacheClosed:
+            self.tally.failed += 1
+            self.stop()  # whoever closes the cache learns why it had closed itself
         except Exception as error:
             self._broken(request, error)
         finally:

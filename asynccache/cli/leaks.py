@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asynccache.core.cache import CacheCore
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.tree import Node
-
-if TYPE_CHECKING:
-    from asynccache.runtime.cache import AsyncCache
 
 
 class Left(NamedTuple):
@@ -19,11 +16,6 @@ class Left(NamedTuple):
     device_pages: int
     host_pages: int
     pins: int
-
-
-def core_of(cache: AsyncCache) -> CacheCore:
-    """The core of an open cache."""
-    return cache._opened().core
 
 
 def look(core: CacheCore) -> Left:

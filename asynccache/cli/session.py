@@ -33,7 +33,7 @@ from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
-from asynccache.errors import ConfigError, InvariantViolation
+from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout
@@ -100,18 +100,31 @@ class Session:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
-        device, storage = CpuDevice(faults=self._device_faults()), await self._faulty_storage(config)
-        async with AsyncCache(config, device=device, storage=storage) as cache:
-            engine = Engine(config.pools(), cache.pools, device.gate)
-            try:
-                await self._drive(cache, engine, source)
-            finally:
-                self._meter.stop()
-                engine.close()
-            found = await self._settle(cache)
+        device = CpuDevice(faults=self._device_faults())
+        try:
+            found = await self._serve(config, device, source)
+        finally:
+            await device.aclose()
         left: leaks.Left = found.pop("left")
         tasks = len(asyncio.all_tasks() - before)
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+
+    async def _serve(self, config: CacheConfig, device: CpuDevice, source: Source) -> dict[str, Any]:
+        """What is found in the cache when all requests have ended. That it closed itself is a problem, not an error."""
+        cache = AsyncCache(config, device=device, storage=await self._faulty_storage(config))
+        found: dict[str, Any] = {}
+        try:
+            async with cache:
+                engine = Engine(config.pools(), cache.pools, device.gate)
+                try:
+                    await self._drive(cache, engine, source)
+                finally:
+                    self._meter.stop()
+                    engine.close()
+                found = await self._settle(cache)
+        except CacheClosed as error:
+            self._tally.problem(f"the cache closed itself: {error.__cause__ or error!r}")
+        return found
 
     async def _prepare(self) -> tuple[Source, CacheConfig]:
         settings = self._settings
@@ -185,17 +198,24 @@ class Session:
 
     async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
         """All requests are released: what does the core hold, and is it sound?"""
-        core = leaks.core_of(cache)
-        try:
-            await cache.flush(_FLUSH_SECONDS)
-        except TimeoutError:
-            self._tally.problem(f"the cache was not flushed within {_FLUSH_SECONDS:.0f} s")
-        await self._idle(core)
+        core = cache.core
+        with suppress(CacheClosed):  # closing says why
+            await self._flush(cache)
+            await self._idle(core)
         try:
             audit.check(core, idle=True)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
         return {"left": leaks.look(core), **facts(cache, self._settings.page_size)}
+
+    async def _flush(self, cache: AsyncCache) -> None:
+        try:
+            await cache.flush(_FLUSH_SECONDS)
+        except TimeoutError:
+            self._tally.problem(f"the cache was not flushed within {_FLUSH_SECONDS:.0f} s")
+        except BackendError as error:
+            if not self._settings.faults:
+                self._tally.problem(f"the store could not be flushed: {error}")
 
     async def _idle(self, core: CacheCore) -> None:
         """Fetches that nobody wants any more end on their own."""

@@ -46,7 +46,7 @@ def _hits(report: Report) -> Iterator[str]:
     for name, tokens in (("L1 device", hit["device"]), ("L2 host", hit["host"]), ("L3 storage", hit["storage"]),
                          ("computed", computed)):
         share = tokens / total if total else 0.0
-        yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}"
+        yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}".rstrip()
     if "blocks" in report:
         blocks = report["blocks"]
         yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of 512 tokens "

@@ -17,6 +17,7 @@ from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
 from asynccache.cli.request import BLOCK_TOKENS, Request
 from asynccache.cli.serving import Server
+from asynccache.runtime.stages.backup_host import BackupHostStage
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
@@ -200,6 +201,17 @@ def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr()
     assert json.loads(shown.out)["served"] == 5
     assert shown.err.startswith("stress OK: 5 requests")
+
+
+def test_a_cache_that_closes_itself_ends_the_run_with_its_report(monkeypatch: pytest.MonkeyPatch,
+                                                                 out: tuple[str, Path]) -> None:
+    async def dies(stage: BackupHostStage) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(BackupHostStage, "run", dies)
+    report = run("stress", *SMALL, "--requests", "20", *out, status=1)
+    assert not report["ok"]
+    assert any("closed itself" in problem and "no such luck" in problem for problem in report["problems"])
 
 
 @pytest.mark.parametrize("loop", LOOPS)
