@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asynccache.core.cache import Grant
 from asynccache.core.plan import BackupHost, Clone, LoadBack, Plan, Retire, Status, Wait
 from asynccache.errors import CacheFull, InvariantViolation
 from asynccache.testing.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
@@ -537,3 +538,28 @@ def test_commits_order_events_gpu_cpu_storage() -> None:
     run.settle()
     media = [e.medium.value for e in run.log if isinstance(e, Publish)]
     assert media == ["GPU", "CPU", "STORAGE"]
+
+
+def test_commit_waits_for_swa_on_its_way_too() -> None:
+    run = runtime("full,swa", window=8, device=40)
+    for text in ("abcd", "abcdef", "abcdefghij"):
+        run.insert(text)
+    run.flush()
+    holder = granted(run, "abcdefghijX")
+    swa = run.ask(b"")._replace(reserve=0, reserve_swa=36 * run.page)
+    grant = run.core.lease(swa)
+    assert isinstance(grant, Grant)
+    run.perform(grant.plan)
+    run.perform(run.core.release(grant.lease))
+    writer = run.lease(spell("abcdef"), limit=0)
+    reader = granted(run, "abcdefX")
+    assert writer is not None
+    assert reader.lease.cached == 24
+    assert run.in_flight(LoadBack)
+    writer.compute(24)
+    if not writer.commit():
+        run.settle()
+        assert writer.commit()
+    run.settle()
+    for request in (writer, reader, holder):
+        request.verify()
