@@ -1,0 +1,150 @@
+"""``asynccache bench runtime``: what ``await`` adds to a call of the core, and how late the loop gets under stress.
+
+The overhead is the CPU time of the loop's thread for an operation through ``AsyncCache`` that waits for nothing and
+moves nothing, less that of the same core calls made directly on the same tree. Lag is that of the default
+``asynccache stress``, run in a process of its own, with the loop thread's run-queue delay beside it: where that is
+large the machine was busy, not the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+
+from asynccache.config import CacheConfig, Full
+from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.runtime.cache import AsyncCache
+
+_T = TypeVar("_T")
+
+Figures = dict[str, Any]
+
+PAGE, TOKENS = 16, 2560
+GOAL_OVERHEAD_US = 5.0
+GOAL_LAG_MS = {"p99": 1.5, "p999": 5.0, "max": 20.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--calls", type=int, default=20_000, metavar="N",
+                        help="calls per figure (default: %(default)s)")
+    parser.add_argument("--duration", type=float, default=20.0, metavar="S",
+                        help="seconds of stress per loop; 0: none (default: %(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+
+
+def run(args: argparse.Namespace) -> Figures:
+    """Measure on both loops, print the figures, return them."""
+    overhead = {name: loop(measure_overhead(args.calls)) for name, loop in LOOPS.items()}
+    lag = {name: measure_lag(name, args.duration) for name in LOOPS} if args.duration > 0 else {}
+    if not args.quiet:
+        for name, rows in overhead.items():
+            for row, figures in rows.items():
+                print(f"{name:<8} {row:<16} core {figures['core_us']:6.2f}  await {figures['await_us']:6.2f}  "
+                      f"adds {figures['adds_us']:5.2f} µs (goal {GOAL_OVERHEAD_US})", file=sys.stderr)  # fmt: skip
+        for name, figures in lag.items():
+            print(f"{name:<8} lag ms {figures['loop_lag_ms']} run queue ms {figures['run_queue_ms']}", file=sys.stderr)
+    return {"bench": "runtime", "overhead": overhead, "stress": lag, "goal_adds_us": GOAL_OVERHEAD_US,
+            "goal_lag_ms": GOAL_LAG_MS}  # fmt: skip
+
+
+# overhead
+
+
+async def measure_overhead(calls: int) -> Figures:
+    """``match``, and a whole lease that finds its prompt cached, through the cache and without it."""
+    config = CacheConfig(
+        model="bench", components=(Full(bytes_per_token=16, device_tokens=8 * TOKENS),), page_size=PAGE,
+        prefetch_threshold=0,
+    )  # fmt: skip
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    async with AsyncCache(config) as cache:
+        async with cache.lease(tokens) as lease:
+            await lease.commit(tokens)
+        core, space = cache.core, next(iter(cache.core.world.roots))
+        key = tokens.tobytes()
+        ask = Ask(space, key, TOKENS - 1, TOKENS, 0)
+        gc.collect()
+        gc.freeze()
+        pairs: dict[str, tuple[Callable[[], object], Callable[[], Awaitable[object]]]] = {
+            "match": (lambda: core.match(space, tokens.tobytes()), lambda: cache.match(tokens)),
+            "lease + release": (lambda: _core_lease(core, ask), lambda: _cache_lease(cache, tokens)),
+        }
+        found = {name: await _compare(direct, awaited, calls) for name, (direct, awaited) in pairs.items()}
+        gc.unfreeze()
+        return found
+
+
+def _core_lease(core: CacheCore, ask: Ask) -> None:
+    grant = core.lease(ask._replace(key=bytes(memoryview(ask.key))))
+    assert isinstance(grant, Grant)
+    core.release(grant.lease)
+
+
+async def _cache_lease(cache: AsyncCache, tokens: np.ndarray[Any, Any]) -> None:
+    async with cache.lease(tokens):
+        pass
+
+
+async def _compare(direct: Callable[[], object], awaited: Callable[[], Awaitable[object]], calls: int) -> Figures:
+    """In rounds, taking turns, so that both meet the same machine; the median round of each."""
+    rounds = 10
+    core, await_ = [], []
+    for _ in range(rounds + 1):
+        core.append(_cpu_of(direct, calls // rounds))
+        await_.append(await _cpu_of_awaits(awaited, calls // rounds))
+    core_us, await_us = sorted(core[1:])[rounds // 2], sorted(await_[1:])[rounds // 2]
+    return {"core_us": round(core_us, 2), "await_us": round(await_us, 2), "adds_us": round(await_us - core_us, 2)}
+
+
+def _cpu_of(work: Callable[[], object], calls: int) -> float:
+    start = time.thread_time()
+    for _ in range(calls):
+        work()
+    return (time.thread_time() - start) / calls * 1e6
+
+
+async def _cpu_of_awaits(work: Callable[[], Awaitable[object]], calls: int) -> float:
+    start = time.thread_time()
+    for _ in range(calls):
+        await work()
+    return (time.thread_time() - start) / calls * 1e6
+
+
+def _on_uvloop(main: Coroutine[Any, Any, _T]) -> _T:
+    return uvloop.run(main)
+
+
+def _on_asyncio(main: Coroutine[Any, Any, _T]) -> _T:
+    return asyncio.run(main)
+
+
+LOOPS: dict[str, Callable[[Coroutine[Any, Any, Figures]], Figures]] = {"uvloop": _on_uvloop, "asyncio": _on_asyncio}
+
+
+# lag
+
+
+def measure_lag(loop: str, duration: float) -> Figures:
+    """The default stress for so long, on its own, on a file store in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
+        path = Path(folder) / "stress.json"
+        command = [sys.executable, "-m", "asynccache.cli", "stress", "--duration", str(duration), "--loop", loop,
+                   "--storage", f"file:{folder}/store", "--json", str(path), "--quiet"]  # fmt: skip
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        if ended.returncode:
+            return {"failed": ended.returncode, "loop_lag_ms": None, "run_queue_ms": None, "says": ended.stderr[-500:]}
+        report = json.loads(path.read_text())
+    return {name: report.get(name) for name in ("loop_lag_ms", "run_queue_ms", "requests", "elapsed_s", "cpu_s")}

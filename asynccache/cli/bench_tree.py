@@ -1,0 +1,450 @@
+"""``asynccache bench tree``: what the core's calls cost, alone: no runtime, no bytes, no other thread.
+
+Two workloads, to be laid beside other systems. *shared*: 200 prompts of 2,048 tokens with 20 continuations of 512 each,
+shuffled. *turns*: 40 conversations of 40 turns of 64 tokens, a path of 40 nodes each. Every operation is timed alone,
+wall and CPU; what lies between two timings (completing backups, making keys) is not in any figure. Hashes are given, as
+the runtime gives them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any, TypeVar
+
+from asynccache.core.cache import Ask, CacheCore, Grant, Lease
+from asynccache.core.holds import drop_hold, take_hold
+from asynccache.core.plan import More, Outcome, Plan, Publish, Status, Wait
+from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.core.tree import Node
+from asynccache.errors import ConfigError
+
+_T = TypeVar("_T")
+
+Figures = dict[str, Any]
+Progress = Callable[[str], None]
+
+SPACE = b"bench".ljust(32)
+PROMPTS, CONTINUATIONS, PROMPT, CONTINUATION = 200, 20, 2048, 512
+CONVERSATIONS, TURNS, TURN = 40, 40, 64
+EVICTED = 8192
+WINDOW = 1024
+FREEZE_EVERY = 4096
+HASH = bytes(32)
+
+OPERATIONS = {
+    "match": "match of 2,560 tokens, with its pages",
+    "insert": "insert of a 2,560-token key, 512 new, with its write-through plan",
+    "pin": "pin + unpin",
+    "match_path": "match, 40-node path",
+    "pin_path": "pin + unpin, 40-node path",
+    "evict": "evict 8,192 tokens in one call, shared",
+    "evict_node": "evict, per node removed",
+}
+GOALS = {
+    "full": {"match": 10, "insert": 20, "pin": 3, "match_path": 35, "pin_path": 12, "evict": 120, "evict_node": 8},
+    "all": {"match": 14, "insert": 45, "pin": 5, "match_path": 42, "pin_path": 15, "evict": 300, "evict_node": 12},
+}
+SHAPES = {"full p16": ("full", 16), "full,swa,mamba p64": ("all", 64), "full,swa,mamba p16": ("all", 16)}
+
+
+@dataclass(slots=True)
+class Timer:
+    """Wall and CPU nanoseconds of every call of one operation, less ``own``: what the timing of nothing costs."""
+
+    own: tuple[int, int] = (0, 0)
+    wall: array[int] = field(default_factory=lambda: array("q"))
+    cpu: array[int] = field(default_factory=lambda: array("q"))
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        """Time one call."""
+        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        result = work()
+        self.cpu.append(max(0, time.thread_time_ns() - cpu - self.own[1]))
+        self.wall.append(max(0, time.perf_counter_ns() - wall - self.own[0]))
+        return result
+
+    def figures(self) -> Figures:
+        """In microseconds."""
+        return {"calls": len(self.wall)} | {
+            name: {"mean": _us(sum(values) / len(values)), "p50": _us(_at(values, 50)), "p99": _us(_at(values, 99)),
+                   "max": _us(max(values))}
+            for name, values in (("wall", self.wall), ("cpu", self.cpu))
+        }  # fmt: skip
+
+
+def timer() -> Timer:
+    """A timer that knows what it costs itself."""
+    if not _own:
+        bare = Timer()
+        for _ in range(4000):
+            bare.call(_nothing)
+        _own.append((_at(bare.wall, 50), _at(bare.cpu, 50)))
+    return Timer(_own[0])
+
+
+_own: list[tuple[int, int]] = []
+
+
+def _nothing() -> None:
+    """Timed to learn what timing costs."""
+
+
+def _us(nanoseconds: float) -> float:
+    return round(nanoseconds / 1000, 2)
+
+
+def _at(values: array[int], percent: int) -> int:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+class Bed:
+    """One core under test. Backups are completed between timings, so that what is timed never waits."""
+
+    def __init__(self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0) -> None:
+        self.page = page
+        self.kind = kind
+        pages = -(-tokens // page)
+        states = states or 2 * pages
+        slots = [ComponentSlots(ComponentKind.FULL, pages, pages if host else 0)]
+        if kind == "all":
+            slots.append(ComponentSlots(ComponentKind.SWA, pages, pages if host else 0, WINDOW))
+            slots.append(ComponentSlots(ComponentKind.MAMBA, states, states if host else 0))
+        self.core = CacheCore(CoreConfig(
+            page_size=page, components=tuple(slots), storage=host, max_backup_ops=1 << 30, slice_steps=1 << 30,
+        ))  # fmt: skip
+        self._frozen = 0
+
+    def settle(self, plan: Plan) -> None:
+        """Answer every effect, and those that follow."""
+        while plan.effects:
+            ops = [effect.op for effect in plan.effects if not isinstance(effect, Publish)]
+            plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
+
+    def lease(self, key: bytes) -> Lease:
+        """A lease with room for ``key``."""
+        tokens = len(key) // 4
+        ask = Ask(SPACE, key, tokens, tokens, tokens, 3 if self.kind == "all" else 0)
+        while isinstance(answer := self.core.lease(ask), (More, Wait)):
+            self.settle(answer.plan)
+        assert isinstance(answer, Grant)
+        self.settle(answer.plan)
+        return answer.lease
+
+    def commit(self, lease: Lease, key: bytes) -> Plan:
+        """Publish ``key``, with a checkpoint at its end."""
+        end = len(key) // 4 // self.page * self.page
+        checkpoint = (end, int.from_bytes(lease.states[-4:], "little")) if self.kind == "all" else None
+        answer = self.core.commit(lease, key, HASH * (end // self.page), checkpoint)
+        assert not isinstance(answer, Wait)
+        return answer.plan
+
+    def insert(self, key: bytes) -> None:
+        """A whole request, untimed."""
+        lease = self.lease(key)
+        self.settle(self.commit(lease, key))
+        self.settle(self.core.release(lease))
+        self.freeze()
+
+    def freeze(self) -> None:
+        """What the runtime does: the collector's old generation never grows by more than a few thousand nodes."""
+        nodes = self.core.statistics().nodes
+        if nodes - self._frozen >= FREEZE_EVERY:
+            gc.freeze()
+            self._frozen = nodes
+
+
+# workloads
+
+
+def tokens(random: Random, count: int) -> bytes:
+    """``count`` random tokens."""
+    return array("i", [random.randrange(1 << 17) for _ in range(count)]).tobytes()
+
+
+def shared(seed: int = 0) -> list[bytes]:
+    """The keys of *shared*, shuffled."""
+    random = Random(seed)
+    prompts = [tokens(random, PROMPT) for _ in range(PROMPTS)]
+    keys = [prompt + tokens(random, CONTINUATION) for prompt in prompts for _ in range(CONTINUATIONS)]
+    random.shuffle(keys)
+    return keys
+
+
+def turns(seed: int = 0) -> Iterator[bytes]:
+    """The keys of *turns*: every conversation after each of its turns, one after the other in rounds."""
+    random = Random(seed)
+    conversations = [b""] * CONVERSATIONS
+    for _ in range(TURNS):
+        for i in range(CONVERSATIONS):
+            conversations[i] += tokens(random, TURN)
+            yield conversations[i]
+
+
+# measurements
+
+
+def measure_shared(kind: str, page: int) -> dict[str, Timer]:
+    """Insert, match and pin on *shared*."""
+    keys = shared()
+    bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4)
+    timers = {name: timer() for name in ("insert", "match", "pin")}
+    for key in keys:
+        lease = bed.lease(key)
+        insert = timers["insert"] if lease.cached == PROMPT else timer()
+        if not lease.cached:
+            bed.settle(bed.commit(lease, key[: PROMPT * 4]))
+        bed.settle(insert.call(partial(bed.commit, lease, key)))
+        bed.settle(bed.core.release(lease))
+        bed.freeze()
+    time_hits(bed, keys[:2000], timers["match"], timers["pin"])
+    return timers
+
+
+def measure_turns(kind: str, page: int) -> dict[str, Timer]:
+    """Match and pin on 40-node paths."""
+    bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3)
+    keys = list(turns())
+    for key in keys:
+        bed.insert(key)
+    timers = {"match_path": timer(), "pin_path": timer()}
+    time_hits(bed, keys[-CONVERSATIONS:] * 25, timers["match_path"], timers["pin_path"])
+    return timers
+
+
+def time_hits(bed: Bed, keys: Sequence[bytes], match: Timer, pin: Timer) -> None:
+    """A match and the page tables of what it found; the pin of that path, which nobody else pins, and its undoing. The
+    first round warms up."""
+    for timers in ((timer(), timer()), (match, pin)):
+        for key in keys:
+            lease = bed.lease(key)
+            timers[0].call(partial(_match_with_pages, bed, lease, key))
+            end = lease.hold.end
+            bed.settle(bed.core.release(lease))
+            timers[1].call(partial(_pin_and_unpin, bed, end))
+
+
+def _match_with_pages(bed: Bed, lease: Lease, key: bytes) -> None:
+    bed.core.match(SPACE, key)
+    bed.core.pages(lease, ComponentKind.FULL)
+    if bed.kind == "all":
+        bed.core.pages(lease, ComponentKind.SWA)
+
+
+def _pin_and_unpin(bed: Bed, end: Node) -> None:
+    drop_hold(bed.core.world, take_hold(bed.core.world, end, end.end))
+
+
+def measure_evict(kind: str, page: int, calls: int = 60) -> dict[str, Timer]:
+    """Leases that find the device full, each of 8,192 tokens: what one of them evicts goes in one call."""
+    keys = shared()
+    bed = Bed(kind, page, PROMPTS * PROMPT + len(keys) * CONTINUATION, host=False, states=PROMPTS * CONTINUATIONS + 4)
+    for key in keys:
+        bed.insert(key)
+    timers = {"evict": timer(), "evict_node": timer()}
+    ask = Ask(SPACE, b"", 0, EVICTED, EVICTED, 0)
+    for _ in range(calls):
+        before = bed.core.statistics().nodes
+        grant = timers["evict"].call(partial(bed.core.lease, ask))
+        assert isinstance(grant, Grant)
+        removed = before - bed.core.statistics().nodes
+        if removed:
+            timers["evict_node"].cpu.append(timers["evict"].cpu[-1] // removed)
+            timers["evict_node"].wall.append(timers["evict"].wall[-1] // removed)
+    return timers
+
+
+def measure_shape(kind: str, page: int) -> Figures:
+    """Every row of the table for one configuration."""
+    timers: dict[str, Timer] = {}
+    for part in (measure_shared, measure_turns, measure_evict):
+        timers |= part(kind, page)
+        gc.unfreeze()
+        gc.collect()
+    return {
+        name: timers[name].figures() | {"what": what, "goal_us": GOALS[kind][name]}
+        for name, what in OPERATIONS.items()
+    }
+
+
+# growth
+
+
+GROWTH_PAGE, GROWTH_PAGES, FANOUT, SAMPLE = 16, 4, 16, 4000
+
+
+class Forest:
+    """A tree that grows to any size: prompts of four pages, each with sixteen continuations of four pages."""
+
+    def __init__(self, kind: str, nodes: int) -> None:
+        self._random = Random(nodes)
+        self._prompt = b""
+        self._left = 0
+        spare = 2 * SAMPLE * GROWTH_PAGES * GROWTH_PAGE
+        self.bed = Bed(kind, GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE + spare, host=False, states=nodes + SAMPLE)
+        self.keys: list[bytes] = []
+
+    def key(self) -> bytes:
+        """The next key."""
+        if not self._left:
+            self._prompt = self._random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4)
+            self._left = FANOUT
+        self._left -= 1
+        key = self._prompt + self._random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4)
+        if self._random.random() < SAMPLE / 20_000 or len(self.keys) < SAMPLE:
+            self.keys.append(key)
+        return key
+
+    def sample(self, count: int) -> list[bytes]:
+        """Some keys that were inserted."""
+        return self._random.sample(self.keys, min(count, len(self.keys)))
+
+    def grow(self, nodes: int) -> None:
+        """Insert until there are so many nodes."""
+        while self.bed.core.statistics().nodes < nodes:
+            self.bed.insert(self.key())
+
+
+def measure_growth(kind: str, sizes: Sequence[int], progress: Progress) -> list[Figures]:
+    """Match, pin, insert and evict in trees of different sizes."""
+    rows = []
+    for size in sizes:
+        progress(f"{kind}: a tree of {size:,} nodes")
+        rows.append({"nodes": size} | _grown(kind, size))
+        gc.unfreeze()
+        gc.collect()
+    return rows
+
+
+def _grown(kind: str, size: int) -> Figures:
+    forest = Forest(kind, size)
+    forest.grow(size)
+    bed = forest.bed
+    timers = {name: timer() for name in ("match", "pin", "insert", "evict")}
+    time_hits(bed, forest.sample(SAMPLE // 4), timers["match"], timers["pin"])
+    worst = Worst()
+    for _ in range(SAMPLE // 2):
+        _timed_insert(bed, forest.key(), timers["insert"], worst)
+    _fill(bed)
+    ask = Ask(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
+    for _ in range(SAMPLE // 4):
+        grant = timers["evict"].call(lambda: worst.call("evict", lambda: bed.core.lease(ask)))
+        assert isinstance(grant, Grant)
+    return {name: one.figures() for name, one in timers.items()} | {"worst_call": worst.figures()}
+
+
+def _timed_insert(bed: Bed, key: bytes, insert: Timer, worst: Worst) -> None:
+    lease = worst.call("lease", lambda: bed.lease(key))
+    plan = insert.call(lambda: worst.call("commit", lambda: bed.commit(lease, key)))
+    worst.call("settle", lambda: bed.settle(plan))
+    worst.call("release", lambda: bed.settle(bed.core.release(lease)))
+    worst.call("freeze", bed.freeze)
+
+
+def _fill(bed: Bed) -> None:
+    """Leave no free slot."""
+    free = bed.core.statistics().device[0].free * bed.page
+    swa = bed.core.statistics().device[1].free * bed.page if bed.kind == "all" else free
+    assert isinstance(bed.core.lease(Ask(SPACE, b"", 0, free, swa, 0)), Grant)
+
+
+class Worst:
+    """The longest single call, garbage collection included."""
+
+    def __init__(self) -> None:
+        self._wall: dict[str, int] = {}
+
+    def call(self, name: str, work: Callable[[], _T]) -> _T:
+        """Note how long it took."""
+        start = time.perf_counter_ns()
+        result = work()
+        self._wall[name] = max(self._wall.get(name, 0), time.perf_counter_ns() - start)
+        return result
+
+    def figures(self) -> Figures:
+        """In milliseconds of wall time."""
+        return {f"{name}_ms": round(wall / 1e6, 3) for name, wall in sorted(self._wall.items())}
+
+
+# memory
+
+
+def measure_memory(kind: str, nodes: int = 20_000) -> Figures:
+    """Bytes per node besides tokens (4 each), slots (4 per page and tier) and hashes (32 a page)."""
+    random = Random(1)
+    bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    while bed.core.statistics().nodes < nodes:
+        bed.insert(random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4))
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    count = bed.core.statistics().nodes
+    payload = sum(_payload(node) for root in bed.core.world.roots.values() for node in (root.children or {}).values())
+    freed = sum((shelf.capacity - shelf.free) * 4 for shelf in bed.core.statistics().device)
+    return {"nodes": count, "bytes_per_node": round((used - payload) / count), "goal": 1024 if kind == "full" else 1843,
+            "payload_per_node": round(payload / count), "free_list_shrunk": freed}  # fmt: skip
+
+
+def _payload(node: Node) -> int:
+    return len(node.key) + len(node.hashes) + sum(len(cell.slots) for cell in node.cells)
+
+
+# the command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--nodes", default="1000,10000,100000,1000000", metavar="N,N",
+                        help="sizes of tree whose growth is measured; empty: none (default: %(default)s)")
+    parser.add_argument("--shapes", default=",".join(f"{i}" for i in range(len(SHAPES))), metavar="I,I",
+                        help="which of " + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
+    parser.add_argument("--quiet", action="store_true", help="print no progress and no table")
+
+
+def run(args: argparse.Namespace) -> Figures:
+    """Measure, print the table, return the figures (microseconds unless the name says otherwise).
+
+    Raises:
+        ConfigError: a list of numbers is none.
+    """
+    sizes, chosen = _numbers("nodes", args.nodes), _numbers("shapes", args.shapes)
+    if any(index >= len(SHAPES) for index in chosen):
+        raise ConfigError(f"shapes: {args.shapes!r} names more than the {len(SHAPES)} there are")
+    progress: Progress = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
+    shapes = {}
+    for name, (kind, page) in [list(SHAPES.items())[index] for index in chosen]:
+        progress(f"{name}: shared, turns, evict")
+        shapes[name] = measure_shape(kind, page)
+    growth = {kind: measure_growth(kind, sizes, progress) for kind in ("full", "all")} if sizes else {}
+    memory = {kind: measure_memory(kind) for kind in ("full", "all")}
+    for line in table(shapes):
+        progress(line)
+    return {"bench": "tree", "python": sys.version.split()[0], "shapes": shapes, "growth": growth, "memory": memory}
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"{name}: {text!r} is no list of numbers") from None
+
+
+def table(shapes: Figures) -> Iterator[str]:
+    """Mean CPU against the goals."""
+    for name, rows in shapes.items():
+        yield f"{name:<22} CPU µs: mean    p50    p99   goal"
+        for row in rows.values():
+            cpu, goal = row["cpu"], row["goal_us"]
+            figures = f"{cpu['mean']:8.1f} {cpu['p50']:6.1f} {cpu['p99']:6.1f} {goal:5}"
+            yield f"  {row['what'][:44]:<44} {figures}{'' if cpu['mean'] <= goal else '  missed'}"

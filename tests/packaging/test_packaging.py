@@ -1,0 +1,90 @@
+"""What a stranger gets: two commands, one torch, plug-ins by entry point, one wheel with everything it needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def dry_run(target: str) -> str:
+    made = subprocess.run(["make", "-n", "--always-make", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    return made.stdout
+
+
+def test_torch_is_pinned_and_both_commands_use_the_pin() -> None:
+    assert re.search(r"^torch==2\.13\.0$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    for target in ("demo", "test"):
+        installs = [line for line in dry_run(target).splitlines() if "pip install" in line]
+        assert installs
+        assert all("-c constraints.txt" in line for line in installs)
+
+
+def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
+    steps = dry_run("test")
+    for tool in ("ruff check", "mypy", "lint-imports", "pytest"):
+        assert tool in steps
+    assert "not slow" not in steps
+    assert "not slow" in dry_run("check")
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.rstrip().endswith("exec make test")
+    assert "make test" in (ROOT / "README.md").read_text()
+    assert "make demo" in (ROOT / "README.md").read_text()
+
+
+def test_the_gate_is_strict(project: dict[str, Any]) -> None:
+    assert project["tool"]["mypy"]["strict"] is True
+    assert project["tool"]["pytest"]["ini_options"]["filterwarnings"] == ["error"]
+    assert project["tool"]["pytest"]["ini_options"]["asyncio_mode"] == "strict"
+
+
+def test_backends_are_found_by_entry_point(project: dict[str, Any]) -> None:
+    declared = project["project"]["entry-points"]["asynccache.backends"]
+    installed = {point.name: point for point in entry_points(group="asynccache.backends")}
+    if not installed:
+        pytest.skip("asynccache is not installed, only on the path")
+    assert installed.keys() >= declared.keys()
+    for name in declared:
+        assert callable(installed[name].load())
+
+
+def test_the_package_types_itself() -> None:
+    assert (ROOT / "asynccache" / "py.typed").is_file()
+
+
+def test_asking_for_help_does_not_wait_for_torch() -> None:
+    script = "import sys; from asynccache.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    script += "assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_package_and_no_test(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops >= set(PACKAGES)
+    assert not tops & {"tests", "docs", "benchmarks", "examples"}
+    assert "asynccache/py.typed" in names
+    assert any(name.endswith("LICENSE") for name in names)
