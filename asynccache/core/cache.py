@@ -127,6 +127,8 @@ class CacheCore:
             raise ValueError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
         if checkpoint is not None and checkpoint[0] % self.config.page_size:
             raise ValueError(f"checkpoint position {checkpoint[0]} is not a multiple of {self.config.page_size}")
+        if checkpoint is not None and checkpoint[1] not in memoryview(lease.states).cast("i"):
+            raise ValueError(f"checkpoint slot {checkpoint[1]} is not one of the lease's states")
         return self._commits.commit(lease, key, hashes, checkpoint)
 
     def pages(self, lease: Lease, kind: int) -> bytes:
@@ -189,9 +191,11 @@ class CacheCore:
         count = self.world.count
         for node in self._invalidation.nodes():
             pages = self.world.pages(node, 0)
+            if node.stored & 1:
+                continue
             if node.cells[count].state != PRESENT:
                 host += pages
-            elif not node.stored & 1:
+            else:
                 storage += pages
         return Unsaved(host, storage if self.config.storage else 0)
 

@@ -33,10 +33,14 @@ class Committed(NamedTuple):
     took: bool
 
 
-def _loading(path: Sequence[Node]) -> tuple[int, ...]:
-    """The loads in flight that bring, or take away, FULL of these nodes."""
-    moving = [node for node in path if node.cells[0].state in (ARRIVING, LEAVING)]
-    return tuple([op.id for node in moving for op in node.ops if op.kind is LOAD_BACK])
+def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
+    """The loads in flight that bring, or take away, FULL of these nodes, or SWA of those that reach past ``window``."""
+    loads: list[int] = []
+    for node in path:
+        states = (node.cells[0].state, node.cells[swa].state if node.end > window else ABSENT)
+        if ARRIVING in states or LEAVING in states:
+            loads += [op.id for op in node.ops if op.kind is LOAD_BACK]
+    return tuple(loads)
 
 
 class _Commit:
@@ -87,9 +91,9 @@ class Commits:
         begin, total = lease.length // size, min(len(key) // world.page_bytes, lease.reserved // size)
         key = key[begin * world.page_bytes : total * world.page_bytes]
         path, reached = walk(lease.hold.end, key, 0, world.page_bytes)
-        if path and (blockers := _loading(path)):
-            return Wait(world.plan(), blockers)
         window = world.components[self._swa].first_page(total) if self._swa else 0
+        if path and (blockers := _loading(path, self._swa, window)):
+            return Wait(world.plan(), blockers)
         work = _Commit(lease, begin, total, window, [b""] * self._count)
         if path and path[-1].end > begin + reached // world.page_bytes:
             path[-1] = split_at(world, path[-1], begin + reached // world.page_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from asynccache.core.leases import Leases
 from asynccache.core.ledger import DEVICE, HOST
@@ -23,6 +24,7 @@ class Invalidation:
         self._room = room
         self._leases = leases
         self._prefetches = prefetches
+        self._pass = self._dead_nodes()
 
     def invalidate(self, space: bytes | None) -> Plan | More:
         """See ``CacheCore.invalidate``."""
@@ -32,23 +34,34 @@ class Invalidation:
             if root is not None:
                 root.dead = True
                 world.dead_roots.append(root)
+                self._pass = self._dead_nodes()
         return More(world.plan()) if self.sweep() else world.plan()
 
     def sweep(self) -> bool:
-        """Drop what has come free below dead roots, a slice of it; whether there is more to drop now."""
+        """Drop what has come free below dead roots: a slice of a pass over them, and of the next one when that is over.
+        Whether the first goes on. What is pinned is left to a later pass, so a pass ends however much that is."""
         world = self._world
         if not world.dead_roots:
             return False
-        steps = _SLICE
-        for root in list(world.dead_roots):
-            for node in self._leaves(root):
-                if steps <= 0:
-                    return True
-                steps -= 1
-                self._drop(node)
-            if root.children is None and not self._is_held(root):
-                world.dead_roots.remove(root)
+        left = self._drop_some(_SLICE)
+        if not left:
+            return True
+        self._pass = self._dead_nodes()
+        self._drop_some(left)
+        world.dead_roots = [root for root in world.dead_roots if root.children is not None or self._is_held(root)]
         return False
+
+    def _drop_some(self, steps: int) -> int:
+        """Go on with the pass; how many steps it did not need."""
+        for node in islice(self._pass, steps):
+            self._drop(node)
+            steps -= 1
+        return steps
+
+    def _dead_nodes(self) -> Iterator[Node]:
+        """A pass over all dead roots. Meanwhile nodes may leave and split."""
+        for root in tuple(self._world.dead_roots):
+            yield from self._leaves(root)
 
     def _is_held(self, root: Root) -> bool:
         """Whether a lease or a prefetch may still hang something below ``root``."""

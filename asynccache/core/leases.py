@@ -94,18 +94,20 @@ class Leases:
     def lease(self, ask: Ask) -> Grant | Wait | More:
         """See ``CacheCore.lease``."""
         self.check_possible(ask)
-        root = self._world.root(ask.space)
-        path, reached = walk(root, self._whole(ask.key, ask.limit * 4), 0, self._world.page_bytes)
-        ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
-        room = Room.SHORT
-        for target in self._targets(ask, path, ends):
+        root, key = self._world.root(ask.space), self._whole(ask.key, ask.limit * 4)
+        tried: set[int] = set()
+        while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
+            path, reached = walk(root, key, 0, self._world.page_bytes)
+            ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
+            target = next((end for end in self._targets(ask, path, ends) if end not in tried), None)
+            if target is None:
+                return Wait(self._world.plan())
+            tried.add(target)
             room, lease = self._try(ask, root, path, ends, target)
             if lease is not None:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
                 return More(self._world.plan())
-            path, _ = walk(root, self._whole(ask.key, ask.limit * 4), 0, self._world.page_bytes)
-        return Wait(self._world.plan())
 
     def _whole(self, key: bytes, limit_bytes: int) -> bytes:
         page = self._world.page_bytes

@@ -35,7 +35,8 @@ HOST = 1
 BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH = Kind
 
 # By kind: the tiers on which an operation pins what it covers.
-PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE,), (), ())
+# A clone pins the host too: if the load of its source fails, nothing else keeps the node that it covers.
+PINNED_TIERS: tuple[tuple[int, ...], ...] = ((DEVICE, HOST), (DEVICE, HOST), (HOST,), (DEVICE, HOST), (), ())
 
 # A covered node; a bit per component whose data moves; the last component that is pinned (with all before it).
 Fragment = tuple["Node", int, int]

@@ -1,0 +1,117 @@
+"""What a review found: each of these went wrong once."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccache.core.cache import Ask, Grant
+from asynccache.core.plan import Clone, LoadBack, More, Status
+from asynccache.testing.synchronous import SPACE, Running, Slots, SynchronousRuntime, core_config, spell
+
+
+def runtime(components: str = "full", **options: object) -> SynchronousRuntime:
+    return SynchronousRuntime(core_config(components, **options))  # type: ignore[arg-type]
+
+
+def granted(run: SynchronousRuntime, text: str, new: int = 0, **options: object) -> Running:
+    request = run.lease(spell(text), new, **options)  # type: ignore[arg-type]
+    assert request is not None
+    return request
+
+
+def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
+    run = runtime("full,mamba")
+    request = granted(run, "abcd")
+    request.compute(8)
+    given = Slots.of(request.lease.states)[-1]
+    assert request.commit(checkpoint=8)
+    before = run.core.statistics()
+    with pytest.raises(ValueError, match="checkpoint slot"):
+        run.core.commit(request.lease, spell("abcd"), b"", (16, given))
+    run.audit()
+    assert run.core.statistics() == before
+    request.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_invalidating_a_namespace_ends_however_much_of_it_is_pinned() -> None:
+    run = runtime(device=1024, host=0)
+    held = []
+    for i in range(300):
+        request = granted(run, chr(300 + i) + "x")
+        request.compute(8)
+        assert request.commit()
+        held.append(request)
+    run.insert("unpinned")
+    for _ in range(10):
+        answer = run.core.invalidate(None)
+        if not isinstance(answer, More):
+            break
+        run.perform(answer.plan)
+    assert not isinstance(answer, More)
+    run.perform(answer)
+    assert run.core.statistics().nodes == 300
+    for request in held:
+        request.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_commit_waits_for_window_pages_that_are_being_loaded() -> None:
+    run = runtime("full,swa", device=24, host=64, window=8)
+    late = granted(run, "abcd")
+    late.compute(16)
+    run.insert("abcdefgh")
+    run.flush()
+    long = granted(run, "abcdefghi")  # pins FULL of it all, and the window at its end
+    ask = Ask(SPACE, spell("x"), 0, 4, 17 * run.page)  # takes the other window pages, and nothing of FULL
+    greedy = run.core.lease(ask)
+    assert isinstance(greedy, Grant)
+    run.perform(greedy.plan)
+    run.perform(run.core.release(greedy.lease))
+    other = granted(run, "abcde")
+    loads = run.in_flight(LoadBack)
+    assert loads
+    assert other.lease.cached == 16
+    assert not late.commit()
+    run.fail(*loads)
+    assert late.commit()
+    late.release()
+    other.release()
+    long.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_clone_outlives_the_failed_load_of_its_source() -> None:
+    run = runtime("full,mamba", device=16, host=8, states=4)
+    run.insert("ab", checkpoint=2)
+    run.insert("abcd", checkpoint=4)
+    run.flush()
+    everything = run.lease(b"", new=16 * run.page, states=4)
+    assert everything is not None
+    everything.release()
+    assert run.reach("abcd") == (0, 4)
+    request = granted(run, "abcde")
+    load, clone = run.in_flight(LoadBack)[0], run.in_flight(Clone)[0]
+    run.fail(load)
+    request.release()
+    for i in range(4):
+        text = "".join(chr(400 + 4 * i + j) for j in range(4))
+        run.insert(text)
+        for op in run.in_flight():
+            if op != clone:
+                run.complete(op)
+    assert run.reach("abcd")[1] <= 4
+    run.complete(clone, status=Status.FAILED)
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_pages_that_storage_has_are_not_unsaved() -> None:
+    run = runtime(device=32, host=4)
+    run.insert("abcd")
+    run.insert("wxyz")
+    run.flush()
+    assert run.core.unsaved() == (0, 0)
