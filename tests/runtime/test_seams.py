@@ -94,7 +94,7 @@ def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> No
     freezer = Freezer(lambda: commits[0])
     try:
         before = gc.get_freeze_count()
-        for commits[0] in range(0, FREEZE_EVERY, 100):  # noqa: B007 - the freezer looks at it
+        for commits[0] in range(0, FREEZE_EVERY, 100):
             freezer.look()
         assert gc.get_freeze_count() == before
         commits[0] = FREEZE_EVERY
