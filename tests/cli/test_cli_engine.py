@@ -1,0 +1,91 @@
+"""The stand-in engine: what it finds wrong, and that its work outlives the request that asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asynccache.cli.engine import Engine, Piece, Verdict
+from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
+from asynccache.core.settings import ComponentKind
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.pools import DevicePool
+
+CONFIG = CacheConfig(model="m", page_size=16, components=(
+    Full(bytes_per_token=8, layers=2, device_tokens=512),
+    SlidingWindow(window=64, bytes_per_token=8, layers=2, device_tokens=512),
+    Mamba(state_bytes=96, layers=2, device_states=8),
+))
+
+
+def full(*ids: int, first: int = 0) -> Piece:
+    values = np.arange(100, 100 + len(ids), dtype=np.uint64)
+    return Piece(ComponentKind.FULL, np.array(ids, dtype=np.int32), values, first)
+
+
+@pytest.fixture
+def pools() -> dict[str, DevicePool]:
+    device = CpuDevice()
+    return {spec.name: DevicePool.allocate(spec, device) for spec in CONFIG.pools()}
+
+
+@pytest.fixture
+def engine(pools: dict[str, DevicePool]) -> Any:
+    engine = Engine(CONFIG.pools(), pools, CpuDevice().gate)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.asyncio
+async def test_what_was_written_is_found(engine: Engine) -> None:
+    lane = engine.lane()
+    piece = full(3, 9, 1)
+    await lane.write([piece, piece._replace(component=ComponentKind.SWA)])
+    assert await lane.verify([piece, piece._replace(component=ComponentKind.SWA)]) == Verdict(6, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_page_without_a_slot_and_one_torn_layer_are_named(engine: Engine, pools: dict[str, DevicePool]) -> None:
+    lane = engine.lane()
+    await lane.write([full(3, 9, 1)])
+    pools["full"].layer(1)[9, 5] ^= 1
+    verdict = await lane.verify([full(3, 9, 1, first=20)])
+    assert verdict == Verdict(3, 1, ("full page 21 in slot 9 differs from layer 1 on",))
+    verdict = await lane.verify([full(3, -1, 1)])
+    assert (verdict.pages, verdict.wrong) == (3, 1)
+    assert verdict.what == ("full page 1 has no slot",)
+
+
+@pytest.mark.asyncio
+async def test_nothing_to_do_is_done_at_once(engine: Engine) -> None:
+    lane = engine.lane()
+    assert await lane.verify([full()]) == Verdict(0, 0)
+    assert lane.work is None
+
+
+@pytest.mark.asyncio
+async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(pieces: Any) -> None:
+        begun.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(engine, "write", slow)
+    lane = engine.lane()
+    task = asyncio.create_task(lane.write([full(1)]))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert lane.work is not None
+    assert not lane.work.done()
+    go_on.set()
+    await lane.work.wait()
+    assert lane.work.done()

@@ -1,0 +1,76 @@
+"""The command line as a whole: help, versions, benchmarks that are imported when asked for, rooms that are computed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+import asynccache
+from asynccache.cli.main import main
+from asynccache.cli.options import settle
+from asynccache.cli.sizing import configure, tokens_needed
+from asynccache.cli.trace import TraceRequest, survey
+from asynccache.config import Full, Mamba, SlidingWindow
+
+
+def ends_with(*arguments: str) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with("--version") == 0
+    assert capsys.readouterr().out == f"asynccache {asynccache.__version__}\n"
+    for arguments in ((), ("--help",), ("replay", "--help"), ("stress", "--help"), ("bench", "--help")):
+        assert ends_with(*arguments) == 0
+        assert "usage: asynccache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [("frob",), ("replay",), ("bench", "stor"), ("stress", "trace.jsonl")])
+def test_misuse_is_a_sentence_and_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends_with(*arguments) == 2
+    error = capsys.readouterr().err
+    assert "--help lists what there is" in error
+    assert "Traceback" not in error
+
+
+def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = ModuleType("asynccache.cli.bench_tree")
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--nodes", type=int)
+
+    module.add_arguments = add_arguments  # type: ignore[attr-defined]
+    module.run = lambda args: {"nodes": args.nodes}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
+    assert main(["bench", "tree", "--nodes", "7"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"nodes": 7}
+
+
+def test_room_for_all_counts_every_page_once() -> None:
+    trace = [TraceRequest(0, 1024, 10, (1, 2)), TraceRequest(0, 1124, 10, (1, 2, 3)), TraceRequest(0, 600, 10, (7, 8))]
+    given = {"trace": "t", "concurrency": "1", "decode_tokens": "0", "page_size": "512"}
+    settings = settle("replay", {**given, "device_tokens": "all", "host_tokens": "none"})
+    needed = tokens_needed(settings, trace, survey(trace))
+    assert needed % 512 == 0
+    assert 4 * 512 <= needed <= 16 * 512
+    (component,) = configure(settings, trace, survey(trace)).components
+    assert isinstance(component, Full)
+    assert (component.device_tokens, component.host_tokens) == (needed, 0)
+
+
+def test_swa_and_mamba_get_their_part() -> None:
+    settings = settle("stress", {"swa_ratio": "0.25", "device_tokens": "16384", "host_tokens": "32768"})
+    _, swa, mamba = configure(settings).components
+    assert isinstance(swa, SlidingWindow)
+    assert (swa.device_tokens, swa.host_tokens) == (4096, 8192)
+    assert isinstance(mamba, Mamba)
+    assert mamba.device_states > settings.concurrency
