@@ -292,6 +292,7 @@ class World:
     def split(self, node: Node, pages: int) -> Node:
         """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases."""
         prefix = cut(node, pages, self.page_bytes)
+        prefix.stored &= (1 << self.dividing) - 1  # what does not divide is stored for the suffix's end
         self.counters.nodes += 1
         self.counters.splits += 1
         self.ledger.divide(prefix, node, self.dividing)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asynccache.core.cache import Ask, Grant
-from asynccache.core.plan import Clone, LoadBack, More, Status
-from asynccache.testing.synchronous import SPACE, Running, Slots, SynchronousRuntime, core_config, spell
+from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
+from asynccache.testing.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
 
 
 def runtime(components: str = "full", **options: object) -> SynchronousRuntime:
@@ -115,3 +115,34 @@ def test_pages_that_storage_has_are_not_unsaved() -> None:
     run.insert("wxyz")
     run.flush()
     assert run.core.unsaved() == (0, 0)
+
+
+def test_a_shorter_match_is_not_granted_after_a_longer_attempt_evicted_it() -> None:
+    run = runtime(
+        "full,mamba", device=16, states=4, storage=False, write_policy="write_back", write_back_watermark=0.0
+    )
+    run.insert("abcd", checkpoint=4)
+    run.flush()
+    everything = run.lease(b"", new=16 * run.page, states=4)
+    assert everything is not None
+    everything.release()
+    run.insert("ab", checkpoint=2)
+    run.perform(run.core.drain())
+    run.fail(*run.in_flight(BackupHost))  # so the state at 2 may be dropped without waiting
+    run.settle()
+    run.insert("wxyz", checkpoint=4)  # and this one not
+    request = granted(run, "abcde", states=3)
+    assert request.lease.cached == 0
+    request.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_a_state_that_a_stored_prefix_gains_after_a_split_is_stored_too() -> None:
+    run = runtime("full,mamba")
+    run.insert("abcd", checkpoint=4)
+    run.flush()
+    run.insert("ab", checkpoint=2)
+    run.flush()
+    chain = run.chain(SPACE, spell("ab"))
+    assert (MAMBA, chain[1]) in run.storage
