@@ -180,7 +180,7 @@ class Prefetches:
         for node in reversed(path):
             if node.cells[place].state == PRESENT:
                 return None
-            if node.cells[place].state == ABSENT and not self._transfers.save(node):
+            if node.cells[place].state == ABSENT and (node.unsavable or not self._transfers.save(node)):
                 return Skip("the anchor cannot be backed up now")
             ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
             return Wait(self._world.plan(), ops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.core.cache import Ask, Grant
+from asynccache.core.cache import Ask, Grant, Skip
 from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
 from asynccache.testing.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
 
@@ -146,3 +146,11 @@ def test_a_state_that_a_stored_prefix_gains_after_a_split_is_stored_too() -> Non
     run.flush()
     chain = run.chain(SPACE, spell("ab"))
     assert (MAMBA, chain[1]) in run.storage
+
+
+def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
+    run = runtime()
+    run.insert("ab")
+    run.fail(*run.in_flight(BackupHost))
+    run.settle()
+    assert isinstance(run.core.prefetch_open(SPACE, spell("abcdefgh")), Skip)
