@@ -1,7 +1,7 @@
 """Settings: frozen values, validated when built. Strings become Enums here and nowhere below.
 
-``CacheConfig`` is what a user writes; ``CacheConfig.core()`` and ``CacheConfig.pools()`` are what the layers below read.
-Imports neither torch nor anything that does I/O.
+``CacheConfig`` is what a user writes; ``CacheConfig.core()`` and ``CacheConfig.pools()`` are what the layers below
+read. Imports neither torch nor anything that does I/O.
 """
 
 from __future__ import annotations
