@@ -72,24 +72,26 @@ class Chain:
             self.hashes = hashes
 
     async def extend(self, key: bytes) -> bytes:
-        """The hashes of all whole pages of ``key``, which begins with ``self.key``.
+        """The hashes of all whole pages of ``key``. Several calls at once do not disturb each other.
 
         Cancelling keeps what is hashed so far.
         """
+        stop = len(key) // self._page_bytes * self._page_bytes
         if self.covers(key):
-            return self.hashes[: len(key) // self._page_bytes * HASH_BYTES]
+            return self.hashes[: stop // self._page_bytes * HASH_BYTES]
         threaded = self._page_bytes >= THREAD_PAGE_BYTES
         pages = max(1, (64 * SLICE_BYTES if threaded else SLICE_BYTES) // (self._page_bytes + PER_PAGE_BYTES))
-        stop = len(key) // self._page_bytes * self._page_bytes
-        while (start := len(self.key)) < stop:
-            if start:
+        at, hashes = (len(self.key), self.hashes) if key.startswith(self.key) else (0, b"")
+        while at < stop:
+            if at:
                 await asyncio.sleep(0)
-            end = min(stop, start + pages * self._page_bytes)
-            parent = self.hashes[-HASH_BYTES:] or self._space
+            end = min(stop, at + pages * self._page_bytes)
+            parent = hashes[-HASH_BYTES:] or self._space
             if threaded:
-                new = await asyncio.to_thread(extend_chain, parent, key, start, end, self._page_bytes)
+                new = await asyncio.to_thread(extend_chain, parent, key, at, end, self._page_bytes)
             else:
-                new = extend_chain(parent, key, start, end, self._page_bytes)
-            self.hashes += new
-            self.key = key[:end]
-        return self.hashes
+                new = extend_chain(parent, key, at, end, self._page_bytes)
+            at, hashes = end, hashes + new
+            if at > len(self.key):
+                self.key, self.hashes = key[:at], hashes
+        return hashes

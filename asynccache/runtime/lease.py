@@ -22,9 +22,9 @@ import numpy.typing as npt
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import Committed, Grant
 from asynccache.core.cache import Lease as CoreLease
-from asynccache.core.plan import Plan, Wait
+from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
-from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
+from asynccache.errors import CacheClosed, CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.entry import Entry, Terms
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.prefetch import Held
@@ -61,8 +61,8 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_chain", "_core", "_key", "_machine", "_reached", "_ready", "_retiring", "_space", "_stamp",
-        "_state", "_task", "_terms",
+        "_arrival", "_chain", "_core", "_key", "_machine", "_order", "_reached", "_ready", "_retiring", "_space",
+        "_stamp", "_state", "_task", "_terms",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, terms: Terms) -> None:
@@ -76,7 +76,8 @@ class Lease:
         self._chain: Chain | None = None
         self._arrival: Held | None = None
         self._reached = 0
-        self._ready: Event | None = None
+        self._ready: list[Event] = []
+        self._order = asyncio.Lock()
         self._retiring: list[int] = []
         self._task: asyncio.Task[object] | None = None
 
@@ -151,7 +152,7 @@ class Lease:
             return
         self._state = LeaseState.RELEASED
         machine = self._machine
-        events = unfired(self._ready, after) if after is not None or self._ready is not None else []
+        events = unfired(*self._ready, after) if after is not None or self._ready else []
         machine.drop(self._task)
         for event in events:
             machine.mover.fence(event)
@@ -222,12 +223,19 @@ class Lease:
 
         Raises:
             LoadFailed: a load failed; release and enter again.
+            CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
         core = self._held()
         for op in core.loads:
             await self._machine.driver.ops.any((op,))
+        self._check_loads(core)
+
+    def _check_loads(self, core: CoreLease) -> None:
+        """An operation that is not in flight any more is DONE, unless it failed or the cache is closed."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
+        if core.loads and self._machine.driver.closed is not None:
+            self._machine.driver.refuse()
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
@@ -235,6 +243,7 @@ class Lease:
 
         Raises:
             LoadFailed: a load failed; release and enter again.
+            CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
         core = self._held()
         for op in core.loads:
@@ -244,8 +253,7 @@ class Lease:
                     await copying.layer(i).wait()
                 except CopyFailed:
                     await self.loaded()
-        if core.valid is not None:
-            raise LoadFailed(core.valid)
+        self._check_loads(core)
 
     def wait_layer(self, stream: Stream, i: int) -> None:
         """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there.
@@ -271,10 +279,13 @@ class Lease:
         machine.check_thread()
         if tokens < 0:
             raise ConfigError(f"extend: tokens={tokens} must not be negative")
-        reserve = core.reserved + tokens
-        swa = reserve if machine.has_swa else 0
+
+        def grow() -> Plan | More | Wait:
+            reserve = self._held().reserved + tokens
+            return machine.core.extend(core, reserve, reserve if machine.has_swa else 0)
+
         answer: Plan | Wait = await machine.driver.run(
-            lambda: machine.core.extend(self._held(), reserve, swa),
+            grow,
             lambda answer: machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer),
         )
         if isinstance(answer, Wait):
@@ -310,8 +321,13 @@ class Lease:
         """
         self._machine.check_thread()
         key = self._continued(tokens)
-        if ready is not None:
-            self._ready = ready  # cancelled from here on, a release must still wait for what the engine writes
+        if ready is not None:  # cancelled from here on, a release must still wait for what the engine writes
+            self._ready = [*unfired(*self._ready), ready]
+        async with self._order:
+            return await self._commit(key, ready, checkpoint)
+
+    async def _commit(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> Pages:
+        """One commit of a lease after the other, in the order of the calls."""
         if self._core.loads:
             await self.loaded()
         if self._machine.stamp(self._terms.extra_key) != self._stamp:
@@ -350,7 +366,6 @@ class Lease:
         if len(key) > len(self._key):
             self._key = key
         if ready is not None and not ready.done():
-            self._ready = ready
             self._machine.readiness.expect(ready)
         self._machine.commits += 1
 
@@ -367,7 +382,7 @@ class Lease:
         ``after`` has fired. The next commit and the release imply it."""
         self._machine.check_thread()
         if self._retiring:
-            self._retire(unfired(self._ready, after))
+            self._retire(unfired(*self._ready, after))
 
     # from other threads
 
@@ -383,16 +398,29 @@ class Lease:
     async def _commit_for(
         self, future: ThreadFuture[Pages], tokens: Tokens, ready: Event | None, checkpoint: tuple[int, int] | None
     ) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # the engine gave up before it began; from here on it cannot
         try:
             pages = await self.commit(tokens, ready, checkpoint)
         except Exception as error:
             future.set_exception(error)
         except BaseException:
-            future.cancel()
+            future.set_exception(CacheClosed("the cache was closed before the commit was done"))
             raise
         else:
             future.set_result(pages)
 
     def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
-        """``release`` from an engine's worker thread, soon."""
-        self._machine.loop.call_soon_threadsafe(partial(self.release, after, ended))
+        """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it."""
+        self._machine.loop.call_soon_threadsafe(self._release_soon, after, ended)
+
+    def _release_soon(self, after: Event | None, ended: bool) -> None:
+        if self._machine.supervisor.spawn(self._release_for(after, ended), "asynccache-handoff") is None:
+            self.release(after, ended)
+
+    async def _release_for(self, after: Event | None, ended: bool) -> None:
+        try:
+            async with self._order:
+                pass
+        finally:
+            self.release(after, ended)

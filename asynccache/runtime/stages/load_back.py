@@ -70,6 +70,7 @@ class LoadBackStage:
         self._filled = asyncio.Event()
         self._flying: deque[Copying] = deque()
         self._by_op: dict[int, Copying] = {}
+        self._broken: BaseException | None = None
         self.meter = Meter()
 
     def __repr__(self) -> str:
@@ -81,8 +82,16 @@ class LoadBackStage:
         self._filled.set()
 
     def copying(self, op: int) -> Copying | None:
-        """Where ``op`` stands on the device, submitting what is queued; None once it has ended."""
-        self.submit()
+        """Where ``op`` stands on the device, submitting what is queued; None once it has ended.
+
+        A device that refuses the batch is for the worker to die of, not for the caller alone: its loads are lost.
+        """
+        try:
+            self.submit()
+        except BaseException as error:
+            self._broken = error
+            self._filled.set()
+            raise
         return self._by_op.get(op)
 
     def submit(self) -> None:
@@ -123,9 +132,11 @@ class LoadBackStage:
 
     async def _something(self) -> None:
         """Return when there is something to submit or to await: ``wait_layer`` may have emptied the queue already."""
-        while not self._flying and not len(self._inbox):
+        while not self._flying and not len(self._inbox) and self._broken is None:
             self._filled.clear()
             await self._filled.wait()
+        if self._broken is not None:
+            raise self._broken
 
     async def _land(self, copying: Copying) -> None:
         status = await _copied(copying)

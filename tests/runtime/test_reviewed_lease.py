@@ -1,0 +1,126 @@
+"""What a stranger's review broke: commits handed over at once, closing under a lease, a device that refuses a batch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache import CacheClosed
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.faults import Faults
+from tests.runtime.runtime_kit import (
+    PAGE,
+    compute,
+    machine,
+    opened,
+    page_hashes,
+    push_out,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+)
+
+
+@pytest.mark.asyncio
+async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
+    store, pages = MemoryBackend(), 1200
+    async with opened(settings(2048, host=2048), storage=store) as cache:
+        tokens = text(pages)
+        async with cache.lease(tokens, wait=False) as lease:
+            compute(cache, lease, tokens)
+            futures = [lease.commit_threadsafe(part) for part in (tokens[: PAGE * (pages - 100)], tokens)]
+            for future in futures:
+                await asyncio.wrap_future(future)
+            core, key = machine(cache).core, lease._key
+            assert core.known_hashes(lease._space, key) == b"".join(page_hashes(tokens))
+
+
+@pytest.mark.asyncio
+async def test_a_release_handed_over_does_not_overtake_the_commit_before_it() -> None:
+    store = MemoryBackend()
+    async with opened(settings(2048, host=2048), storage=store) as cache:
+        tokens = text(1200)
+        lease = await cache.lease(tokens, wait=False).__aenter__()
+        compute(cache, lease, tokens)
+        future = lease.commit_threadsafe(tokens)
+        lease.release_threadsafe()
+        await asyncio.wrap_future(future)
+        await turns()
+        assert (await cache.match(tokens)).device == 1200 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> None:
+    async with opened(settings()) as cache:
+        tokens = text(2)
+        async with cache.lease(tokens) as lease:
+            compute(cache, lease, tokens)
+            await machine(cache).driver.lock.acquire()
+            before, after = lease.commit_threadsafe(tokens), lease.commit_threadsafe(tokens)
+            assert before.cancel()
+            await turns(5)
+            assert not after.cancel(), "it has begun, and its result is due"
+            machine(cache).driver.lock.release()
+            await asyncio.wrap_future(after)
+        assert await serve(cache, [*tokens, 1]) == 2 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
+    device = CpuDevice(faults=Faults(delayed=1.0, delay=(0.3, 0.3)))
+
+    async def die_under_a_lease() -> None:
+        async with opened(settings(host=64), device=device, idle=False) as cache:
+            await serve(cache, text(4))
+            await settled(cache)
+            await push_out(cache, 16)
+            async with cache.lease(text(4, extra=1)) as lease:
+                assert lease.cached == 4 * PAGE
+                machine(cache).supervisor.fail(RuntimeError("a copy engine burnt"))
+                with pytest.raises(CacheClosed):
+                    await lease.loaded()
+                with pytest.raises(CacheClosed):
+                    await lease.layer(1)
+
+    with pytest.raises(CacheClosed, match="a worker died"):
+        await die_under_a_lease()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CpuDevice()
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def refuse_a_load() -> None:
+        async with opened(settings(host=64), device=device, idle=False) as cache:
+            await serve(cache, text(4))
+            await settled(cache)
+            await push_out(cache, 16)
+            monkeypatch.setattr(machine(cache).mover, "load", refuse)
+            async with cache.lease(text(4, extra=1)) as lease:
+                with pytest.raises(RuntimeError, match="the device is gone"):
+                    lease.wait_layer(device.stream("engine"), 0)
+                with pytest.raises(CacheClosed):
+                    await lease.loaded()
+
+    with pytest.raises(CacheClosed, match="a worker died"):
+        await refuse_a_load()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_two_extends_at_once_both_count() -> None:
+    async with opened(settings()) as cache, cache.lease(text(2)) as lease:
+        async with machine(cache).driver.lock:
+            both = [asyncio.ensure_future(lease.extend(PAGE)) for _ in range(2)]
+            await turns(3)
+        await asyncio.gather(*both)
+        assert len(lease.pages) == 4
