@@ -131,7 +131,7 @@ class Machine:
         self, work: Callable[[], Coroutine[Any, Any, None]], future: ThreadFuture[Any]
     ) -> None:
         """Run ``work`` among the workers for a thread that waits for ``future``."""
-        if self.supervisor.spawn(work(), "asynccache-handoff") is None:
+        if self.supervisor.spawn(work(), "asynccache-handoff") is None and future.set_running_or_notify_cancel():
             future.set_exception(CacheClosed("the cache is closed"))
 
     # guards
