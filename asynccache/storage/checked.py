@@ -178,7 +178,8 @@ class CheckedStore:
         return [future.result() for future in futures]
 
     async def _guarded(self, count: int, call: Callable[[], Awaitable[list[Result]]]) -> list[Result]:
-        """One call to the backend, under the breaker and the deadline; it may fail but not raise a backend's error."""
+        """One call to the backend, under the breaker and the deadline; it may fail but raises no error, not
+        even one that no backend should raise."""
         if not count:
             return []
         if not self.breaker.allow(self._now()):
@@ -186,8 +187,8 @@ class CheckedStore:
             return [Result.FAILED] * count
         try:
             async with asyncio.timeout(self._timeout):
-                results = await call()
-        except (BackendError, OSError) as error:
+                results = list(await call())
+        except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
             self._failed(error)
             return [Result.FAILED] * count
         except BaseException:
@@ -198,7 +199,7 @@ class CheckedStore:
             return [Result.FAILED] * count
         self.breaker.success()
         self._counts["failed_pages"] += results.count(Result.FAILED)
-        return list(results)
+        return results
 
     def _failed(self, error: Exception) -> None:
         self.last_error = error

@@ -1,0 +1,82 @@
+"""CheckedStore and plug-ins with bugs of their own: errors that no contract names, and calls that never come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
+from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
+from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.wrapped_backend import WrappedBackend
+
+World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
+KEYS = keys_of(3, "odd")
+
+
+def in_world(world: World) -> Callable[[], None]:
+    """A test that runs ``world`` in virtual time."""
+
+    def test() -> None:
+        simulate(world, 1)
+
+    test.__name__ = world.__name__
+    return test
+
+
+def store_on(backend: type[WrappedBackend], **options: Any) -> CheckedStore:
+    return CheckedStore(backend(SimulatedBackend(Random(1))), LAYOUT, threads=0, **options)
+
+
+class Buggy(WrappedBackend):
+    """Raises what no contract names, or answers nothing at all."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return None  # type: ignore[return-value]
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise ValueError("a bug")
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise KeyError("another bug")
+
+
+@in_world
+async def test_a_plug_ins_bug_is_a_failed_call_that_the_breaker_is_told_of(loop: SimulatedLoop) -> None:
+    store = store_on(Buggy, breaker=Breaker(threshold=3))
+    assert await store.exists(KEYS) == [Result.FAILED] * 3
+    assert await store.put(KEYS, [record_of(key).payload for key in KEYS]) == [Result.FAILED] * 3
+    assert await store.get(KEYS, [blank(key).payload for key in KEYS]) == [Result.FAILED] * 3
+    assert store.stats()["failed_calls"] == 3
+    assert store.breaker.state is BreakerState.OPEN
+    assert isinstance(store.last_error, ValueError)
+
+
+class Hung(WrappedBackend):
+    """Never answers."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def clear(self) -> None:
+        await asyncio.Event().wait()
+
+    async def flush(self) -> None:
+        await asyncio.Event().wait()
+
+
+@in_world
+async def test_a_cancelled_call_is_cancelled_and_no_failure(loop: SimulatedLoop) -> None:
+    store = store_on(Hung, breaker=Breaker(threshold=1))
+    call = asyncio.ensure_future(store.exists(KEYS))
+    await asyncio.sleep(1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert store.breaker.state is BreakerState.CLOSED
