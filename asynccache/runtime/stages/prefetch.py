@@ -128,6 +128,8 @@ class PrefetchStage:
             while handle.wish is Wish.RUN:
                 async with self._driver.lock:
                     self._driver.settle()
+                    if handle.wish is not Wish.RUN:  # told while it waited for the lock
+                        return None
                     answer = self._try(handle)
                     if not isinstance(answer, Wait):
                         return answer

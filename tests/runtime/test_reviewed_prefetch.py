@@ -1,0 +1,78 @@
+"""A wish told while its handle waits for the lock counts like any other; a store that raises anything is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from asynccache import PrefetchPolicy, PrefetchStatus
+from asynccache.runtime.prefetch import Wish
+from asynccache.storage import PageKey, Record, Result
+from tests.runtime.runtime_kit import machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.test_prefetching import HeldBackend, stored
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("wish", "status"), [(Wish.STOP, PrefetchStatus.MISS), (Wish.CANCEL, PrefetchStatus.CANCELLED)]
+)
+async def test_a_handle_that_is_told_while_it_waits_for_the_lock_fetches_nothing(
+    wish: Wish, status: PrefetchStatus
+) -> None:
+    config = settings(device=16, host=32, prefetch_policy=PrefetchPolicy.BEST_EFFORT)
+    async with stored() as storage, opened(config, storage=storage) as cache:
+        storage.hold()
+        asked = storage.asked
+        async with machine(cache).driver.lock:
+            handle = cache.prefetch(text(6))
+            await turns()
+            handle.tell(wish)
+        await turns()
+        ended, result = handle.done(), handle.result
+        storage.let()
+        await settled(cache)
+        assert ended
+        assert result is not None
+        assert result.status is status
+        assert storage.asked == asked
+
+
+@pytest.mark.asyncio
+async def test_a_handle_that_is_stopped_while_it_waits_for_the_lock_stops_nobody_elses_fetch() -> None:
+    config = settings(device=16, host=32, prefetch_policy=PrefetchPolicy.BEST_EFFORT)
+    async with stored() as storage, opened(config, storage=storage) as cache:
+        storage.hold()
+        first = cache.prefetch(text(6))
+        await until(lambda: storage.waiting == 1)
+        async with machine(cache).driver.lock:
+            second = cache.prefetch(text(6))
+            await turns()
+            second.tell(Wish.STOP)
+        await turns()
+        ended = second.done()
+        storage.let()
+        assert (await first).tokens == 24
+        assert ended
+        assert (await second).status is PrefetchStatus.MISS
+
+
+class Buggy(HeldBackend):
+    """Raises what no backend should."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        raise ValueError("a bug")
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise ValueError("a bug")
+
+
+@pytest.mark.asyncio
+async def test_the_cache_goes_on_without_a_store_that_raises_anything() -> None:
+    storage = Buggy()
+    async with opened(settings(device=16, host=32), storage=storage) as cache:
+        assert (await cache.prefetch(text(6))).tokens == 0
+        assert await serve(cache, text(6)) == 0
+        assert (await cache.flush()).storage == 6
+        assert await serve(cache, text(6, extra=1)) == 24
+    await storage.aclose()
