@@ -103,6 +103,7 @@ class Running:
         self.computed = lease.cached
         self.position = lease.cached
         self.advanced = 0
+        self.state_untouched = True
 
     @property
     def ready(self) -> bool:
@@ -127,7 +128,7 @@ class Running:
                 if table[i] < 0:
                     raise WrongBytes(f"{lease!r}: component {c} has no page {i}, the window begins at {low}")
                 wanted[DEVICE, c, table[i]] = chain[i]
-        if MAMBA in runtime.kinds and self.computed == lease.cached and lease.cached and lease.valid is None:
+        if MAMBA in runtime.kinds and self.state_untouched and lease.cached and lease.valid is None:
             wanted[DEVICE, MAMBA, Slots.of(lease.states)[0]] = chain[lease.cached // page - 1]
         return wanted
 
@@ -157,6 +158,7 @@ class Running:
         if MAMBA in runtime.kinds:
             runtime.memory[DEVICE, MAMBA, Slots.of(self.lease.states)[0]] = runtime.garbage()
         self.computed = tokens
+        self.state_untouched = False
         self.position = max(self.position, tokens)
 
     def advance(self, position: int) -> None:
