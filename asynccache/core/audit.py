@@ -209,6 +209,9 @@ def _idle(core: CacheCore) -> None:
     for node in _nodes(core):
         _require(not any(cell.pins for cell in node.cells), node, "is pinned by nobody")
     _require(not core.world.dead_roots, "an invalidated namespace is left")
+    empty = [root for root in core.world.roots.values() if root.children is None]
+    _require(not empty, "namespaces are left with nothing below them", len(empty))
+    _require(not any(root.holders for root in core.world.roots.values()), "a namespace is held by nobody")
 
 
 LAWS: tuple[Callable[[CacheCore], None], ...] = (

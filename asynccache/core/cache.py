@@ -68,7 +68,7 @@ class CacheCore:
         self._leases = Leases(self.world, self._transfers, self._matching)
         self._commits = Commits(self.world, self._transfers, self._matching)
         self._prefetches = Prefetches(self.world, self._transfers)
-        self._invalidation = Invalidation(self.world, self._transfers.room, self._leases, self._prefetches)
+        self._invalidation = Invalidation(self.world, self._transfers.room)
 
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""

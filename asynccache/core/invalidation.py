@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from asynccache.core.leases import Leases
 from asynccache.core.ledger import DEVICE, HOST
 from asynccache.core.plan import More, Plan
-from asynccache.core.prefetching import Prefetches
 from asynccache.core.room import RoomMaker
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import World
@@ -19,11 +17,9 @@ _SLICE = 256
 class Invalidation:
     """Takes namespaces out of a world."""
 
-    def __init__(self, world: World, room: RoomMaker, leases: Leases, prefetches: Prefetches) -> None:
+    def __init__(self, world: World, room: RoomMaker) -> None:
         self._world = world
         self._room = room
-        self._leases = leases
-        self._prefetches = prefetches
         self._pass = self._dead_nodes()
 
     def invalidate(self, space: bytes | None) -> Plan | More:
@@ -48,7 +44,7 @@ class Invalidation:
             return True
         self._pass = self._dead_nodes()
         self._drop_some(left)
-        world.dead_roots = [root for root in world.dead_roots if root.children is not None or self._is_held(root)]
+        world.dead_roots = [root for root in world.dead_roots if root.children is not None or root.holders]
         return False
 
     def _drop_some(self, steps: int) -> int:
@@ -62,11 +58,6 @@ class Invalidation:
         """A pass over all dead roots. Meanwhile nodes may leave and split."""
         for root in tuple(self._world.dead_roots):
             yield from self._leaves(root)
-
-    def _is_held(self, root: Root) -> bool:
-        """Whether a lease or a prefetch may still hang something below ``root``."""
-        ends = [lease.hold.end for lease in self._leases.active.values()]
-        return any(node.root is root for node in (*ends, *(f.anchor for f in self._prefetches.active.values())))
 
     def _leaves(self, root: Root) -> Iterator[Node]:
         """Nodes below ``root``, each after its children."""

@@ -94,7 +94,14 @@ class Leases:
     def lease(self, ask: Ask) -> Grant | Wait | More:
         """See ``CacheCore.lease``."""
         self.check_possible(ask)
-        root, key = self._world.root(ask.space), self._whole(ask.key, ask.limit * 4)
+        root = self._world.enter(ask.space)
+        answer = self._attempt(ask, root)
+        if not isinstance(answer, Grant):
+            self._world.leave(root)
+        return answer
+
+    def _attempt(self, ask: Ask, root: Node) -> Grant | Wait | More:
+        key = self._whole(ask.key, ask.limit * 4)
         tried: set[int] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, key, 0, self._world.page_bytes)
@@ -335,6 +342,7 @@ class Leases:
             for c, given in enumerate(slots):
                 self._give(c, given)
         self._world.freed = True
+        self._world.leave(lease.hold.end.root)
 
     def _leave_clones(self, lease: Lease) -> bytes:
         """The lease's states; one that a clone still writes to stays with that clone until its outcome."""

@@ -151,11 +151,17 @@ class Prefetches:
 
     def open(self, space: bytes, key: bytes) -> Opened | Wait | Join | Skip:
         """See ``CacheCore.prefetch_open``."""
-        world, page = self._world, self._world.page_bytes
-        if not world.config.storage:
+        if not self._world.config.storage:
             return Skip("no storage")
+        root = self._world.enter(space)
+        answer = self._open(root, key)
+        if not isinstance(answer, Opened):
+            self._world.leave(root)
+        return answer
+
+    def _open(self, root: Node, key: bytes) -> Opened | Wait | Join | Skip:
+        world, page = self._world, self._world.page_bytes
         key = key[: len(key) // page * page]
-        root = world.root(space)
         path, reached = walk(root, key, 0, page)
         blocked = self._not_on_host(path)
         if blocked is not None:
@@ -254,6 +260,7 @@ class Prefetches:
             self._give(c, slots)
         self._give(0, fetch.spare)
         del self.active[fetch.op.id]
+        world.leave(fetch.anchor.root)
         world.end(fetch.op, status)
 
     def _give(self, c: int, slots: bytes) -> None:

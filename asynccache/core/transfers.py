@@ -77,7 +77,7 @@ class Transfers:
     def save_everything(self) -> None:
         """Start every backup that can be started: nodes with data that only the device has, and host pages that are
         not in storage."""
-        for root in self._world.roots.values():
+        for root in tuple(self._world.roots.values()):
             stack = list((root.children or {}).values())
             while stack and self._world.has_host:
                 node = stack.pop()

@@ -73,14 +73,16 @@ class Node:
 
 
 class Root(Node):
-    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1). ``dead``: invalidated."""
+    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1). ``dead``: invalidated. ``holders``:
+    leases and prefetches that may hang something below it."""
 
-    __slots__ = ("dead",)
+    __slots__ = ("dead", "holders")
 
     def __init__(self, space: bytes, cells: int) -> None:
         super().__init__(b"", 0, None, cells)
         self.hashes = space
         self.dead = False
+        self.holders = 0
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int) -> tuple[list[Node], int]:

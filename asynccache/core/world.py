@@ -109,12 +109,22 @@ class World:
             before = parent.hashes[-HASH_BYTES:] if parent is not None and parent.parent is not None else b""
             self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b""))
 
-    def root(self, space: bytes) -> Root:
-        """The root of a namespace, made when first asked for."""
+    def enter(self, space: bytes) -> Root:
+        """The root of a namespace, made if there is none, for one more holder; see ``leave``."""
         root = self.roots.get(space)
         if root is None:
             root = self.roots[space] = Root(space, 2 * self.count)
+        root.holders += 1
         return root
+
+    def leave(self, root: Root) -> None:
+        """One holder less. A namespace that nobody holds and nothing hangs below is forgotten."""
+        root.holders -= 1
+        self._forget_if_idle(root)
+
+    def _forget_if_idle(self, root: Root) -> None:
+        if not root.holders and root.children is None and self.roots.get(root.hashes) is root:
+            del self.roots[root.hashes]
 
     # cells
 
@@ -333,6 +343,8 @@ class World:
             parent = unlink(node, self.page_bytes)
             self.counters.nodes -= 1
             node = parent
+        if node is node.root:
+            self._forget_if_idle(node.root)
 
     # operations
 
