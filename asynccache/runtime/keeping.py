@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
-from asynccache.core.plan import Wait
+from asynccache.core.plan import More, Wait
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
@@ -57,16 +57,18 @@ class Keeper:
 
         Cancelling it keeps nothing.
         """
-        machine, limit = self._machine, max(0, self._cap - self.tokens())
-        ask = Ask(space, key, limit, 0, 0)
+        machine = self._machine
         kept: list[Kept] = []
+
+        def lease() -> Grant | Wait | More:  # under the lock: others may have kept something while this one waited
+            return machine.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
 
         def done(answer: Grant | Wait) -> None:
             machine.driver.perform(answer.plan)
             kept.append(self._kept_by(answer, ttl))
 
         try:
-            _: Grant | Wait = await machine.driver.run(lambda: machine.core.lease(ask), done)
+            _: Grant | Wait = await machine.driver.run(lease, done)
         except asyncio.CancelledError:
             for one in kept:
                 one.release()
