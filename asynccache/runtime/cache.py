@@ -22,7 +22,7 @@ from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle, Wish
-from asynccache.runtime.saving import drain, forget
+from asynccache.runtime.saving import drain, forget, forget_all
 from asynccache.runtime.stats import StageStats
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, open_store, store_layout
@@ -300,11 +300,7 @@ class AsyncCache:
         """
         machine = self._ready()
         machine.resets += 1
-        machine.clearing = True
-        try:
-            await forget(machine, None)
-        finally:
-            machine.clearing = False
+        await forget_all(machine)
 
     # looking at it
 

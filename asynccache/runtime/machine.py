@@ -23,6 +23,7 @@ from asynccache.errors import CacheClosed
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement
 from asynccache.runtime.acks import Freezer, run_acks
+from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.poolmap import PoolMap
@@ -65,7 +66,6 @@ class Machine:
         self.commits = 0
         self.resets = 0
         self.epochs: Counter[str | bytes | None] = Counter()
-        self.clearing = False
         self.draining = False
         self.has_swa = int(ComponentKind.SWA) in self.pools.components
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
@@ -90,6 +90,7 @@ class Machine:
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
         self.backup_storage: BackupStorageStage | None = None
+        self.clearing: Clearing | None = None
         self.prefetching: PrefetchStage | None = None
         if self.store is not None:
             self._build_storage_stages(self.store)
@@ -97,7 +98,8 @@ class Machine:
     def _build_storage_stages(self, store: CheckedStore) -> None:
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
         self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock)
-        self.driver.route(BackupStorage, self.backup_storage.put)
+        self.clearing = Clearing(self.backup_storage.put, self.driver.post)
+        self.driver.route(BackupStorage, self.clearing.put)
         self.prefetching = PrefetchStage(
             self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock
         )

@@ -8,11 +8,12 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Unsaved
-from asynccache.core.plan import Status
+from asynccache.core.plan import More, Plan, Status
 from asynccache.runtime.hashing import HASH_BYTES
 from asynccache.runtime.prefetch import Wish
 
 if TYPE_CHECKING:
+    from asynccache.runtime.clearing import Clearing
     from asynccache.runtime.machine import Machine
     from asynccache.storage import PageKey
 
@@ -36,29 +37,59 @@ async def drain(machine: Machine) -> Unsaved:
     return machine.core.unsaved()
 
 
-async def forget(machine: Machine, space: bytes | None) -> None:
-    """Drop a namespace (None: all of them) on device, host and, as far as the tree knows it, in storage.
+async def forget(machine: Machine, space: bytes) -> None:
+    """Drop a namespace on device, host and, as far as the tree knows it, in storage.
 
     Leases finish undisturbed and publish nothing more. Cancelling it may leave stored pages undeleted.
     """
+    _cancel_prefetches(machine, space)
+    stored = list(_hashes(machine, space)) if machine.store is not None else []
+    await machine.driver.transact(lambda: machine.core.invalidate(space))
+    if machine.store is not None:
+        await machine.driver.ops.all(tuple(machine.driver.saving))
+        await _delete(machine, stored)
+
+
+async def forget_all(machine: Machine) -> None:
+    """Drop every namespace on every tier. What is published meanwhile goes to storage afterwards.
+
+    Leases finish undisturbed and publish nothing more. Cancelling it may leave storage as it was.
+    """
+    _cancel_prefetches(machine, None)
+    if machine.clearing is None:
+        await machine.driver.transact(lambda: machine.core.invalidate(None))
+        return
+    machine.clearing.begin()
+    try:
+        await _clear(machine, machine.clearing)
+    finally:
+        machine.clearing.end()
+
+
+async def _clear(machine: Machine, clearing: Clearing) -> None:
+    assert machine.store is not None
+    assert machine.prefetching is not None
+
+    def invalidate() -> Plan | More:
+        clearing.outdate()
+        return machine.core.invalidate(None)
+
+    await machine.driver.transact(invalidate)
+    under_way = machine.driver.saving - clearing.held
+    await machine.driver.ops.all((*under_way, *machine.prefetching.operations()))
+    await machine.store.clear()
+
+
+def _cancel_prefetches(machine: Machine, space: bytes | None) -> None:
     if machine.prefetching is not None:
         for handle in tuple(machine.prefetching.handles):
             if space is None or handle.space == space:
                 handle.tell(Wish.CANCEL)
-    stored = list(_hashes(machine, space)) if machine.store is not None and space is not None else []
-    await machine.driver.transact(lambda: machine.core.invalidate(space))
-    if machine.store is None:
-        return
-    await machine.driver.ops.all(tuple(machine.driver.saving))
-    if space is None:
-        await machine.store.clear()
-    else:
-        await _delete(machine, stored)
 
 
-def _hashes(machine: Machine, space: bytes | None) -> Iterator[bytes]:
+def _hashes(machine: Machine, space: bytes) -> Iterator[bytes]:
     """The prefix hash of every page that the tree has in ``space``."""
-    root = machine.core.world.roots.get(space) if space is not None else None
+    root = machine.core.world.roots.get(space)
     nodes = list((root.children or {}).values()) if root is not None else []
     while nodes:
         node = nodes.pop()

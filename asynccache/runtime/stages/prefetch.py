@@ -45,6 +45,10 @@ class PrefetchStage:
         """How prefetches ended so far."""
         return {status.value: self.outcomes[status] for status in PrefetchStatus}
 
+    def operations(self) -> tuple[int, ...]:
+        """The fetches under way."""
+        return tuple(self._fetches)
+
     def start(self, handle: PrefetchHandle) -> None:
         """Begin to serve ``handle``."""
         self.handles.add(handle)
