@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from asynccache.errors import BackendError, ConfigError
+from asynccache.errors import BackendError, ConfigError, Timeout
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
 from asynccache.storage.headers import HeaderPool
@@ -102,17 +102,19 @@ class CheckedStore:
         """Forget everything.
 
         Raises:
-            BackendError: the backend could not. Cancelling it may leave the store cleared.
+            BackendError: the backend could not. ``Timeout``: not before the deadline. Cancelling it may leave the store
+            cleared.
         """
-        await self.backend.clear()
+        await self._whole("clear", self.backend.clear)
 
     async def flush(self) -> None:
         """Return once everything put so far would survive a power loss, as far as the backend promises that.
 
         Raises:
-            BackendError: the backend could not. Cancelling it leaves some of it volatile.
+            BackendError: the backend could not. ``Timeout``: not before the deadline. Cancelling it leaves some of it
+            volatile.
         """
-        await self.backend.flush()
+        await self._whole("flush", self.backend.flush)
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Tell the backend where the payloads of ``pool`` lie."""
@@ -200,6 +202,19 @@ class CheckedStore:
         self.breaker.success()
         self._counts["failed_pages"] += results.count(Result.FAILED)
         return results
+
+    async def _whole(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+        """A call that somebody asked for by name: made also while the breaker is open, which is told of failures."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                await call()
+        except Exception as error:
+            self._failed(error)
+            if isinstance(error, BackendError):
+                raise
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"{name}: no answer in {self._timeout} s") from error
+            raise BackendError(f"{name}: {error!r}") from error
 
     def _failed(self, error: Exception) -> None:
         self.last_error = error

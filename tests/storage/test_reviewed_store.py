@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asynccache.errors import Timeout
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.simulated_backend import SimulatedBackend
@@ -80,3 +81,13 @@ async def test_a_cancelled_call_is_cancelled_and_no_failure(loop: SimulatedLoop)
     with pytest.raises(asyncio.CancelledError):
         await call
     assert store.breaker.state is BreakerState.CLOSED
+
+
+@in_world
+async def test_clear_and_flush_have_a_deadline_and_the_breaker_is_told(loop: SimulatedLoop) -> None:
+    store = store_on(Hung, breaker=Breaker(threshold=2), timeout=1.0)
+    for call in (store.clear, store.flush):
+        with pytest.raises(Timeout):
+            await asyncio.wait_for(call(), 10)
+    assert store.stats()["timeouts"] == 2
+    assert store.breaker.state is BreakerState.OPEN
