@@ -146,20 +146,30 @@ class AsyncCache:
         machine = self._opened()
         machine.draining = True
         machine.driver.line.fail(lambda: CacheClosed("the cache is closing"))
-        if machine.driver.closed is None:
-            try:
-                async with asyncio.timeout(deadline):
-                    await self._settle_down(machine)
-            except TimeoutError:
-                pass  # the report says what that leaves
-            except CacheClosed:
-                pass  # a worker died meanwhile; the report says of what
-        unsaved = machine.core.unsaved()
-        self._keeper.close()
-        await machine.supervisor.stop()
-        machine.close(None)
-        await self._close_resources()
+        try:
+            if machine.driver.closed is None:
+                await self._save(machine, deadline)
+            unsaved = machine.core.unsaved()
+        finally:
+            await self._stop(machine)
         return CloseReport(unsaved.host, unsaved.storage, machine.supervisor.error)
+
+    async def _save(self, machine: Machine, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(deadline):
+                await self._settle_down(machine)
+        except TimeoutError:
+            pass  # the report says what that leaves
+        except CacheClosed:
+            pass  # a worker died meanwhile; the report says of what
+
+    async def _stop(self, machine: Machine) -> None:
+        try:
+            self._keeper.close()
+        finally:
+            await machine.supervisor.stop()
+            machine.close(None)
+            await self._close_resources()
 
     async def _settle_down(self, machine: Machine) -> None:
         handles = tuple(machine.prefetching.handles) if machine.prefetching is not None else ()
@@ -181,10 +191,12 @@ class AsyncCache:
         return await open_store(self.config.storage, layout, options=self.config.storage_options)
 
     async def _close_resources(self) -> None:
-        if self._store is not None and self._store is not self._given_storage:
-            await self._store.aclose()
-        if self._device is not None and self._device is not self._given_device:
-            await self._device.aclose()
+        try:
+            if self._store is not None and self._store is not self._given_storage:
+                await self._store.aclose()
+        finally:
+            if self._device is not None and self._device is not self._given_device:
+                await self._device.aclose()
 
     def _opened(self) -> Machine:
         if self._machine is None:
