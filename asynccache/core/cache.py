@@ -180,10 +180,10 @@ class CacheCore:
         self._invalidation.sweep()
         return self.world.plan()
 
-    def drain(self) -> Plan:
+    def drain(self) -> Plan | More:
         """Start every backup, to host and storage, that can start now, whatever the write policy."""
-        self._transfers.save_everything()
-        return self.world.plan()
+        goes_on = self._transfers.save_everything()
+        return More(self.world.plan()) if goes_on else self.world.plan()
 
     def unsaved(self) -> Unsaved:
         """What would be lost if the process ended now."""

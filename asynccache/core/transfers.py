@@ -32,6 +32,7 @@ from asynccache.errors import InvariantViolation
 
 _UNBOUNDED = 1 << 60
 _RETRIES = 16
+_SLICE = 128
 
 
 class Transfers:
@@ -43,6 +44,7 @@ class Transfers:
         self._kinds = [c.kind for c in world.components]
         self.room = RoomMaker(world, self.save)
         self.deferred: dict[Node, None] = {}
+        self._walk: list[Node] = []
 
     # backup_host
 
@@ -74,17 +76,23 @@ class Transfers:
                 self.deferred[node] = None
                 return
 
-    def save_everything(self) -> None:
+    def save_everything(self) -> bool:
         """Start every backup that can be started: nodes with data that only the device has, and host pages that are
-        not in storage."""
-        for root in tuple(self._world.roots.values()):
-            stack = list((root.children or {}).values())
-            while stack and self._world.has_host:
-                node = stack.pop()
-                stack.extend((node.children or {}).values())
-                if self._missing(node) & ~node.stored:
-                    self.save(node, gently=True)
-                self.store([node])
+        not in storage. A slice of a walk over the tree; whether it goes on."""
+        if not self._walk:
+            roots = self._world.roots.values() if self._world.has_host else ()
+            self._walk = [node for root in roots for node in (root.children or {}).values()]
+        for _ in range(_SLICE):
+            if not self._walk:
+                break
+            node = self._walk.pop()
+            if node.parent is None or node.root.dead:
+                continue  # it left the tree between two slices
+            self._walk.extend((node.children or {}).values())
+            if self._missing(node) & ~node.stored:
+                self.save(node, gently=True)
+            self.store([node])
+        return bool(self._walk)
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
         """``node`` and its ancestors without a host copy of some components that the device has, root first.

@@ -261,7 +261,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces)
     def drain(self, space: bytes) -> None:
         """Everything that can be saved now is started."""
-        self.run.perform(self.run.core.drain())
+        self.run.drain()
 
     @precondition(lambda self: len(self.requests) + len(self.fetches) < 3)
     @rule(space=spaces, really=st.integers(0, 5))

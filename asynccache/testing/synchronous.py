@@ -415,11 +415,17 @@ class SynchronousRuntime:
             self.complete(self.in_flight()[0])
         raise AssertionError("it never settles")
 
+    def drain(self) -> None:
+        """Start whatever can be saved now, slice by slice."""
+        while isinstance(answer := self.core.drain(), More):
+            self.perform(answer.plan)
+        self.perform(answer)
+
     def flush(self) -> None:
         """Until everything that can be saved is saved."""
         for _ in range(1000):
             self.settle()
-            self.perform(self.core.drain())
+            self.drain()
             if not self.jobs:
                 return
         raise AssertionError("it never drains")

@@ -127,7 +127,7 @@ def test_a_shorter_match_is_not_granted_after_a_longer_attempt_evicted_it() -> N
     assert everything is not None
     everything.release()
     run.insert("ab", checkpoint=2)
-    run.perform(run.core.drain())
+    run.drain()
     run.fail(*run.in_flight(BackupHost))  # so the state at 2 may be dropped without waiting
     run.settle()
     run.insert("wxyz", checkpoint=4)  # and this one not
@@ -154,3 +154,17 @@ def test_a_prefetch_gives_up_where_its_anchor_cannot_be_backed_up() -> None:
     run.fail(*run.in_flight(BackupHost))
     run.settle()
     assert isinstance(run.core.prefetch_open(SPACE, spell("abcdefgh")), Skip)
+
+
+def test_a_drain_of_a_large_tree_comes_in_slices() -> None:
+    run = runtime(device=512, host=512, write_policy="write_back", write_back_watermark=0.0)
+    for number in range(300):
+        run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
+    slices = 0
+    while isinstance(answer := run.core.drain(), More):
+        run.perform(answer.plan)
+        slices += 1
+    run.perform(answer)
+    assert slices > 1
+    run.flush()
+    assert run.core.unsaved() == (0, 0)
