@@ -80,8 +80,8 @@ class Commits:
         self._count = world.count
         self._page_size = world.config.page_size
         self._policy = world.config.write_policy
-        self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
-        self._mamba = next((c.index for c in world.components if not c.divides), 0)
+        self._swa = world.swa
+        self._mamba = world.mamba
 
     def commit(
         self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None

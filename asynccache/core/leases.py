@@ -86,8 +86,8 @@ class Leases:
         self._matching = matching
         self._count = world.count
         self._page_size = world.config.page_size
-        self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
-        self._mamba = next((c.index for c in world.components if not c.divides), 0)
+        self._swa = world.swa
+        self._mamba = world.mamba
         self._next = 1
         self.active: dict[int, Lease] = {}
 

@@ -44,8 +44,8 @@ class Matching:
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = world.count
-        self._swa = next((c.index for c in world.components if c.index and c.divides), 0)
-        self._mamba = next((c.index for c in world.components if not c.divides), 0)
+        self._swa = world.swa
+        self._mamba = world.mamba
 
     def match(self, space: bytes, key: bytes) -> Match:
         """See ``CacheCore.match``."""

@@ -59,7 +59,8 @@ class Counters:
 
 
 class World:
-    """The tree, the shelves, the ledger, and the plan under construction."""
+    """The tree, the shelves, the ledger, and the plan under construction. ``swa``, ``mamba``: where the component that
+    keeps a window, and the one that does not divide, stand; 0: there is none."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -67,6 +68,8 @@ class World:
         self.components = components.build(config)
         self.count = len(self.components)
         self.dividing = sum(c.divides for c in self.components)
+        self.swa = next((c.index for c in self.components if c.index and c.divides), 0)
+        self.mamba = next((c.index for c in self.components if not c.divides), 0)
         self.has_host = config.components[0].host > 0
         self.shelves = [Shelf(c.device) for c in config.components] + [Shelf(c.host) for c in config.components]
         self.policy = POLICIES[config.eviction]()
