@@ -292,17 +292,29 @@ class Lease:
             raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
         return self.pages
 
-    def advance(self, position: int) -> None:
-        """The request decodes at ``position``: pages and pins that the window has left behind go back."""
+    def advance(self, position: int, after: Event | None = None) -> None:
+        """The request decodes at ``position``: pages and pins that the window has left behind go back.
+
+        ``after``: the engine's last work that reads them; loads into them wait for it on the device.
+        """
         self._machine.check_thread()
+        self._fence(after)
         self._machine.driver.perform(self._machine.core.advance(self._held(), position))
 
-    def truncate(self, length: int) -> None:
-        """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected."""
+    def truncate(self, length: int, after: Event | None = None) -> None:
+        """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
+
+        ``after``: as for ``advance``.
+        """
         self._machine.check_thread()
         if length < self._held().length:
             raise ConfigError(f"truncate: length={length} is below the {self._core.length} tokens that are committed")
+        self._fence(after)
         self._machine.driver.perform(self._machine.core.truncate(self._core, length))
+
+    def _fence(self, after: Event | None) -> None:
+        if after is not None and not after.done():
+            self._machine.mover.fence(after)
 
     # committing
 

@@ -147,6 +147,32 @@ async def test_a_load_into_pages_that_the_engine_may_still_read_waits_on_the_dev
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["truncate", "advance"])
+async def test_a_load_into_pages_given_back_early_waits_for_the_engine(how: str) -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8, host=32, swa=8), device=device) as cache:
+        pools = ("full", "swa")
+        await serve(cache, text(2, seed=1), pools)
+        await settled(cache)
+        await push_out(cache, 8)
+        reads = device.gate()
+        async with cache.lease(text(1), new_tokens=4 * PAGE) as lease:
+            if how == "truncate":
+                lease.truncate(PAGE, after=reads)
+            else:
+                lease.advance(5 * PAGE, after=reads)
+            async with cache.lease(text(2, seed=1, extra=1), wait=False) as other:
+                loaded = asyncio.create_task(other.loaded())
+                await turns(20_000)  # without the fence it is there long before
+                assert other.cached == 2 * PAGE
+                assert not loaded.done()
+                reads.open()
+                await loaded
+                assert_cached_bytes(cache, other, text(2, seed=1), pools)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("how", ["adopt", "commit", "release"])
 async def test_duplicates_are_free_once_the_engine_uses_the_new_table(how: str) -> None:
     async with opened(settings(device=12)) as cache:
