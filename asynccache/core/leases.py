@@ -17,7 +17,7 @@ from asynccache.core.room import Room
 from asynccache.core.slots import NO_SLOT, SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import Node, ancestry, walk
 from asynccache.core.world import World, split_at
 from asynccache.errors import CacheFull
 
@@ -369,7 +369,7 @@ class Leases:
         c = next(c.index for c in self._world.components if c.kind == kind)
         low = 0 if c == 0 else lease.hold.lows[c]
         parts = []
-        for node in self._world.path(lease.hold.end):
+        for node in ancestry(lease.hold.end):
             cell = node.cells[c]
             if cell.slots and node.end > low:
                 parts.append(cell.slots)

@@ -20,7 +20,7 @@ from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, St
 from asynccache.core.settings import CoreConfig
 from asynccache.core.slots import SlotPool
 from asynccache.core.states import ABSENT, LEAVING, PRESENT, check_step
-from asynccache.core.tree import Node, Root, ancestry, cut, unlink
+from asynccache.core.tree import Node, Root, cut, unlink
 
 EARLY = 0
 LATE = 1
@@ -230,10 +230,9 @@ class World:
 
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
-        cell = node.cells[place]
         if not self.is_candidate(node, place):
             return
-        late = self.late(node, place)
+        cell, late = node.cells[place], self.late(node, place)
         if not cell.queued & (1 << late):
             cell.queued |= 1 << late
             self.shelves[place].orders[late].push(node.cells[place % self.count].stamp, node)
@@ -356,9 +355,7 @@ class World:
         top = moves.bit_length() - 1
         self.ledger.cover(op, node, moves, top)
         for tier in PINNED_TIERS[op.kind]:
-            self.pin_full(node, tier)
-            for place in range(tier * self.count + 1, tier * self.count + top + 1):
-                self.pin_cell(node, place)
+            self.pin(node, tier, top)
 
     def uncover(self, op: Operation) -> None:
         """Drop the pins of all that ``op`` covers."""
@@ -375,10 +372,6 @@ class World:
             if end == before:
                 break
         return end
-
-    def path(self, node: Node) -> list[Node]:
-        """The nodes from the root to ``node``."""
-        return ancestry(node)
 
 
 def split_at(world: World, node: Node, end: int) -> Node:
