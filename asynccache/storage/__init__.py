@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from asynccache.storage.breaker import Breaker, BreakerState
+from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import (
     HEADER_BYTES,
@@ -31,7 +31,8 @@ from asynccache.storage.settle import completed, settled
 from asynccache.storage.url import ParsedUrl, parse_size, parse_url
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "Breaker", "BreakerState", "CheckedStore", "PageKey", "ParsedUrl",
-    "Record", "Result", "StorageBackend", "StoreLayout", "backend_class", "completed", "header_of", "open_store",
-    "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "verify",
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckedStore", "PageKey",
+    "ParsedUrl", "Permit", "Record", "Result", "StorageBackend", "StoreLayout", "backend_class", "completed",
+    "header_of", "open_store", "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key",
+    "store_layout", "verify",
 ]

@@ -5,11 +5,18 @@
     HALF_OPEN  --probe succeeds-->               CLOSED     the back-off starts small again
     HALF_OPEN  --probe fails-->                  OPEN       the back-off doubles, up to its limit
     HALF_OPEN  --probe abandoned-->              OPEN       the next call may probe at once
+
+Every change of state begins a new era, and a permit is the era it was given in: what a call from an earlier era has to
+say is about a backend as it was then, and changes nothing.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NewType
+
+Permit = NewType("Permit", int)
+REFUSED = Permit(0)
 
 
 class BreakerState(IntEnum):
@@ -31,30 +38,31 @@ class Breaker:
         self._backoff = backoff
         self._failures = 0
         self._retry_at = 0.0
+        self._era = Permit(1)
 
     def __repr__(self) -> str:
         return f"Breaker({self.state.name}, failures={self._failures}, backoff={self._backoff})"
 
-    def allow(self, now: float) -> bool:
-        """Whether a call may be made. After True exactly one of success, failure, abandon must follow."""
+    def allow(self, now: float) -> Permit:
+        """A permit for one call, to be handed to one of success, failure, abandon when it is over; or REFUSED."""
         if self.state is BreakerState.CLOSED:
-            return True
+            return self._era
         if self.state is BreakerState.OPEN and now >= self._retry_at:
-            self.state = BreakerState.HALF_OPEN
-            return True
-        return False
+            return self._enter(BreakerState.HALF_OPEN)
+        return REFUSED
 
-    def success(self) -> None:
-        """A call came back. One that was made before the breaker opened does not close it."""
-        if self.state is BreakerState.OPEN:
+    def success(self, permit: Permit) -> None:
+        """The call came back."""
+        if permit != self._era:
             return
-        self.state = BreakerState.CLOSED
         self._failures = 0
         self._backoff = self._first_backoff
+        if self.state is BreakerState.HALF_OPEN:
+            self._enter(BreakerState.CLOSED)
 
-    def failure(self, now: float) -> None:
-        """A call failed as a whole. One that was made before the breaker opened changes nothing."""
-        if self.state is BreakerState.OPEN:
+    def failure(self, permit: Permit, now: float) -> None:
+        """The call failed as a whole."""
+        if permit != self._era:
             return
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
@@ -63,11 +71,16 @@ class Breaker:
         elif self._failures >= self._threshold:
             self._open(now + self._backoff)
 
-    def abandon(self) -> None:
-        """A call was cancelled: nothing was learnt."""
-        if self.state is BreakerState.HALF_OPEN:
+    def abandon(self, permit: Permit) -> None:
+        """The call was cancelled: nothing was learnt."""
+        if permit == self._era and self.state is BreakerState.HALF_OPEN:
             self._open(self._retry_at)
 
     def _open(self, retry_at: float) -> None:
-        self.state = BreakerState.OPEN
+        self._enter(BreakerState.OPEN)
         self._retry_at = retry_at
+
+    def _enter(self, state: BreakerState) -> Permit:
+        self.state = state
+        self._era = Permit(self._era + 1)
+        return self._era

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asynccache.errors import BackendError, ConfigError, Timeout
-from asynccache.storage.breaker import Breaker
+from asynccache.storage.breaker import REFUSED, Breaker, Permit
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.records import seal, verify
@@ -184,42 +184,48 @@ class CheckedStore:
         even one that no backend should raise."""
         if not count:
             return []
-        if not self.breaker.allow(self._now()):
+        permit = self.breaker.allow(self._now())
+        if permit == REFUSED:
             self._counts["refused_calls"] += 1
             return [Result.FAILED] * count
         try:
             async with asyncio.timeout(self._timeout):
                 results = list(await call())
         except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
-            self._failed(error)
+            self._failed(permit, error)
             return [Result.FAILED] * count
         except BaseException:
-            self.breaker.abandon()
+            self.breaker.abandon(permit)
             raise
         if len(results) != count:
-            self._failed(BackendError(f"{self.backend!r} answered {len(results)} results for {count} keys"))
+            self._failed(permit, BackendError(f"{self.backend!r} answered {len(results)} results for {count} keys"))
             return [Result.FAILED] * count
-        self.breaker.success()
+        self.breaker.success(permit)
         self._counts["failed_pages"] += results.count(Result.FAILED)
         return results
 
     async def _whole(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
-        """A call that somebody asked for by name: made also while the breaker is open, which is told of failures."""
+        """A call that somebody asked for by name: made also where the breaker refuses it, which then hears nothing."""
+        permit = self.breaker.allow(self._now())
         try:
             async with asyncio.timeout(self._timeout):
                 await call()
         except Exception as error:
-            self._failed(error)
+            self._failed(permit, error)
             if isinstance(error, BackendError):
                 raise
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{name}: no answer in {self._timeout} s") from error
             raise BackendError(f"{name}: {error!r}") from error
+        except BaseException:
+            self.breaker.abandon(permit)
+            raise
+        self.breaker.success(permit)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, permit: Permit, error: Exception) -> None:
         self.last_error = error
         self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
-        self.breaker.failure(self._now())
+        self.breaker.failure(permit, self._now())
 
     def _now(self) -> float:
         return self._clock() if self._clock else asyncio.get_running_loop().time()

@@ -91,3 +91,42 @@ async def test_clear_and_flush_have_a_deadline_and_the_breaker_is_told(loop: Sim
             await asyncio.wait_for(call(), 10)
     assert store.stats()["timeouts"] == 2
     assert store.breaker.state is BreakerState.OPEN
+
+
+class Gated(WrappedBackend):
+    """``exists`` answers when it is told to, in any order."""
+
+    def __init__(self, inner: SimulatedBackend) -> None:
+        super().__init__(inner)
+        self.calls: list[asyncio.Future[list[Result]]] = []
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.calls.append(asyncio.get_running_loop().create_future())
+        return await self.calls[-1]
+
+
+async def begin(store: CheckedStore, backend: Gated) -> asyncio.Future[list[Result]]:
+    """A call of the store that waits for its backend."""
+    before = len(backend.calls)
+    task = asyncio.ensure_future(store.exists(KEYS))
+    while len(backend.calls) == before:
+        await asyncio.sleep(0)
+    return task
+
+
+@in_world
+async def test_an_answer_from_before_the_trouble_does_not_close_the_breaker(loop: SimulatedLoop) -> None:
+    backend = Gated(SimulatedBackend(Random(1)))
+    store = CheckedStore(backend, LAYOUT, threads=0, breaker=Breaker(threshold=1, backoff=5.0))
+    bad, stale = await begin(store, backend), await begin(store, backend)
+    backend.calls[0].set_exception(Timeout("gone"))
+    assert await bad == [Result.FAILED] * 3
+    await asyncio.sleep(6)
+    probe = await begin(store, backend)
+    backend.calls[1].set_result([Result.HIT] * 3)
+    assert await stale == [Result.HIT] * 3
+    assert store.breaker.state is BreakerState.HALF_OPEN
+    assert await store.exists(KEYS) == [Result.FAILED] * 3
+    backend.calls[2].set_exception(Timeout("still gone"))
+    assert await probe == [Result.FAILED] * 3
+    assert store.stats()["breaker"] == BreakerState.OPEN

@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import Breaker, PageKey, ParsedUrl, Record, Result, StoreLayout, completed, settled
+from asynccache.storage import (
+    REFUSED,
+    Breaker,
+    PageKey,
+    ParsedUrl,
+    Permit,
+    Record,
+    Result,
+    StoreLayout,
+    completed,
+    settled,
+)
 from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest
@@ -267,16 +278,16 @@ class FileBackend:
 
     async def _write(self, put: _Put) -> None:
         """Write the fresh pages, all groups at once; results and index are true when it ends, come what may."""
-        allowed, error = self._gate.allow(asyncio.get_running_loop().time()), None
+        permit, error = self._gate.allow(asyncio.get_running_loop().time()), None
         try:
-            if allowed:
+            if permit != REFUSED:
                 error = await self._submit(put)
         finally:
             try:
                 await settled([writing.done for writing, _ in put.writings])
             finally:
                 error = self._finish(put) or error
-                self._tell_gate(allowed, error, put)
+                self._tell_gate(permit, error, put)
 
     async def _submit(self, put: _Put) -> OSError | None:
         """Start a write for every group. An error: there is no segment to be had for the rest."""
@@ -322,15 +333,15 @@ class FileBackend:
         put.done.set_result(None)
         return failed
 
-    def _tell_gate(self, allowed: bool, error: OSError | None, put: _Put) -> None:
-        if not allowed:
+    def _tell_gate(self, permit: Permit, error: OSError | None, put: _Put) -> None:
+        if permit == REFUSED:
             self._state.counts["refused_writes"] += 1
         elif error is not None:
-            self._gate.failure(asyncio.get_running_loop().time())
+            self._gate.failure(permit, asyncio.get_running_loop().time())
         elif put.writings:
-            self._gate.success()
+            self._gate.success(permit)
         else:
-            self._gate.abandon()
+            self._gate.abandon(permit)
 
     async def _recover(self) -> None:
         """Find what earlier runs left, and go on in their last segment if it has room."""
