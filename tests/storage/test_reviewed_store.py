@@ -99,18 +99,19 @@ class Gated(WrappedBackend):
     def __init__(self, inner: SimulatedBackend) -> None:
         super().__init__(inner)
         self.calls: list[asyncio.Future[list[Result]]] = []
+        self.called = asyncio.Event()
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.called.set()
         self.calls.append(asyncio.get_running_loop().create_future())
         return await self.calls[-1]
 
 
 async def begin(store: CheckedStore, backend: Gated) -> asyncio.Future[list[Result]]:
     """A call of the store that waits for its backend."""
-    before = len(backend.calls)
+    backend.called.clear()
     task = asyncio.ensure_future(store.exists(KEYS))
-    while len(backend.calls) == before:
-        await asyncio.sleep(0)
+    await backend.called.wait()
     return task
 
 
