@@ -168,16 +168,23 @@ def _pins_are_exact(core: CacheCore) -> None:
 
 def _orders_hold_what_they_should(core: CacheCore) -> None:
     world = core.world
+    waiting: dict[tuple[int, int], int] = {}
     for place, shelf in enumerate(world.shelves):
         for late, order in enumerate(shelf.orders):
-            queued = Counter(id(node) for _, node in order.entries() if node.parent is not None)
-            _require(all(n == 1 for n in queued.values()), "place", place, "a node waits twice in one order")
-            for node in _nodes(core):
-                cell = node.cells[place]
-                agrees = bool(cell.queued >> late & 1) == (id(node) in queued)
-                _require(agrees, node, "place", place, "queued bit is wrong")
-                if world.is_candidate(node, place) and world.late(node, place) == late:
-                    _require(id(node) in queued, node, "place", place, "is evictable and waits in no order")
+            for _, node in order.entries():
+                _require((id(node), place) not in waiting, node, "place", place, "waits twice")
+                waiting[id(node), place] = late
+    for node in _nodes(core):
+        for place, cell in enumerate(node.cells):
+            found = waiting.get((id(node), place))
+            _require((cell.entry is None) == (found is None), node, "place", place, "has an entry that is in no order")
+            if cell.entry is None:
+                _require(not world.is_candidate(node, place), node, "place", place, "is evictable, waits in no order")
+                continue
+            _require(cell.state == PRESENT, node, "place", place, "waits in an order and is not there")
+            _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
+            stamp = node.cells[place % world.count].stamp
+            _require(cell.entry[0] <= stamp, node, "place", place, "waits behind its stamp")
 
 
 def _operations_cover_live_nodes(core: CacheCore) -> None:

@@ -207,7 +207,7 @@ class CacheCore:
     def statistics(self) -> Statistics:
         """Counts of now; cheap."""
         world = self.world
-        shelves = [ShelfStatistics(s.slots.capacity, len(s.slots), s.evictable) for s in world.shelves]
+        shelves = [ShelfStatistics(s.slots.capacity, s.slots.left, s.evictable) for s in world.shelves]
         counters = world.counters
         return Statistics(
             nodes=counters.nodes,

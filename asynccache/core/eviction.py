@@ -1,8 +1,9 @@
 """Which node goes next: the policy that stamps cells, and the order that candidates wait in.
 
 An ``Order`` is a heap with lazy correction: an entry keeps the stamp it was pushed with; whoever pops it compares that
-with the cell's stamp of now and pushes it again if it moved. So a touch costs one store, and eviction costs the same
-per page however many nodes there are. Entries of nodes that left the tree are thrown out a few at a time.
+with the cell's stamp of now and pushes it again if it rose. So a touch costs one store, and eviction costs the same
+per page however many nodes there are. A cell has at most one entry, in the order where it belongs; a cell that leaves,
+or whose stamp fell, has its entry made void by forgetting it. Void entries are thrown out a few at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
-from asynccache.core.tree import Cell, Node
+from asynccache.core.tree import Cell, Entry, Node
 
 _ENDED = -(1 << 60)
 _SWEEP_FROM = 1024
@@ -65,22 +66,23 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
 
 
 class Order:
-    """A heap of (stamp, node). Pushing also carries entries over from an older heap, dropping those of removed nodes,
-    so that garbage stays a fraction of what lives and no single call pays for a rebuild."""
+    """A heap of (stamp, node) for cells of one place. Pushing also carries entries over from an older heap, dropping
+    void ones, so that garbage stays a fraction of what lives and no single call pays for a rebuild."""
 
-    __slots__ = ("_heap", "_old", "_pushes", "_until_sweep")
+    __slots__ = ("_heap", "_old", "_place", "_pushes", "_until_sweep")
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, Node]] = []
-        self._old: list[tuple[int, Node]] = []
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self._heap: list[Entry] = []
+        self._old: list[Entry] = []
         self._pushes = 0
         self._until_sweep = _SWEEP_FROM
 
-    def __len__(self) -> int:
-        return len(self._heap) + len(self._old)
-
     def push(self, stamp: int, node: Node) -> None:
-        heappush(self._heap, (stamp, node))
+        """Have ``node``'s cell wait here. It waits nowhere else."""
+        entry = (stamp, node)
+        node.cells[self._place].entry = entry
+        heappush(self._heap, entry)
         self._pushes += 1
         if self._old:
             self._carry()
@@ -88,24 +90,26 @@ class Order:
             self._heap, self._old = self._old, self._heap
             self._pushes, self._until_sweep = 0, max(_SWEEP_FROM, len(self._old))
 
-    def pop(self) -> tuple[int, Node] | None:
-        """The coldest entry; it may be stale."""
-        heap, old = self._heap, self._old
-        if old and (not heap or old[0] < heap[0]):
-            return heappop(old)
-        return heappop(heap) if heap else None
+    def pop(self) -> Entry | None:
+        """Take out the coldest entry that is not void; its stamp may be too low."""
+        heap, old, place = self._heap, self._old, self._place
+        while heap or old:
+            entry = heappop(old if old and (not heap or old[0] < heap[0]) else heap)
+            cell = entry[1].cells[place]
+            if cell.entry is entry:
+                cell.entry = None
+                return entry
+        return None
 
-    def entries(self) -> list[tuple[int, Node]]:
-        """Every entry, for the audit."""
-        return self._heap + self._old
+    def entries(self) -> list[Entry]:
+        """Every entry that is not void, for the audit."""
+        return [entry for entry in self._heap + self._old if entry[1].cells[self._place].entry is entry]
 
     def _carry(self) -> None:
-        old, heap = self._old, self._heap
+        old, heap, place = self._old, self._heap, self._place
         for _ in range(3):
             if not old:
                 return
             entry = old.pop()
-            if entry[1].parent is not None:
+            if entry[1].cells[place].entry is entry:
                 heappush(heap, entry)
-
-

@@ -9,59 +9,41 @@ from __future__ import annotations
 
 from asynccache.core.ledger import DEVICE
 from asynccache.core.tree import Node
-from asynccache.core.world import World
-
-NOTHING = 1 << 60
+from asynccache.core.world import NOWHERE, World
 
 
 class Hold:
     """Pins on the device for a match that ends at ``end``. ``lows[c]``: component c is pinned on the nodes from there
-    (a node's border, in pages) to the end; past every end: not at all."""
+    (a node's border, in pages) to the end; NOWHERE: not at all."""
 
     __slots__ = ("end", "lows")
 
     def __init__(self, end: Node, components: int) -> None:
         self.end = end
-        self.lows = [NOTHING] * components
+        self.lows = [NOWHERE] * components
 
 
 def take_hold(world: World, end: Node, target: int, floor: int = 0) -> Hold:
     """Pin what a match ending at page ``target``, in ``end``, needs, but no auxiliary page before ``floor``."""
     hold = Hold(end, world.count)
     world.pin_full(end, DEVICE)
-    for component in world.components[1:]:
-        c = component.index
-        low = max(component.first_page(target), floor)
-        node = end
-        while node.parent is not None and node.end > low:
-            world.pin_cell(node, c)
-            hold.lows[c] = node.parent.end
-            if not component.divides:
-                break
-            node = node.parent
+    for component in world.auxiliary:
+        c, low = component.index, component.first_page(target)
+        hold.lows[c] = world.pin_run(end, c, low if low > floor else floor)
     return hold
 
 
 def drop_hold(world: World, hold: Hold) -> None:
     """Undo ``take_hold``."""
-    drop_until(world, hold, NOTHING)
+    drop_until(world, hold, NOWHERE)
     world.unpin_full(hold.end, DEVICE)
 
 
 def drop_until(world: World, hold: Hold, border: int) -> None:
     """Drop the auxiliary pins on nodes that end at page ``border`` or before."""
-    for component in reversed(world.components[1:]):
-        c = component.index
-        low, hold.lows[c] = hold.lows[c], NOTHING
-        node = hold.end
-        while node.parent is not None and node.end > low:
-            if node.end <= border:
-                world.unpin_cell(node, c)
-            else:
-                hold.lows[c] = node.parent.end
-            if not component.divides:
-                break
-            node = node.parent
+    for c in range(world.count - 1, 0, -1):
+        if hold.lows[c] < border:
+            hold.lows[c] = world.unpin_run(hold.end, c, hold.lows[c], border)
 
 
 def shorten_hold(world: World, hold: Hold, valid: int) -> Hold:

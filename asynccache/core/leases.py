@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.core.holds import NOTHING, Hold, drop_hold, drop_until, take_hold
+from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import More, Plan, Retire, Wait
@@ -17,8 +17,8 @@ from asynccache.core.room import Room
 from asynccache.core.slots import NO_SLOT, SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, ancestry, walk
-from asynccache.core.world import World, split_at
+from asynccache.core.tree import Node, walk
+from asynccache.core.world import NOWHERE, World, split_at
 from asynccache.errors import CacheFull
 
 
@@ -88,6 +88,7 @@ class Leases:
         self._page_size = world.config.page_size
         self._swa = world.swa
         self._mamba = world.mamba
+        self._index: dict[int, int] = {component.kind: component.index for component in world.components}
         self._next = 1
         self.active: dict[int, Lease] = {}
 
@@ -193,7 +194,7 @@ class Leases:
         """What the match lacks on the device: components by node, root first."""
         count = self._count
         firsts = [c.first_page(target) for c in self._world.components]
-        floor = min(firsts[1:], default=NOTHING)
+        floor = min(firsts[1:], default=NOWHERE)
         loads: list[tuple[Node, int]] = []
         for node in reversed(path):
             cells = node.cells
@@ -360,22 +361,21 @@ class Leases:
             in_flight = sum(DEVICE in PINNED_TIERS[op.kind] for op in node.ops)
             if node.cells[0].pins - in_flight > 1:
                 return
-            for c in range(self._count):
-                self._world.policy.end(node.cells[c])
+            self._world.retire_early(node)
             node = node.parent
 
     def pages(self, lease: Lease, kind: int) -> bytes:
         """See ``CacheCore.pages``."""
-        c = next(c.index for c in self._world.components if c.kind == kind)
+        c = self._index[kind]
         low = 0 if c == 0 else lease.hold.lows[c]
-        parts = []
-        for node in ancestry(lease.hold.end):
-            cell = node.cells[c]
-            if cell.slots and node.end > low:
-                parts.append(cell.slots)
-            else:
-                parts.append(NO_SLOT * (len(node.key) // self._world.page_bytes))
-        parts.append(NO_SLOT * (lease.own_from[c] - lease.length // self._page_size))
-        parts.append(lease.own[c])
-        parts.append(NO_SLOT * (lease.reserved // self._page_size))
-        return b"".join(parts)[: lease.reserved // self._page_size * SLOT_BYTES]
+        parts, missing = [lease.own[c]], lease.own_from[c]
+        node = lease.hold.end
+        parts.append(NO_SLOT * (missing - node.end))
+        while node.parent is not None:
+            slots = node.cells[c].slots if node.end > low else b""
+            parts.append(slots or NO_SLOT * (node.end - node.parent.end))
+            node = node.parent
+        parts.reverse()
+        size = lease.reserved // self._page_size * SLOT_BYTES
+        table = b"".join(parts)
+        return table.ljust(size, b"\xff") if len(table) < size else table[:size]

@@ -93,11 +93,6 @@ class Ledger:
         for node, _, _ in op.fragments:
             node.ops = tuple([other for other in node.ops if other is not op])
 
-    def cover(self, op: Operation, node: Node, moves: int, top: int) -> None:
-        """Add ``node`` to what ``op`` covers."""
-        op.fragments.append((node, moves, top))
-        node.ops = (*node.ops, op)
-
     def divide(self, prefix: Node, suffix: Node, dividing: int) -> None:
         """``suffix`` was split: every operation that covers it now covers ``prefix`` before it, without what does not
         divide (``dividing``: how many components, from the first on, do)."""

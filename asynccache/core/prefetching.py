@@ -276,7 +276,7 @@ class Prefetches:
         room = self._transfers.room.make(HOST, needs, world.config.slice_steps)
         if room is Room.SLICE:
             return More(world.plan())
-        count = min(needs[0], len(world.shelves[world.count].slots))
+        count = min(needs[0], world.shelves[world.count].slots.left)
         slots = world.shelves[world.count].slots.take(count)
         fetch.held[0] = fetch.held.get(0, b"") + slots
         return Taken(slots, {}, world.plan())

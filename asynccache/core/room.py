@@ -47,7 +47,7 @@ class RoomMaker:
             return Room.SHORT
         for c, need in enumerate(needs):
             place = base + c
-            while len(shelves[place].slots) < need:
+            while shelves[place].slots.left < need:
                 if steps <= 0:
                     return Room.SLICE
                 steps -= 1
@@ -79,7 +79,7 @@ class RoomMaker:
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
         world = self._world
-        missing = need - len(world.shelves[place].slots)
+        missing = need - world.shelves[place].slots.left
         while missing > 0 and (node := self.coldest(place, LATE)) is not None:
             if not self._wants_backup(node):
                 world.offer(node, place)
@@ -108,16 +108,11 @@ class RoomMaker:
         order = world.shelves[place].orders[late]
         while (entry := order.pop()) is not None:
             stamp, node = entry
-            if node.parent is None:
-                continue
-            cell = node.cells[place]
-            cell.queued &= ~(1 << late)
             if not world.is_candidate(node, place):
-                continue
-            if world.late(node, place) != late or node.cells[place % world.count].stamp != stamp:
-                world.offer(node, place)
-                continue
-            return node
+                continue  # it is offered again when it becomes one
+            if node.cells[place % world.count].stamp == stamp:
+                return node
+            world.offer(node, place)
         return None
 
     def evict(self, node: Node, place: int) -> None:

@@ -8,7 +8,7 @@
     LEAVING  -> ABSENT    its own outcome, whichever: only now are the slots free
     PRESENT  -> ABSENT    evicted
 
-Any other step is a bug: ``check_step`` raises before anything changes. States are small ints because they are read on
+Any other step is a bug: ``MAY`` says no before anything changes. States are small ints because they are read on
 every step of a walk.
 """
 
@@ -36,10 +36,11 @@ _LEGAL = frozenset(
         (PRESENT, ABSENT),
     }
 )
-_ALLOWED = tuple(tuple((old, new) in _LEGAL for new in range(4)) for old in range(4))
+
+# MAY[old][new]: whether that step is legal.
+MAY = tuple(tuple((old, new) in _LEGAL for new in range(4)) for old in range(4))
 
 
-def check_step(old: int, new: int) -> None:
-    """Raise ``InvariantViolation`` unless ``old`` may become ``new``."""
-    if not _ALLOWED[old][new]:
-        raise InvariantViolation(f"illegal step {NAMES[old]} -> {NAMES[new]}")
+def illegal(old: int, new: int) -> InvariantViolation:
+    """What to raise where ``MAY`` says no."""
+    return InvariantViolation(f"illegal step {NAMES[old]} -> {NAMES[new]}")

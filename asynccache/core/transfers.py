@@ -146,7 +146,7 @@ class Transfers:
         """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
         shelves = self._world.shelves
         for c, need in enumerate(needs):
-            if need > len(shelves[self._count + c].slots):
+            if need > shelves[self._count + c].slots.left:
                 break
         else:
             return True
@@ -212,7 +212,7 @@ class Transfers:
         if world.config.write_policy is not WritePolicy.WRITE_BACK or not world.has_host:
             return
         shelf = world.shelves[0]
-        wanted = int(shelf.slots.capacity * world.config.write_back_watermark) - len(shelf.slots) - world.clean_pages
+        wanted = int(shelf.slots.capacity * world.config.write_back_watermark) - shelf.slots.left - world.clean_pages
         wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is BACKUP_HOST) if wanted > 0 else 0
         while wanted > 0 and (node := self.room.coldest(0, LATE)) is not None:
             wanted -= world.pages(node, 0)

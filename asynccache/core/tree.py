@@ -18,21 +18,24 @@ if TYPE_CHECKING:
 class Cell:
     """One component of one node on one tier: its state, its slots, who pins it, and where it stands in the order.
 
-    ``stamp`` is kept on the device's cell and serves both tiers. ``queued``: bit 1, bit 2: has an entry in the tier's
-    early, late eviction order.
+    ``stamp`` is kept on the device's cell and serves both tiers. ``entry``: its entry in an eviction order of the tier,
+    if it waits in one; any other entry of this cell is void.
     """
 
-    __slots__ = ("pins", "queued", "slots", "stamp", "state")
+    __slots__ = ("entry", "pins", "slots", "stamp", "state")
 
     def __init__(self) -> None:
         self.state = ABSENT
         self.slots = b""
         self.pins = 0
         self.stamp = 0
-        self.queued = 0
+        self.entry: Entry | None = None
 
     def __repr__(self) -> str:
         return f"<{NAMES[self.state]} {len(self.slots) // 4} slots, {self.pins} pins>"
+
+
+Entry = tuple[int, "Node"]
 
 
 class Node:
@@ -144,13 +147,3 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
     prefix.stored, prefix.passes, prefix.passer = node.stored, node.passes, node.passer
     prefix.unsavable = node.unsavable
     return prefix
-
-
-def ancestry(node: Node) -> list[Node]:
-    """The nodes from below the root to ``node``, root first."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    path.reverse()
-    return path

@@ -18,12 +18,13 @@ from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
 from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
 from asynccache.core.settings import CoreConfig
-from asynccache.core.slots import SlotPool
-from asynccache.core.states import ABSENT, LEAVING, PRESENT, check_step
-from asynccache.core.tree import Node, Root, cut, unlink
+from asynccache.core.slots import SLOT_BYTES, SlotPool
+from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
+from asynccache.core.tree import Cell, Node, Root, cut, unlink
 
 EARLY = 0
 LATE = 1
+NOWHERE = 1 << 60
 
 
 class Shelf:
@@ -34,14 +35,14 @@ class Shelf:
 
     __slots__ = ("evictable", "orders", "slots")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, place: int, capacity: int) -> None:
         self.slots = SlotPool(capacity)
         self.evictable = 0
-        self.orders = (Order(), Order())
+        self.orders = (Order(place), Order(place))
 
     def reachable(self) -> int:
         """Free slots, and those that eviction could free."""
-        return len(self.slots) + self.evictable
+        return self.slots.left + self.evictable
 
 
 class Counters:
@@ -60,18 +61,22 @@ class Counters:
 
 class World:
     """The tree, the shelves, the ledger, and the plan under construction. ``swa``, ``mamba``: where the component that
-    keeps a window, and the one that does not divide, stand; 0: there is none."""
+    keeps a window, and the one that does not divide, stand; 0: there is none. ``bits[mask]``: the components of a mask.
+    """
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
         self.page_bytes = config.page_size * TOKEN_BYTES
         self.components = components.build(config)
+        self.auxiliary = self.components[1:]
         self.count = len(self.components)
         self.dividing = sum(c.divides for c in self.components)
         self.swa = next((c.index for c in self.components if c.index and c.divides), 0)
         self.mamba = next((c.index for c in self.components if not c.divides), 0)
         self.has_host = config.components[0].host > 0
-        self.shelves = [Shelf(c.device) for c in config.components] + [Shelf(c.host) for c in config.components]
+        capacities = [c.device for c in config.components] + [c.host for c in config.components]
+        self.shelves = [Shelf(place, capacity) for place, capacity in enumerate(capacities)]
+        self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.policy = POLICIES[config.eviction]()
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
@@ -138,7 +143,8 @@ class World:
     def fill(self, node: Node, place: int, slots: bytes, state: int) -> None:
         """ABSENT becomes ARRIVING or PRESENT, with ``slots``."""
         cell = node.cells[place]
-        check_step(cell.state, state)
+        if not MAY[cell.state][state]:
+            raise illegal(cell.state, state)
         cell.state = state
         cell.slots = slots
         if place == 0:
@@ -146,55 +152,59 @@ class World:
         elif place == self.count:
             node.parent.kids_host += 1  # type: ignore[union-attr]
         if state == PRESENT:
-            self._became_present(node, place)
-        if place < self.count and node.cells[place + self.count].state == PRESENT:
-            self.offer(node, place + self.count)
+            self._became_present(node, place, cell)
+        if place < self.count:
+            self._reorder(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
         """ARRIVING becomes PRESENT."""
         cell = node.cells[place]
-        check_step(cell.state, PRESENT)
+        if not MAY[cell.state][PRESENT]:
+            raise illegal(cell.state, PRESENT)
         cell.state = PRESENT
-        self._became_present(node, place)
+        self._became_present(node, place, cell)
 
     def doom(self, node: Node, place: int) -> None:
         """ARRIVING becomes LEAVING."""
         cell = node.cells[place]
-        check_step(cell.state, LEAVING)
+        if not MAY[cell.state][LEAVING]:
+            raise illegal(cell.state, LEAVING)
         cell.state = LEAVING
 
     def vacate(self, node: Node, place: int) -> None:
         """Any state becomes ABSENT; the slots are free."""
-        cell = node.cells[place]
-        check_step(cell.state, ABSENT)
+        cell, count = node.cells[place], self.count
+        if not MAY[cell.state][ABSENT]:
+            raise illegal(cell.state, ABSENT)
         shelf = self.shelves[place]
+        twin = place + count if place < count else place - count
         if cell.state == PRESENT:
+            pages = len(cell.slots) // SLOT_BYTES
             if not cell.pins:
-                shelf.evictable -= len(cell.slots) // 4
-            if place % self.count == 0 and self._clean(node):
-                self.clean_pages -= len(cell.slots) // 4
+                shelf.evictable -= pages
+            if not place % count and node.cells[twin].state == PRESENT:
+                self.clean_pages -= pages
+            cell.entry = None
         cell.state = ABSENT
         shelf.slots.give(cell.slots)
         cell.slots = b""
         self.freed = True
         if place == 0:
             self._child_left(node, DEVICE)
-        elif place == self.count:
+        elif place == count:
             self._child_left(node, HOST)
-        self.offer(node, place + self.count if place < self.count else place - self.count)
+        self._reorder(node, twin)
 
-    def _became_present(self, node: Node, place: int) -> None:
-        cell = node.cells[place]
+    def _became_present(self, node: Node, place: int, cell: Cell) -> None:
+        count = self.count
+        twin = place + count if place < count else place - count
         if not cell.pins:
-            self.shelves[place].evictable += len(cell.slots) // 4
+            self.shelves[place].evictable += len(cell.slots) // SLOT_BYTES
             self.offer(node, place)
-        if place % self.count == 0 and self._clean(node):
-            self.clean_pages += len(cell.slots) // 4
-        if place >= self.count:
-            self.offer(node, place - self.count)
-
-    def _clean(self, node: Node) -> bool:
-        return node.cells[0].state == PRESENT and node.cells[self.count].state == PRESENT
+        if not place % count and node.cells[twin].state == PRESENT:
+            self.clean_pages += len(cell.slots) // SLOT_BYTES
+        if place >= count:
+            self._reorder(node, twin)
 
     def _child_left(self, node: Node, tier: int) -> None:
         parent = node.parent
@@ -230,74 +240,132 @@ class World:
 
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
-        if not self.is_candidate(node, place):
-            return
-        cell, late = node.cells[place], self.late(node, place)
-        if not cell.queued & (1 << late):
-            cell.queued |= 1 << late
-            self.shelves[place].orders[late].push(node.cells[place % self.count].stamp, node)
+        if node.cells[place].entry is None and self.is_candidate(node, place):
+            stamp = node.cells[place % self.count].stamp
+            self.shelves[place].orders[self.late(node, place)].push(stamp, node)
+
+    def _reorder(self, node: Node, place: int) -> None:
+        """What decides this cell's order, or lowers its stamp, has changed: it is offered anew."""
+        cell = node.cells[place]
+        if cell.state == PRESENT:
+            cell.entry = None
+            if not cell.pins:
+                self.offer(node, place)
+
+    def retire_early(self, node: Node) -> None:
+        """The conversation that ``node`` is private to is over: its cells go before all others."""
+        for c in range(self.count):
+            self.policy.end(node.cells[c])
+            self._reorder(node, c)
+            self._reorder(node, c + self.count)
 
     # pins
 
     def pin(self, node: Node, tier: int, top: int) -> None:
         """Pin components 0..top of ``node`` on ``tier``."""
         self.pin_full(node, tier)
-        base = tier * self.count
-        for place in range(base + 1, base + top + 1):
-            self.pin_cell(node, place)
+        if top:
+            base = tier * self.count
+            for place in range(base + 1, base + top + 1):
+                self.pin_cell(node, place)
 
     def unpin(self, node: Node, tier: int, top: int) -> None:
         """Undo ``pin``."""
-        base = tier * self.count
-        for place in range(base + top, base, -1):
-            self.unpin_cell(node, place)
+        if top:
+            base = tier * self.count
+            for place in range(base + top, base, -1):
+                self.unpin_cell(node, place)
         self.unpin_full(node, tier)
+
+    # FULL is closed towards the root: of the nodes that such a walk pins or unpins, those from the deepest PRESENT one
+    # upwards are all PRESENT, and only that one can be a leaf of the tier.
 
     def pin_full(self, node: Node, tier: int) -> None:
         """Count a pin of FULL that ends at ``node``."""
-        place = tier * self.count
-        shelf = self.shelves[place]
+        place, deepest = tier * self.count, None
         parent = node.parent
         while parent is not None:
             cell = node.cells[place]
-            cell.pins += 1
-            if cell.pins != 1:
-                return
-            if cell.state == PRESENT:
-                shelf.evictable -= len(cell.slots) // 4
+            pins = cell.pins
+            cell.pins = pins + 1
+            if pins:
+                break
+            if deepest is None and cell.state == PRESENT:
+                deepest = node
             node = parent
             parent = node.parent
+        if deepest is not None:
+            self.shelves[place].evictable -= deepest.end - node.end
 
     def unpin_full(self, node: Node, tier: int) -> None:
         """Undo ``pin_full``."""
-        place = tier * self.count
-        shelf = self.shelves[place]
+        place, deepest = tier * self.count, None
         parent = node.parent
         while parent is not None:
             cell = node.cells[place]
-            cell.pins -= 1
-            if cell.pins:
-                return
-            if cell.state == PRESENT:
-                shelf.evictable += len(cell.slots) // 4
-                self.offer(node, place)
+            cell.pins = pins = cell.pins - 1
+            if pins:
+                break
+            if deepest is None and cell.state == PRESENT:
+                deepest = node
             node = parent
             parent = node.parent
+        if deepest is not None:
+            self.shelves[place].evictable += deepest.end - node.end
+            self.offer(deepest, place)
 
     def pin_cell(self, node: Node, place: int) -> None:
         """Count a pin of one auxiliary cell."""
         cell = node.cells[place]
         cell.pins += 1
         if cell.pins == 1 and cell.state == PRESENT:
-            self.shelves[place].evictable -= len(cell.slots) // 4
+            self.shelves[place].evictable -= len(cell.slots) // SLOT_BYTES
 
     def unpin_cell(self, node: Node, place: int) -> None:
         """Undo ``pin_cell``."""
         cell = node.cells[place]
         cell.pins -= 1
         if not cell.pins and cell.state == PRESENT:
-            self.shelves[place].evictable += len(cell.slots) // 4
-            self.offer(node, place)
+            self.shelves[place].evictable += len(cell.slots) // SLOT_BYTES
+            if cell.entry is None:
+                self.offer(node, place)
+
+    def pin_run(self, node: Node, c: int, low: int) -> int:
+        """Pin auxiliary component ``c`` on the device from ``node`` upwards, as long as nodes end after page ``low``
+        and, if it does not divide, on ``node`` alone. The border where the pins begin; NOWHERE: there are none."""
+        border, pages = NOWHERE, 0
+        divides = self.components[c].divides
+        parent = node.parent
+        while parent is not None and node.end > low:
+            cell = node.cells[c]
+            pins = cell.pins
+            cell.pins = pins + 1
+            if not pins and cell.state == PRESENT:
+                pages += len(cell.slots)
+            border = parent.end
+            if not divides:
+                break
+            node = parent
+            parent = node.parent
+        self.shelves[c].evictable -= pages // SLOT_BYTES
+        return border
+
+    def unpin_run(self, node: Node, c: int, low: int, border: int = NOWHERE) -> int:
+        """Undo ``pin_run``, which said ``low``, on the nodes that end at page ``border`` or before; where the rest of
+        the pins begin."""
+        rest = NOWHERE
+        divides = self.components[c].divides
+        while node.end > low:
+            parent = node.parent
+            assert parent is not None
+            if node.end <= border:
+                self.unpin_cell(node, c)
+            else:
+                rest = parent.end
+            if not divides:
+                break
+            node = parent
+        return rest
 
     # shape
 
@@ -353,7 +421,8 @@ class World:
     def cover(self, op: Operation, node: Node, moves: int) -> None:
         """Have ``op`` cover ``node`` and pin what it moves there."""
         top = moves.bit_length() - 1
-        self.ledger.cover(op, node, moves, top)
+        op.fragments.append((node, moves, top))
+        node.ops = (*node.ops, op)
         for tier in PINNED_TIERS[op.kind]:
             self.pin(node, tier, top)
 
@@ -365,12 +434,14 @@ class World:
 
     def valid_end(self, path: Sequence[Node], end: int, host: bool) -> int:
         """The longest end of a match, at most ``end``, that every component accepts (``host``: on either tier)."""
-        while end:
-            before = end
-            for component in self.components:
-                end = component.longest_end(path, end, host)
-            if end == before:
-                break
+        end = self.components[0].longest_end(path, end, host)
+        agreed = 1  # FULL agrees to every shorter end too
+        while end and agreed < self.count:
+            for component in self.auxiliary:
+                before, end = end, component.longest_end(path, end, host)
+                agreed = agreed + 1 if end == before else 2
+                if agreed == self.count:
+                    break
         return end
 
 

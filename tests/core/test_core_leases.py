@@ -467,6 +467,32 @@ def test_an_ended_conversation_goes_first() -> None:
     hog.release()
 
 
+def test_an_ended_conversation_goes_first_although_it_waits_in_an_order_already() -> None:
+    run = runtime(device=12, host=0)
+    run.insert("abcd")
+    run.insert("wxyz")
+    request = granted(run, "wxyzX")
+    request.release(ended=True)
+    hog = granted(run, "stuvwX")
+    assert run.reach("wxyz")[0] < 4
+    assert run.reach("abcd") == (4, 4)
+    hog.release()
+
+
+def test_an_ended_conversation_leaves_the_host_first_too() -> None:
+    run = runtime(device=8, host=12)
+    for text in ("abcd", "efgh", "wxyz"):
+        run.insert(text)
+        run.settle()
+    request = granted(run, "wxyzX")
+    request.release(ended=True)
+    for text in ("stuv", "mnop"):
+        run.insert(text)
+        run.settle()
+    assert run.reach("wxyz")[1] < 4
+    assert run.reach("efgh")[1] == 4
+
+
 def test_an_ended_conversation_leaves_the_shared_part_alone() -> None:
     run = runtime(device=12, host=0)
     run.insert("abcd")
