@@ -1,7 +1,8 @@
 """One task owns every other: a ``TaskGroup`` inside a task of the cache's own, never inside a user's.
 
-Law: when a worker dies, its error ends the group, everybody who waits is told, and no user's task is cancelled. A
-``TaskGroup`` opened in ``__aenter__`` would cancel the body that runs there and leave other tasks hanging.
+Law: when a worker dies, its error ends the group, everybody who waits is told, and no user's task is cancelled. The
+same when the supervisor's own task is cancelled: the workers end with it. A ``TaskGroup`` opened in ``__aenter__``
+would cancel the body that runs there and leave other tasks hanging.
 """
 
 from __future__ import annotations
@@ -97,5 +98,8 @@ class Supervisor:
                     worker.cancel()
         except BaseExceptionGroup as failures:
             self._died(failures.exceptions[0])
+        except asyncio.CancelledError as error:  # from outside: a loop that shuts down, or start() that was cancelled
+            self._died(error)
+            raise
         finally:
             self._group = None
