@@ -1,0 +1,131 @@
+"""Which pools a model's cache needs, and which part of them each of its layers uses. Plain values, no I/O, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.core.settings import HitPolicy
+from asynccache_shim.engine.parts import Part
+
+COMPONENTS = ("full", "swa", "mamba")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its ``layers``."""
+
+    name: str
+    source: str
+    layers: int
+    layer_bytes: int
+    dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    def sidecar(self) -> Sidecar:
+        """What sits at a window's pages is needed where the window ends, what sits at FULL's everywhere."""
+        policy = HitPolicy.TRAILING_PAGES if self.source == "swa" else HitPolicy.ALL_PAGES
+        return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=self.page_bytes, layers=self.layers,
+                       hit_policy=policy, dtype=self.dtype)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer of the model: its parts, and for each track of each part the layer of its pool."""
+
+    parts: tuple[Part, ...]
+    places: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What ``describe`` found. ``model`` names the weights; ``window`` is the longest of the sliding windows, or 0."""
+
+    model: str
+    page_size: int
+    window: int
+    pools: tuple[PoolPlan, ...]
+    layers: tuple[LayerPlan, ...]
+
+    @classmethod
+    def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[Part, ...]]) -> Layout:
+        """From the parts of each layer of the model."""
+        tracks = [track for layer in parts for part in layer for track in part.tracks]
+        pools = []
+        for name in dict.fromkeys(track.pool for track in tracks):
+            own = [track for track in tracks if track.pool == name]
+            pools.append(PoolPlan(name, own[0].source, len(own), max(t.page_bytes(page_size) for t in own),
+                                  "+".join(dict.fromkeys(t.dtypes for t in own))))  # fmt: skip
+        return cls(model, page_size, window, tuple(pools), _placed(parts))
+
+    def pool(self, name: str) -> PoolPlan | None:
+        """The plan of a pool, if there is such a one."""
+        return next((pool for pool in self.pools if pool.name == name), None)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a match may only end where there is a checkpoint of a state."""
+        return self.pool("mamba") is not None
+
+    def cache_config(
+        self,
+        *,
+        device_tokens: int,
+        host_tokens: int = 0,
+        swa_device_tokens: int | None = None,
+        swa_host_tokens: int | None = None,
+        device_states: int = 16,
+        host_states: int = 16,
+        **more: Any,
+    ) -> CacheConfig:
+        """Settings of a cache for this model; ``more`` goes to ``CacheConfig``. A sliding window's pool is as large as
+        FULL's unless told otherwise.
+
+        Raises:
+            ConfigError: a size is unusable.
+        """
+        swa_device = device_tokens if swa_device_tokens is None else swa_device_tokens
+        swa_host = host_tokens if swa_host_tokens is None else swa_host_tokens
+        components: list[Component] = [self._full(device_tokens, host_tokens)]
+        if self.window:
+            components.append(self._swa(swa_device, swa_host))
+        if self.recurrent:
+            components.append(self._mamba(device_states, host_states if host_tokens else 0))
+        sidecars = tuple(pool.sidecar() for pool in self.pools if pool.name not in COMPONENTS)
+        return CacheConfig(
+            model=self.model, components=tuple(components), sidecars=sidecars, page_size=self.page_size, **more
+        )
+
+    def _full(self, device_tokens: int, host_tokens: int) -> Full:
+        """Without layers of full attention FULL is logical: slots, and no bytes."""
+        pool = self.pool("full") or PoolPlan("full", "full", 1, 0, "uint8")
+        return Full(bytes_per_token=pool.page_bytes // self.page_size, device_tokens=device_tokens,
+                    host_tokens=host_tokens, layers=pool.layers, dtype=pool.dtype)  # fmt: skip
+
+    def _swa(self, device_tokens: int, host_tokens: int) -> SlidingWindow:
+        pool = self.pool("swa")
+        assert pool is not None
+        return SlidingWindow(window=self.window, bytes_per_token=pool.page_bytes // self.page_size, layers=pool.layers,
+                             device_tokens=device_tokens, host_tokens=host_tokens, dtype=pool.dtype)  # fmt: skip
+
+    def _mamba(self, device_states: int, host_states: int) -> Mamba:
+        pool = self.pool("mamba")
+        assert pool is not None
+        return Mamba(state_bytes=pool.page_bytes, layers=pool.layers, device_states=device_states,
+                     host_states=host_states, dtype=pool.dtype)  # fmt: skip
+
+
+def _placed(parts: Sequence[tuple[Part, ...]]) -> tuple[LayerPlan, ...]:
+    """Each track gets the next layer of its pool."""
+    taken: dict[str, int] = {}
+
+    def place(pool: str) -> int:
+        taken[pool] = taken.get(pool, -1) + 1
+        return taken[pool]
+
+    return tuple(LayerPlan(p, tuple(tuple(place(t.pool) for t in part.tracks) for part in p)) for p in parts)

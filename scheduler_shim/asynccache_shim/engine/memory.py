@@ -1,0 +1,142 @@
+"""What a pool's page holds for one layer of the model, and how it is read and written there.
+
+Law: a *unit* is what the model keeps for a run of ``stride`` tokens: one token's keys and values (1), a compressed
+entry (its rate), the state at a page's end (the page). It sits in the page in which its last token does, so a whole
+page has everything that was complete when it ended, and a page never changes once it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asynccache_shim.model import Pages
+
+ALIGN = 16
+"""Bytes that every unit is a multiple of, so that its fields can be viewed as any dtype."""
+
+Values = Mapping[str, torch.Tensor]
+
+
+class Field(NamedTuple):
+    """One tensor of a unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What one layer of the model keeps in one pool. ``source``: the component whose page table finds its pages."""
+
+    pool: str
+    source: str
+    stride: int
+    fields: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, pool: str, source: str, stride: int, samples: Values) -> Track:
+        """``samples``: one unit of each field."""
+        fields, offset = [], 0
+        for name, tensor in samples.items():
+            field = Field(name, tuple(tensor.shape), tensor.dtype, offset)
+            fields.append(field)
+            offset = aligned(offset + field.size)
+        return cls(pool, source, stride, tuple(fields))
+
+    @property
+    def unit_bytes(self) -> int:
+        last = self.fields[-1]
+        return aligned(last.offset + last.size)
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of its fields, for the pool's description."""
+        return "+".join(sorted({str(field.dtype).removeprefix("torch.") for field in self.fields}))
+
+    def per_page(self, page_size: int) -> int:
+        """Units that a page has room for."""
+        return max(1, page_size // self.stride)
+
+    def page_bytes(self, page_size: int) -> int:
+        return self.per_page(page_size) * self.unit_bytes
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+class Slots:
+    """A track in its pool's device memory."""
+
+    def __init__(self, track: Track, memory: torch.Tensor, page_size: int) -> None:
+        """``memory``: the pool's layer, uint8 ``[pages, bytes]``."""
+        self._track = track
+        self._page_size = page_size
+        self._per_page = track.per_page(page_size)
+        used = memory[:, : track.page_bytes(page_size)]
+        units = used.as_strided((len(used), self._per_page, track.unit_bytes), (used.stride(0), track.unit_bytes, 1))
+        self._views = {
+            field.name: units[..., field.offset : field.offset + field.size].view(field.dtype)
+            for field in track.fields
+        }
+
+    def __repr__(self) -> str:
+        return f"<Slots of {self._track.pool!r}>"
+
+    def read(self, table: Pages, first: int, stop: int) -> dict[str, torch.Tensor]:
+        """Units ``first`` to ``stop``, copied: ``[units, *shape]`` by field.
+
+        Raises:
+            IndexError: the page table has no page for one of them.
+        """
+        pages, offsets = self._places(first, stop)
+        slots = table[pages]
+        if (slots < 0).any():
+            raise IndexError(f"pool {self._track.pool!r}: no page for units {first} to {stop}")
+        if self._track.stride > self._page_size:
+            where = (_index(slots), _index(offsets))
+            return {f.name: self._views[f.name][where].reshape(-1, *f.shape) for f in self._track.fields}
+        whole, skip = _index(np.unique(pages)), first % self._per_page
+        whole = _index(table[whole.numpy()])
+        found = {}
+        for field in self._track.fields:
+            units = self._views[field.name].index_select(0, whole).flatten(0, 1)
+            found[field.name] = units[skip : skip + stop - first].reshape(-1, *field.shape)
+        return found
+
+    def write(self, table: Pages, first: int, values: Values) -> None:
+        """``[units, *shape]`` by field, from unit ``first`` on. Units without a page are left out."""
+        count = len(next(iter(values.values())))
+        pages, offsets = self._places(first, first + count)
+        slots = table[pages]
+        kept = slots >= 0
+        where = (_index(slots[kept]), _index(offsets[kept]))
+        rows = torch.from_numpy(kept)
+        for field in self._track.fields:
+            self._views[field.name][where] = values[field.name].reshape(count, -1)[rows]
+
+    def copy(self, source: int, target: int) -> None:
+        """Everything in one slot to another."""
+        for view in self._views.values():
+            view[target] = view[source]
+
+    def _places(self, first: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The page of each unit, counted from the start of the sequence, and its place in there."""
+        units = np.arange(first, stop, dtype=np.int64)
+        return ((units + 1) * self._track.stride - 1) // self._page_size, units % self._per_page
+
+
+def _index(numbers: npt.NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(numbers.astype(np.int64))

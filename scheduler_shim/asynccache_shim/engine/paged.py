@@ -1,0 +1,116 @@
+"""``PagedModel``: one forward call of a transformers model whose cache lives in pages.
+
+Law: the pages are the only truth. Every call builds the model's cache from pages and writes what is new back; nothing
+is carried over from one call to the next, so whoever has the pages can go on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from asynccache.errors import ConfigError
+from asynccache_shim.engine.layout import Layout
+from asynccache_shim.engine.memory import Slots
+from asynccache_shim.engine.parts import Span
+from asynccache_shim.engine.sampling import draw
+from asynccache_shim.model import NO_TOKEN, Batch, Work
+
+
+class Pool(Protocol):
+    """A pool's device memory: uint8 ``[pages, bytes]`` per layer."""
+
+    def layer(self, i: int) -> torch.Tensor: ...
+
+
+class PagedModel:
+    """A model on the device pools of one cache. Used by one thread at a time."""
+
+    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, Pool]) -> None:
+        """``pools``: ``AsyncCache.pools`` of a cache that was made from ``layout.cache_config``.
+
+        Raises:
+            ConfigError: the cache has no such pools.
+        """
+        self.layout = layout
+        self._model = model
+        self._empty = DynamicCache(config=model.config)
+        self._slots = _bind(layout, pools)
+
+    def __repr__(self) -> str:
+        return f"<PagedModel {self.layout.model!r}: {len(self.layout.layers)} layers>"
+
+    def forward(self, batch: Batch) -> list[int]:
+        """One step of a scheduler, request by request. See ``asynccache_shim.model``."""
+        return [self._next_token(work) for work in batch.works]
+
+    def compute(self, work: Work, keep: int = 1) -> torch.Tensor:
+        """Run the model over ``work`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
+        all). Blocks the thread.
+        """
+        span = _span(work, self.layout.page_size)
+        cache = copy.deepcopy(self._empty)
+        if work.start:
+            self._load(cache, span)
+        heard = self._watch(cache)
+        ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
+        with torch.inference_mode():
+            out = self._model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        self._save(cache, span, heard)
+        if work.checkpoint is not None:
+            self._copy_state(int(work.states[0]), work.checkpoint.slot)
+        return torch.as_tensor(out.logits)[0]
+
+    def _next_token(self, work: Work) -> int:
+        logits = self.compute(work)[-1]
+        return draw(logits, work.sampling, work.stop) if work.sample else NO_TOKEN
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """A checkpoint: the recurrent state in one slot, of every layer, to another."""
+        for plan, parts in zip(self.layout.layers, self._slots, strict=True):
+            for part, slots in zip(plan.parts, parts, strict=True):
+                for track, slot in zip(part.tracks, slots, strict=True):
+                    if track.source == "mamba":
+                        slot.copy(source, target)
+
+    def _load(self, cache: DynamicCache, span: Span) -> None:
+        for layer, plan, parts in zip(cache.layers, self.layout.layers, self._slots, strict=True):
+            for part, slots in zip(plan.parts, parts, strict=True):
+                part.load(layer, slots, span)
+
+    def _watch(self, cache: DynamicCache) -> list[list[Any]]:
+        return [
+            [part.watch(layer) for part in plan.parts]
+            for layer, plan in zip(cache.layers, self.layout.layers, strict=True)
+        ]
+
+    def _save(self, cache: DynamicCache, span: Span, heard: Sequence[Sequence[Any]]) -> None:
+        for layer, plan, parts, calls in zip(cache.layers, self.layout.layers, self._slots, heard, strict=True):
+            for part, slots, call in zip(plan.parts, parts, calls, strict=True):
+                part.save(layer, slots, span, call)
+
+
+def _span(work: Work, page_size: int) -> Span:
+    tables = {"full": work.pages, "swa": work.swa_pages, "mamba": work.states[:1]}
+    return Span(tables, work.start, work.stop, page_size)
+
+
+def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[list[list[Slots]]]:
+    """The slots of every track of every part of every layer."""
+    if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
+        raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
+    return [
+        [
+            [
+                Slots(track, pools[track.pool].layer(place), layout.page_size)
+                for track, place in zip(part.tracks, places, strict=True)
+            ]
+            for part, places in zip(plan.parts, plan.places, strict=True)
+        ]
+        for plan in layout.layers
+    ]

@@ -1,0 +1,135 @@
+"""How one kind of cached layer goes to pages and comes back, for every kind that the engine understands.
+
+A part is written against a cache class of transformers, never against a model: it puts back what is in the pages
+through the class's own methods, and overhears what a forward call hands to them. Parts keep nothing between calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from asynccache_shim.engine.memory import Slots, Track
+from asynccache_shim.model import Pages
+
+Calls = list[tuple[Any, ...]]
+"""The arguments of each call that was overheard."""
+
+
+class Span(NamedTuple):
+    """Where a forward call reads and writes: the page tables by component, and the tokens that it computes."""
+
+    tables: Mapping[str, Pages]
+    start: int
+    stop: int
+    page_size: int
+
+
+class Part(ABC):
+    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``Slots``, in that order."""
+
+    tracks: tuple[Track, ...]
+
+    @abstractmethod
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+        """Put what precedes ``span.start`` (not 0) into a fresh cache layer."""
+
+    @abstractmethod
+    def watch(self, layer: Any) -> Any:
+        """Begin to overhear; ``save`` gets what this returns."""
+
+    @abstractmethod
+    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Any) -> None:
+        """Write what the forward call made into the pages."""
+
+
+def overhear(layer: Any, method: str) -> Calls:
+    """The list that the arguments of every later call of ``method`` are appended to."""
+    calls: Calls = []
+    original = getattr(layer, method)
+
+    def heard(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return original(*args, **options)
+
+    setattr(layer, method, heard)
+    return calls
+
+
+class Attention(Part):
+    """Keys and values, token by token: of the whole prefix, or of a sliding window."""
+
+    def __init__(self, layer: Any, window: int | None) -> None:
+        self._window = window
+        self._shared = layer.values is layer.keys
+        samples = {"keys": layer.keys[0, :, 0]}
+        if not self._shared:
+            samples["values"] = layer.values[0, :, 0]
+        pool = "full" if window is None else "swa"
+        self.tracks = (Track.of(pool, pool, 1, samples),)
+
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+        first = 0 if self._window is None else max(0, span.start - self._window + 1)
+        found = slots[0].read(span.tables[self.tracks[0].source], first, span.start)
+        states = {name: tokens.transpose(0, 1).unsqueeze(0) for name, tokens in found.items()}
+        layer.update(states["keys"], states["keys" if self._shared else "values"])
+        if self._window is not None:
+            layer.cumulative_length = span.start
+
+    def watch(self, layer: Any) -> Calls:
+        return overhear(layer, "update")
+
+    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
+        (keys, values, *_), = heard
+        made = {"keys": keys[0].transpose(0, 1)}
+        if not self._shared:
+            made["values"] = values[0].transpose(0, 1)
+        slots[0].write(span.tables[self.tracks[0].source], span.start, made)
+
+
+class IndexerKeys(Part):
+    """The keys of a sparse-attention indexer: one more pool beside FULL's."""
+
+    def __init__(self, layer: Any) -> None:
+        self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
+
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+        layer.update_indexer(slots[0].read(span.tables["full"], 0, span.start)["keys"].unsqueeze(0))
+
+    def watch(self, layer: Any) -> Calls:
+        return overhear(layer, "update_indexer")
+
+    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
+        (keys, *_), = heard
+        slots[0].write(span.tables["full"], span.start, {"keys": keys[0]})
+
+
+class Recurrent(Part):
+    """Convolution and recurrent states: they stand for the whole prefix, so they are seen at the end of a call only."""
+
+    def __init__(self, layer: Any, page_size: int) -> None:
+        self._conv = [i for i, ready in layer.is_conv_states_initialized.items() if ready]
+        self._recurrent = [i for i, ready in layer.is_recurrent_states_initialized.items() if ready]
+        self.tracks = (Track.of("mamba", "mamba", page_size, self._states(layer)),)
+
+    def _states(self, layer: Any) -> dict[str, torch.Tensor]:
+        return {f"conv{i}": layer.conv_states[i][0] for i in self._conv} | {
+            f"recurrent{i}": layer.recurrent_states[i][0] for i in self._recurrent
+        }
+
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+        found = slots[0].read(span.tables["mamba"], 0, 1)
+        for i in self._conv:
+            layer.update_conv_state(found[f"conv{i}"], state_idx=i)
+        for i in self._recurrent:
+            layer.update_recurrent_state(found[f"recurrent{i}"], state_idx=i)
+
+    def watch(self, layer: Any) -> None:
+        """There is nothing to overhear: the state is read afterwards."""
+
+    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: None) -> None:
+        states = {name: state.unsqueeze(0) for name, state in self._states(layer).items()}
+        slots[0].write(span.tables["mamba"], 0, states)

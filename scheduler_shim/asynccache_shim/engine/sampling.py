@@ -1,0 +1,27 @@
+"""How the next token is drawn from logits."""
+
+from __future__ import annotations
+
+import torch
+
+from asynccache_shim.model import Sampling
+
+
+def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
+    """A token for ``position``. With a seed it depends on logits, seed and position alone, so a request that is
+    interrupted and computed again draws the same."""
+    if sampling.temperature <= 0:
+        return int(logits.argmax())
+    chances = torch.softmax(logits.float().cpu() / sampling.temperature, dim=-1)
+    chances, tokens = chances.sort(descending=True, stable=True)
+    before = chances.cumsum(0) - chances
+    chances[before >= sampling.top_p] = 0
+    chances[0] = max(float(chances[0]), torch.finfo(chances.dtype).tiny)
+    return int(tokens[torch.multinomial(chances, 1, generator=_generator(sampling, position))])
+
+
+def _generator(sampling: Sampling, position: int) -> torch.Generator | None:
+    if sampling.seed is None:
+        return None
+    mixed = (sampling.seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) % (1 << 63)
+    return torch.Generator().manual_seed(mixed)

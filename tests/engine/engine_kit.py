@@ -1,0 +1,132 @@
+"""A served model, and the same model without a cache to compare with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from asynccache_shim.engine import Generated, Generator, Layout, PagedModel, describe
+from transformers.cache_utils import DynamicCache
+
+from asynccache import AsyncCache, CacheConfig
+from asynccache.core.audit import check
+from asynccache.memory.cpu import CpuDevice
+from asynccache.storage import StorageBackend
+from tests.engine.engine_models import VOCABULARY, make
+
+PAGE = 8
+CHUNK = 24
+LIMIT = 1e-4
+
+
+@cache
+def model_of(family: str) -> Any:
+    return make(family)
+
+
+@cache
+def layout_of(family: str, page_size: int = PAGE) -> Layout:
+    return describe(model_of(family), page_size)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens; a shorter prompt of the same seed is a prefix of a longer one."""
+    rng = random.Random(f"prompt {seed}")
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+class Served:
+    """A cache, and a model that generates on it."""
+
+    def __init__(self, cache: AsyncCache, family: str, page_size: int = PAGE) -> None:
+        self.cache = cache
+        self.family = family
+        self.model = PagedModel(model_of(family), layout_of(family, page_size), cache.pools)
+        self.generator = Generator(cache, self.model, chunk=CHUNK)
+        self._page_size = page_size
+
+    async def check(self, tokens: Sequence[int], new_tokens: int = 4, **terms: Any) -> Generated:
+        """Generate, and compare with the model without a cache, in the same chunks."""
+        made = await self.generator.generate(tokens, new_tokens, **terms)
+        error, wanted = difference(self.family, tokens, made)
+        assert made.tokens == wanted, f"{self.family}: other tokens, {made.cached} cached"
+        assert error <= LIMIT, f"{self.family}: logits differ by {error}, {made.cached} cached"
+        return made
+
+    async def empty_device(self) -> None:
+        """Take every page of the device for a moment, so that whatever is cached leaves it."""
+        await settled(self.cache)
+        config = self.cache.config
+        slots = self.cache.statistics().device
+        states = slots["mamba"].capacity if "mamba" in slots else None
+        count = min(shelf.capacity for name, shelf in slots.items() if name != "mamba") * config.page_size
+        async with self.cache.lease([0], new_tokens=count - 1, extra_key="filler", states=states):
+            pass
+
+    async def empty_host(self) -> None:
+        """Publish other pages until nothing of what was there before is left on device or host."""
+        config = self.cache.config
+        device = self.cache.statistics().device["full"].capacity * config.page_size // 2
+        total = self.cache.statistics().host["full"].capacity * config.page_size
+        for seed in range(-(-2 * total // device)):
+            filler = prompt(device, seed=-1 - seed)
+            async with self.cache.lease(filler, extra_key="filler") as lease:
+                checkpoint = (device, int(lease.states[1])) if self.model.layout.recurrent else None
+                await lease.commit(filler, checkpoint=checkpoint)
+            await settled(self.cache)
+
+
+def difference(family: str, tokens: Sequence[int], made: Generated) -> tuple[float, list[int]]:
+    """The largest difference of a logit from the model without a cache, and the tokens that this would have made."""
+    logits, wanted = straight(family, tuple(tokens), made.cached, len(made.tokens))
+    return float((made.logits - logits).abs().max()), wanted
+
+
+@cache
+def straight(family: str, tokens: tuple[int, ...], cached: int, new_tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Greedy generation without pages: the chunks of a request that finds ``cached`` tokens."""
+    model = model_of(family)
+    state = DynamicCache(config=model.config)
+    cuts = sorted({0, cached, len(tokens), *range(0, len(tokens), CHUNK)})
+    logits, made = [], list(tokens)
+    with torch.inference_mode():
+        for start, stop in pairwise((*cuts, *range(len(tokens) + 1, len(tokens) + new_tokens))):
+            last = model(input_ids=torch.tensor([made[start:stop]]), past_key_values=state).logits[0, -1:]
+            if stop >= len(tokens):
+                logits.append(last)
+                made.append(int(last.argmax()))
+    return torch.cat(logits), made[len(tokens) :]
+
+
+@asynccontextmanager
+async def served(
+    family: str, *, device: int = 32, host: int = 128, storage: StorageBackend | None = None, page_size: int = PAGE,
+    **more: Any,
+) -> AsyncIterator[Served]:
+    """``device``, ``host``: pages. At the end: nothing leaked, and the audit passes."""
+    more.setdefault("prefetch_threshold", page_size)
+    config: CacheConfig = layout_of(family, page_size).cache_config(
+        device_tokens=device * page_size, host_tokens=host * page_size, host_states=32, **more
+    )
+    own = CpuDevice()
+    try:
+        async with AsyncCache(config, device=own, storage=storage) as cache:
+            served = Served(cache, family, page_size)
+            try:
+                yield served
+                await settled(cache)
+                check(cache.core, idle=True)
+            finally:
+                served.generator.close()
+    finally:
+        await own.aclose()
+
+
+async def settled(cache: AsyncCache) -> None:
+    """Return when everything published is saved and nothing is in flight."""
+    await cache.flush(timeout=20)

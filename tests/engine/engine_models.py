@@ -1,0 +1,44 @@
+"""One small model per family, with weights by a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+VOCABULARY = 512
+WINDOW = 16
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"num_hidden_layers": 2}),
+    "gemma3": ("Gemma3TextConfig", {
+        "num_hidden_layers": 3, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "falcon_h1": ("FalconH1Config", {
+        "num_hidden_layers": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1,
+        "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 16,
+    }),
+    "qwen3_next": ("Qwen3NextConfig", {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    }),
+}  # fmt: skip
+
+FAMILIES = tuple(_FAMILIES)
+
+
+def make(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A model of ``family``: float32, on the CPU, ready to run."""
+    kind, settings = _FAMILIES[family]
+    config = getattr(transformers, kind)(**_SMALL | settings | changes)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

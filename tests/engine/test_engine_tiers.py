@@ -1,0 +1,47 @@
+"""A model cannot tell whether its KV was computed or came back, from whichever tier."""
+
+from __future__ import annotations
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from tests.engine.engine_kit import PAGE, prompt, served
+from tests.engine.engine_models import FAMILIES
+
+LENGTH = 61
+CACHED = LENGTH // PAGE * PAGE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.asyncio
+async def test_a_hit_on_the_device(family: str) -> None:
+    async with served(family) as engine:
+        assert (await engine.check(prompt(LENGTH))).cached == 0
+        made = await engine.check(prompt(LENGTH))
+        assert made.cached == CACHED
+        assert made.hits == (CACHED, 0, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.asyncio
+async def test_a_hit_on_the_host_after_the_device_was_emptied(family: str) -> None:
+    async with served(family) as engine:
+        await engine.check(prompt(LENGTH))
+        await engine.empty_device()
+        assert (await engine.cache.match(prompt(LENGTH))).device == 0
+        made = await engine.check(prompt(LENGTH))
+        assert made.hits == (0, CACHED, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.asyncio
+async def test_a_hit_in_storage_after_the_host_was_emptied_too(family: str) -> None:
+    storage = MemoryBackend()
+    async with served(family, host=64, storage=storage) as engine:
+        await engine.check(prompt(LENGTH))
+        await engine.empty_host()
+        match = await engine.cache.match(prompt(LENGTH))
+        assert (match.device, match.host) == (0, 0)
+        made = await engine.check(prompt(LENGTH))
+        assert made.hits == (0, 0, CACHED)
+    await storage.aclose()
