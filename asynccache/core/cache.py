@@ -13,7 +13,7 @@ from typing import NamedTuple
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.leases import Ask, Grant, Lease, Leases
+from asynccache.core.leases import EVERYTHING, Ask, Grant, Lease, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
 from asynccache.core.plan import More, Outcome, Plan, Wait
@@ -100,7 +100,8 @@ class CacheCore:
         self._leases.check_possible(ask)
 
     def extend(self, lease: Lease, reserve: int, reserve_swa: int, states: int = 0) -> Plan | More | Wait:
-        """Grow the reservation up to those positions, and by ``states`` MAMBA slots. ``Wait``: it does not fit now."""
+        """Grow the reservation up to those positions, and by ``states`` MAMBA slots. ``Wait``: it does not fit now; its
+        ``ops`` are the backups that are making room, if any."""
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
     def advance(self, lease: Lease, position: int) -> Plan:
@@ -233,6 +234,6 @@ class CacheCore:
 
 
 __all__ = [
-    "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape", "Skip",
-    "Statistics", "Taken", "Unsaved", "Wait", "needed_pages", "usable_end",
+    "EVERYTHING", "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape",
+    "Skip", "Statistics", "Taken", "Unsaved", "Wait", "needed_pages", "usable_end",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
-from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
+from asynccache.core.ledger import BACKUP_HOST, CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import More, Plan, Retire, Wait
 from asynccache.core.room import Room
@@ -21,10 +21,13 @@ from asynccache.core.tree import Node, walk
 from asynccache.core.world import NOWHERE, World, split_at
 from asynccache.errors import CacheFull
 
+EVERYTHING = 1 << 60
+
 
 class Ask(NamedTuple):
     """What a request wants. ``limit`` caps the match; ``reserve`` and ``reserve_swa`` are the positions (tokens) up to
-    which pages are taken; ``states``: MAMBA slots; ``load``: whether load_back may be used."""
+    which pages are taken, but no further than ``chunk`` and ``chunk_swa`` tokens beyond the match; ``states``: MAMBA
+    slots; ``load``: whether load_back may be used."""
 
     space: bytes
     key: bytes
@@ -33,6 +36,8 @@ class Ask(NamedTuple):
     reserve_swa: int
     states: int = 0
     load: bool = True
+    chunk: int = EVERYTHING
+    chunk_swa: int = EVERYTHING
 
 
 class Lease:
@@ -103,15 +108,15 @@ class Leases:
 
     def _attempt(self, ask: Ask, root: Node) -> Grant | Wait | More:
         key = self._whole(ask.key, ask.limit * 4)
-        tried: set[int] = set()
+        tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, key, 0, self._world.page_bytes)
             ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
-            target = next((end for end in self._targets(ask, path, ends) if end not in tried), None)
-            if target is None:
+            target, exact = next((way for way in self._ways(ask, path, ends) if way not in tried), (NOWHERE, False))
+            if target == NOWHERE:
                 return Wait(self._world.plan())
-            tried.add(target)
-            room, lease = self._try(ask, root, path, ends, target)
+            tried.add((target, exact))
+            room, lease = self._try(ask, root, self._cut_path(path, target, exact), ends, target)
             if lease is not None:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
@@ -126,7 +131,7 @@ class Leases:
         slots = [shelf.slots.capacity for shelf in self._world.shelves]
         needs = [self._ceil(ask.reserve)]
         if self._swa:
-            needs.append(self._ceil(ask.reserve_swa))
+            needs.append(self._ceil(min(ask.reserve_swa, ask.chunk_swa)))
         if self._mamba:
             needs.append(ask.states)
         for component, need in zip(self._world.components, needs, strict=True):
@@ -137,6 +142,11 @@ class Leases:
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
+
+    def _ways(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
+        """The match ends to try, best first, and whether to cut a node for the sake of a window that ends there."""
+        exact = (False, True) if self._swa else (False,)
+        return [(target, cut) for target in self._targets(ask, path, ends) for cut in exact]
 
     def _targets(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[int]:
         """The match ends to try, best first. When nothing else runs, a match may not stand in its own way."""
@@ -156,7 +166,6 @@ class Leases:
     ) -> tuple[Room, Lease | None]:
         """Pin the match up to ``target``, make room for loads and new pages; the lease, or nothing is left behind."""
         world = self._world
-        path = self._cut_path(path, target)
         end = path[-1] if path else root
         hold = take_hold(world, end, target)
         loads = self._loads(path, target)
@@ -173,8 +182,9 @@ class Leases:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
 
-    def _cut_path(self, path: list[Node], target: int) -> list[Node]:
-        """The path up to ``target``, split there, and where a load of a window would otherwise take more than it."""
+    def _cut_path(self, path: list[Node], target: int, exact: bool) -> list[Node]:
+        """The path up to ``target``, split there, and where a load of a window would otherwise take more than it;
+        ``exact``: where a pin would, too."""
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
@@ -185,7 +195,7 @@ class Leases:
             first = self._world.components[self._swa].first_page(target)
             for i, node in enumerate(path):
                 start = node.parent.end  # type: ignore[union-attr]
-                if start < first < node.end and node.cells[self._swa].state == ABSENT:
+                if start < first < node.end and (exact or node.cells[self._swa].state == ABSENT):
                     path.insert(i, split_at(world, node, first))
                     break
         return path
@@ -211,9 +221,10 @@ class Leases:
 
     def _needs(self, ask: Ask, target: int, loads: Sequence[tuple[Node, int]]) -> tuple[list[int], list[int]]:
         """Slots to take per component: for loads and new pages together, and for new pages alone."""
-        own = [max(0, self._ceil(ask.reserve) - target)]
+        begin = target * self._page_size
+        own = [max(0, self._ceil(min(ask.reserve, begin + ask.chunk)) - target)]
         if self._swa:
-            own.append(max(0, self._ceil(ask.reserve_swa) - target))
+            own.append(max(0, self._ceil(min(ask.reserve_swa, begin + ask.chunk_swa)) - target))
         if self._mamba:
             own.append(ask.states)
         needs = own[:]
@@ -232,7 +243,7 @@ class Leases:
         self.active[lease.id] = lease
         lease.cached = lease.length = target * size
         lease.full = ends.full * size
-        lease.reserved = max(self._ceil(ask.reserve), target) * size
+        lease.reserved = (target + own[0]) * size
         if loads:
             self._transfers.open_load(loads)
             lease.loaded_tokens = size * sum(world.pages(node, 0) for node, mask in loads if mask & 1)
@@ -278,10 +289,12 @@ class Leases:
         if self._mamba:
             more.append(states)
         room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
+        if room is Room.SHORT and self._trim_window(lease):
+            room = self._transfers.room.make(DEVICE, more, self._world.config.slice_steps)
         if room is Room.SLICE:
             return More(self._world.plan())
         if room is not Room.FREE:
-            return Wait(self._world.plan())
+            return Wait(self._world.plan(), self._backups() if room is Room.SAVING else ())
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -291,6 +304,24 @@ class Leases:
         lease.reserved += more[0] * self._page_size
         self._transfers.save_coldest()
         return self._world.plan()
+
+    def _trim_window(self, lease: Lease) -> bool:
+        """Pins cover whole nodes: cut the one that the window begins in, and give up what is before the window."""
+        hold, swa = lease.hold, self._swa
+        first = self._world.components[swa].first_page(hold.end.end) if swa else 0
+        if not swa or hold.lows[swa] >= first:
+            return False
+        node = hold.end
+        while node.parent.end > first:  # type: ignore[union-attr]
+            node = node.parent  # type: ignore[assignment]
+        if node.parent.end < first < node.end:  # type: ignore[union-attr]
+            split_at(self._world, node, first)
+        drop_until(self._world, hold, first)
+        return True
+
+    def _backups(self) -> tuple[int, ...]:
+        """The operations that are making room."""
+        return tuple(op.id for op in self._world.ledger.ops.values() if op.kind is BACKUP_HOST)
 
     def advance(self, lease: Lease, position: int) -> Plan:
         """See ``CacheCore.advance``."""

@@ -247,15 +247,20 @@ class AsyncCache:
         wait: bool = True,
         timeout: float | None = None,
         states: int | None = None,
+        chunk: int | None = None,
+        swa_chunk: int | None = None,
     ) -> Lease:
         """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
         reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
 
         ``prefetch``: a handle for the same tokens; without one, a lease that may wait prefetches by itself.
         ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
-        ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2).
+        ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
+        many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
+        window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case.
         """
-        return Lease(self._opened(), Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states))
+        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk)
+        return Lease(self._opened(), terms)
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``

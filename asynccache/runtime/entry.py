@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from asynccache.core.cache import Ask, Grant
+from asynccache.core.cache import EVERYTHING, Ask, Grant
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
@@ -36,6 +36,8 @@ class Terms(NamedTuple):
     wait: bool = True
     timeout: float | None = None
     states: int | None = None
+    chunk: int | None = None
+    swa_chunk: int | None = None
 
 
 class Turn(Enum):
@@ -195,5 +197,10 @@ def ask_for(machine: Machine, space: bytes, key: bytes, terms: Terms) -> Ask:
     states = terms.states if terms.states is not None else machine.default_states
     if states < 0 or (states and not machine.default_states):
         raise ConfigError(f"states={states}: there is no such number of states in this cache")
+    chunk = EVERYTHING if terms.chunk is None else terms.chunk
+    swa_chunk = chunk if terms.swa_chunk is None else terms.swa_chunk
+    if chunk < 1 or swa_chunk < 1:
+        raise ConfigError(f"chunk={chunk}, swa_chunk={swa_chunk}: at least one token is to be computed")
     reserve = length + terms.new_tokens
-    return Ask(space, key, length - 1, reserve, reserve if machine.has_swa else 0, states)
+    swa = reserve if machine.has_swa else 0
+    return Ask(space, key, length - 1, reserve, swa, states, chunk=chunk, chunk_swa=swa_chunk)

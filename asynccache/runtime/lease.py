@@ -267,30 +267,34 @@ class Lease:
 
     # growing and shrinking
 
-    async def extend(self, tokens: int) -> Pages:
-        """Reserve ``tokens`` tokens more than the page table holds now; the new table. Never waits for pages.
+    async def extend(self, tokens: int, states: int = 0, wait: bool = False) -> Pages:
+        """Reserve ``tokens`` tokens (and ``states`` MAMBA slots) more than the page table holds now; the new table.
 
-        Cancelling it leaves the old reservation, or the new one if it was granted already.
+        ``wait``: for backups to the host that are making room, never for what another lease holds. Cancelling it
+        leaves the old reservation, or the new one if it was granted already.
 
         Raises:
             CacheFull: not now.
         """
         core, machine = self._held(), self._machine
         machine.check_thread()
-        if tokens < 0:
-            raise ConfigError(f"extend: tokens={tokens} must not be negative")
+        if tokens < 0 or states < 0 or (states and not machine.default_states):
+            raise ConfigError(f"extend: there are no tokens={tokens}, states={states} to be had")
 
         def grow() -> Plan | More | Wait:
             reserve = self._held().reserved + tokens
-            return machine.core.extend(core, reserve, reserve if machine.has_swa else 0)
+            return machine.core.extend(core, reserve, reserve if machine.has_swa else 0, states)
 
-        answer: Plan | Wait = await machine.driver.run(
-            grow,
-            lambda answer: machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer),
-        )
-        if isinstance(answer, Wait):
-            raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-        return self.pages
+        def done(answer: Plan | Wait) -> None:
+            machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer)
+
+        while True:
+            answer: Plan | Wait = await machine.driver.run(grow, done)
+            if not isinstance(answer, Wait):
+                return self.pages
+            if not (wait and answer.ops):
+                raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
+            await machine.driver.ops.any(answer.ops)
 
     def advance(self, position: int, after: Event | None = None) -> None:
         """The request decodes at ``position``: pages and pins that the window has left behind go back.
