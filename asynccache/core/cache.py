@@ -160,15 +160,16 @@ class CacheCore:
 
         ``hashes``: 32 bytes a page from the anchor to ``end``.
         """
-        result = self._prefetches.commit(op, end, hashes)
+        blockers = self._prefetches.commit(op, end, hashes)
+        if blockers:
+            return Wait(self.world.plan(), blockers)
         self._invalidation.sweep()
-        return result
+        return self.world.plan()
 
     def prefetch_revoke(self, op: int) -> Plan:
         """Give all slots back. Only after the I/O let go of their buffers."""
         self._prefetches.revoke(op)
-        self._invalidation.sweep()
-        return self.world.plan()
+        return self._gave_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
         """Apply outcomes of operations that are no prefetch.
@@ -177,6 +178,10 @@ class CacheCore:
             InvariantViolation: an operation is unknown, or had its outcome already.
         """
         self._transfers.complete(outcomes)
+        return self._gave_back()
+
+    def _gave_back(self) -> Plan:
+        """Host pages or pins came free: what waited for them goes on."""
         self._transfers.retry_deferred()
         self._invalidation.sweep()
         return self.world.plan()

@@ -189,7 +189,7 @@ class Prefetches:
             if node.cells[place].state == ABSENT and (node.unsavable or not self._transfers.save(node)):
                 return Skip("the anchor cannot be backed up now")
             ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
-            return Wait(self._world.plan(), ops)
+            return Wait(self._world.plan(), ops) if ops else Skip("the host is too small for the anchor")
         return None
 
     def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
@@ -308,19 +308,19 @@ class Prefetches:
         if op in self.active:
             self._drop(self.active[op], Status.FAILED)
 
-    def commit(self, op: int, end: int, hashes: bytes) -> Plan | Wait:
-        """See ``CacheCore.prefetch_commit``."""
+    def commit(self, op: int, end: int, hashes: bytes) -> tuple[int, ...]:
+        """See ``CacheCore.prefetch_commit``. The backups that must end first; then nothing was done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
             self.revoke(op)
-            return world.plan()
+            return ()
         page, anchor, stop = world.page_bytes, fetch.anchor.end, end // self._size
         key = fetch.key[anchor * page : stop * page]
         path, reached = walk(fetch.anchor, key, 0, page)
         blockers = [o.id for node in path if node.cells[world.count].state in (ARRIVING, LEAVING)
                     for o in node.ops if o.kind is BACKUP_HOST]  # fmt: skip
         if blockers:
-            return Wait(world.plan(), tuple(blockers))
+            return tuple(blockers)
         if path and path[-1].end > anchor + reached // page:
             path[-1] = split_at(world, path[-1], anchor + reached // page)
         last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
@@ -331,7 +331,7 @@ class Prefetches:
             for cell in last.cells[: world.count]:
                 world.policy.touch(cell)
         self._drop(fetch, Status.DONE)
-        return world.plan()
+        return ()
 
     def _merge(self, fetch: Fetch, path: Sequence[Node]) -> Node:
         """Nodes that appeared meanwhile: one without host data adopts the fetched pages, else they are duplicates."""

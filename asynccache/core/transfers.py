@@ -49,9 +49,9 @@ class Transfers:
     # backup_host
 
     def save(self, node: Node, floor: int = _UNBOUNDED, *, gently: bool = False) -> bool:
-        """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. Nodes that end
-        above page ``floor`` are looked at even where something below them lacks nothing. ``gently``: not at the cost of
-        another node's only copy below the device."""
+        """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. What the host
+        could never hold is left out. Nodes that end above page ``floor`` are looked at even where something below them
+        lacks nothing. ``gently``: not at the cost of another node's only copy below the device."""
         chain = self._lacking(node, floor)
         if not chain:
             return chain is not None
@@ -127,20 +127,34 @@ class Transfers:
 
     def _open_backup(self, chain: list[tuple[Node, int]], gently: bool) -> bool:
         world = self._world
-        needs = [0] * self._count
-        for node, mask in chain:
-            for c in range(self._count):
-                if mask >> c & 1:
-                    needs[c] += len(node.cells[c].slots) // SLOT_BYTES
-        end = chain[-1][0]
-        for c in range(1, self._count):
-            if needs[c] > world.shelves[self._count + c].slots.capacity:
-                needs[c], chain = 0, _without(chain, c)
-        if not chain or not self._has_host_room(end, needs, gently):
+        needs, chain = self._fitting(chain)
+        if not chain:
+            return True
+        if not self._has_host_room(chain[-1][0], needs, gently):
             return False
         op = world.ledger.open(BACKUP_HOST)
         world.effect(BackupHost(op.id, self._start(op, chain, DEVICE, HOST)))
         return True
+
+    def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
+        """The part of ``chain`` that the host could ever hold, and the slots it takes: of FULL the start of the path,
+        of the others the deepest nodes."""
+        rooms = [shelf.slots.capacity for shelf in self._world.shelves[self._count :]]
+        needs, open_, fitting = [0] * self._count, (1 << self._count) - 1, []
+        for node, mask in reversed(chain):
+            if node.end > rooms[0]:
+                continue
+            for c in range(self._count):
+                if mask & open_ & 1 << c:
+                    pages = self._world.pages(node, c)
+                    if needs[c] + pages > rooms[c]:
+                        open_ &= ~(1 << c)
+                    else:
+                        needs[c] += pages
+            if mask & open_:
+                fitting.append((node, mask & open_))
+        fitting.reverse()
+        return needs, fitting
 
     def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
         """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
@@ -362,11 +376,6 @@ class Transfers:
                     dst[c] += taken
         op.pages = len(src[0]) // SLOT_BYTES
         return tuple([Move(self._kinds[c], src[c], dst[c]) for c in range(count) if src[c]])
-
-
-def _without(chain: Sequence[tuple[Node, int]], c: int) -> list[tuple[Node, int]]:
-    """The chain without component ``c``: the host could never hold that much of it. FULL goes alone then."""
-    return [(node, mask & ~(1 << c)) for node, mask in chain if mask & ~(1 << c)]
 
 
 def _moves(op: Operation, node: Node) -> int:

@@ -1,0 +1,127 @@
+"""What a call gives back on the host, somebody else may have waited for: backups that were put off, and events."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from asynccache.core.cache import Skip
+from asynccache.core.plan import BackupHost, Medium, More, Publish
+from asynccache.core.settings import ComponentSlots
+from asynccache.testing.fetching import Fetch, open_fetch
+from asynccache.testing.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
+
+
+def fetching(text: str, **options: Any) -> tuple[SynchronousRuntime, Fetch]:
+    """A process that has nothing but a prefetch of ``text`` in flight, with all of its FULL pages taken."""
+    first = SynchronousRuntime(core_config())
+    first.insert(text)
+    first.flush()
+    run = SynchronousRuntime(core_config(**options), storage=first.storage)
+    fetch = open_fetch(run, spell(text))
+    assert isinstance(fetch, Fetch)
+    assert fetch.take_full(len(text)) == len(text)
+    return run, fetch
+
+
+def put_off(run: SynchronousRuntime) -> None:
+    """A commit finds the host full."""
+    run.insert("xy")
+    assert run.in_flight(BackupHost) == []
+    assert run.core.statistics().deferred_backups == 1
+
+
+def test_a_prefetch_that_gives_pages_back_starts_the_backups_that_were_put_off() -> None:
+    run, fetch = fetching("abcd", host=4)
+    put_off(run)
+    fetch.revoke()
+    assert run.in_flight(BackupHost), "the pages are free, and nobody tried again"
+    assert run.core.statistics().deferred_backups == 0
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_what_the_end_of_a_prefetch_removes_is_said_in_its_own_plan() -> None:
+    first = SynchronousRuntime(core_config())
+    first.insert("abcd")
+    first.flush()
+    run = SynchronousRuntime(core_config(), storage=first.storage)
+    run.insert("ab")
+    run.settle()
+    fetch = open_fetch(run, spell("abcd"))
+    assert isinstance(fetch, Fetch)
+    fetch.take_full(2)
+    while isinstance(answer := run.core.invalidate(SPACE), More):
+        run.perform(answer.plan)
+    run.perform(answer)
+    plan = fetch.commit(16)
+    gone = [effect for effect in plan.effects if isinstance(effect, Publish) and effect.medium is Medium.CPU]
+    assert [effect.stored for effect in gone] == [False]
+    assert run.core.complete(()).effects == ()
+    run.audit(idle=True)
+
+
+def narrow(components: str, host: int) -> SynchronousRuntime:
+    """A host with so little room for the last component."""
+    config = core_config(components, window=12)
+    *others, last = config.components
+    last = ComponentSlots(last.kind, last.device, host, last.window)
+    return SynchronousRuntime(dataclasses.replace(config, components=(*others, last)))
+
+
+def test_what_can_never_fit_the_host_is_not_put_off_again_and_again() -> None:
+    run = narrow("full,mamba", 0)
+    request = run.lease(spell("abcd"))
+    assert request is not None
+    request.compute(16)
+    assert request.commit()
+    run.settle()
+    assert request.commit(checkpoint=16)
+    assert run.core.statistics().deferred_backups == 0, "the host has no room for states, now or ever"
+    request.release()
+    run.settle()
+    run.audit(idle=True)
+
+
+@pytest.mark.parametrize("text", ["abcde", "abcdefghijklmno"])
+def test_of_what_fits_the_host_only_in_parts_the_window_is_saved(text: str) -> None:
+    run = narrow("full,swa", 3)
+    run.insert(text)
+    run.settle()
+    assert run.core.statistics().host[SWA].free == 0, "a window has three pages, and so many the host holds"
+    push_out = run.lease(spell("z" * 64))
+    assert push_out is not None
+    push_out.release()
+    assert run.reach(text) == (0, len(text))
+    run.settle()
+    run.audit(idle=True)
+
+
+def test_of_a_path_that_is_longer_than_the_host_the_start_is_saved() -> None:
+    run = SynchronousRuntime(core_config(host=4))
+    request = run.lease(spell("abcdefgh"))
+    assert request is not None
+    for end in (12, 24, 32):
+        request.compute(end)
+        assert request.commit()
+    request.release()
+    run.settle()
+    assert run.core.statistics().deferred_backups == 0
+    push_out = run.lease(spell("z" * 64))
+    assert push_out is not None
+    push_out.release()
+    assert run.reach("abcdefgh") == (0, 3)
+    run.audit(idle=True)
+
+
+def test_a_prefetch_below_a_path_that_is_longer_than_the_host_is_skipped() -> None:
+    first = SynchronousRuntime(core_config())
+    first.insert("abcdefghijkl")
+    first.flush()
+    run = SynchronousRuntime(core_config(host=4), storage=first.storage)
+    run.insert("abcdefgh")
+    run.settle()
+    assert isinstance(open_fetch(run, spell("abcdefghijkl")), Skip)
+    run.audit(idle=True)
