@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from asynccache.errors import ConfigError
+from asynccache_shim.engine.compressed import Compressed, is_compressed
 from asynccache_shim.engine.layout import Layout
 from asynccache_shim.engine.paged import PagedModel
 from asynccache_shim.engine.parts import Attention, IndexerKeys, Part, Recurrent
@@ -98,6 +99,8 @@ def _ids(model: Any, count: int) -> torch.Tensor:
 
 def _parts(index: int, layer: Any, page_size: int) -> tuple[Part, ...]:
     kind = type(layer)
+    if is_compressed(layer):
+        return (*_sliding(layer, page_size), Compressed(layer, page_size))
     if kind not in _KINDS:
         raise ConfigError(f"layer {index}: {kind.__name__} is no cache class that this engine understands")
     if kind is not DummyLayer and not _used(layer):

@@ -107,13 +107,13 @@ class Slots:
             raise IndexError(f"pool {self._track.pool!r}: no page for units {first} to {stop}")
         if self._track.stride > self._page_size:
             where = (_index(slots), _index(offsets))
-            return {f.name: self._views[f.name][where].reshape(-1, *f.shape) for f in self._track.fields}
+            return {f.name: self._views[f.name][where].reshape(len(pages), *f.shape) for f in self._track.fields}
         whole, skip = _index(np.unique(pages)), first % self._per_page
         whole = _index(table[whole.numpy()])
         found = {}
         for field in self._track.fields:
             units = self._views[field.name].index_select(0, whole).flatten(0, 1)
-            found[field.name] = units[skip : skip + stop - first].reshape(-1, *field.shape)
+            found[field.name] = units[skip : skip + len(pages)].reshape(len(pages), *field.shape)
         return found
 
     def write(self, table: Pages, first: int, values: Values) -> None:
@@ -125,7 +125,7 @@ class Slots:
         where = (_index(slots[kept]), _index(offsets[kept]))
         rows = torch.from_numpy(kept)
         for field in self._track.fields:
-            self._views[field.name][where] = values[field.name].reshape(count, -1)[rows]
+            self._views[field.name][where] = values[field.name].flatten(1)[rows]
 
     def copy(self, source: int, target: int) -> None:
         """Everything in one slot to another."""

@@ -1,7 +1,8 @@
 """``PagedModel``: one forward call of a transformers model whose cache lives in pages.
 
-Law: the pages are the only truth. Every call builds the model's cache from pages and writes what is new back; nothing
-is carried over from one call to the next, so whoever has the pages can go on.
+Law: the pages are the only truth. Every call builds the model's cache from pages and writes what is new back. From one
+call to the next a request carries over what cannot be in a page that is not whole yet, and nothing else; so whoever has
+whole pages can go on from there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from asynccache.errors import ConfigError
+from asynccache_shim.engine.compressed import Compressed
 from asynccache_shim.engine.layout import Layout
 from asynccache_shim.engine.memory import Slots
 from asynccache_shim.engine.parts import Span
@@ -26,6 +28,10 @@ class Pool(Protocol):
     """A pool's device memory: uint8 ``[pages, bytes]`` per layer."""
 
     def layer(self, i: int) -> torch.Tensor: ...
+
+
+Tails = Sequence[Sequence[Any]]
+"""By layer and part."""
 
 
 class PagedModel:
@@ -41,14 +47,19 @@ class PagedModel:
         self._model = model
         self._empty = DynamicCache(config=model.config)
         self._slots = _bind(layout, pools)
+        self._has_tails = any(isinstance(part, Compressed) for plan in layout.layers for part in plan.parts)
+        self._tails: dict[int, tuple[int, Tails]] = {}
 
     def __repr__(self) -> str:
         return f"<PagedModel {self.layout.model!r}: {len(self.layout.layers)} layers>"
 
     def forward(self, batch: Batch) -> list[int]:
         """One step of a scheduler, request by request. See ``asynccache_shim.model``."""
+        for request_id in batch.ended:
+            self._tails.pop(request_id, None)
         return [self._next_token(work) for work in batch.works]
 
+    @torch.inference_mode()
     def compute(self, work: Work, keep: int = 1) -> torch.Tensor:
         """Run the model over ``work`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
         all). Blocks the thread.
@@ -56,12 +67,12 @@ class PagedModel:
         span = _span(work, self.layout.page_size)
         cache = copy.deepcopy(self._empty)
         if work.start:
-            self._load(cache, span)
+            self._load(cache, span, self._tail(work))
         heard = self._watch(cache)
         ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
-        with torch.inference_mode():
-            out = self._model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        out = self._model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=keep)
         self._save(cache, span, heard)
+        self._keep_tail(cache, work)
         if work.checkpoint is not None:
             self._copy_state(int(work.states[0]), work.checkpoint.slot)
         return torch.as_tensor(out.logits)[0]
@@ -78,10 +89,30 @@ class PagedModel:
                     if track.source == "mamba":
                         slot.copy(source, target)
 
-    def _load(self, cache: DynamicCache, span: Span) -> None:
-        for layer, plan, parts in zip(cache.layers, self.layout.layers, self._slots, strict=True):
-            for part, slots in zip(plan.parts, parts, strict=True):
-                part.load(layer, slots, span)
+    def _tail(self, work: Work) -> Tails | None:
+        """Where the request stopped, unless a page ended there.
+
+        Raises:
+            RuntimeError: it did not stop where it is to go on.
+        """
+        if work.start % self.layout.page_size == 0 or not self._has_tails:
+            return None
+        stop, tails = self._tails.get(work.request_id, (0, None))
+        if stop != work.start:
+            raise RuntimeError(f"request {work.request_id} stopped at {stop} and cannot go on at {work.start}")
+        return tails
+
+    def _keep_tail(self, cache: DynamicCache, work: Work) -> None:
+        if work.stop % self.layout.page_size == 0 or not self._has_tails:
+            self._tails.pop(work.request_id, None)
+        else:
+            layers = zip(cache.layers, self.layout.layers, strict=True)
+            self._tails[work.request_id] = work.stop, [[p.tail(layer) for p in plan.parts] for layer, plan in layers]
+
+    def _load(self, cache: DynamicCache, span: Span, tails: Tails | None) -> None:
+        for i, (layer, plan, parts) in enumerate(zip(cache.layers, self.layout.layers, self._slots, strict=True)):
+            for j, (part, slots) in enumerate(zip(plan.parts, parts, strict=True)):
+                part.load(layer, slots, span, tails[i][j] if tails is not None else None)
 
     def _watch(self, cache: DynamicCache) -> list[list[Any]]:
         return [

@@ -34,8 +34,12 @@ class Part(ABC):
     tracks: tuple[Track, ...]
 
     @abstractmethod
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
-        """Put what precedes ``span.start`` (not 0) into a fresh cache layer."""
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Any) -> None:
+        """Put what precedes ``span.start`` (not 0) into a fresh cache layer; ``tail`` is None at a page's start."""
+
+    def tail(self, layer: Any) -> Any:
+        """What it takes to go on in the middle of a page and is not in it."""
+        return None
 
     @abstractmethod
     def watch(self, layer: Any) -> Any:
@@ -71,7 +75,7 @@ class Attention(Part):
         pool = "full" if window is None else "swa"
         self.tracks = (Track.of(pool, pool, 1, samples),)
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
         first = 0 if self._window is None else max(0, span.start - self._window + 1)
         found = slots[0].read(span.tables[self.tracks[0].source], first, span.start)
         states = {name: tokens.transpose(0, 1).unsqueeze(0) for name, tokens in found.items()}
@@ -96,7 +100,7 @@ class IndexerKeys(Part):
     def __init__(self, layer: Any) -> None:
         self.tracks = (Track.of("indexer", "full", 1, {"keys": layer.indexer_keys[0, 0]}),)
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
         layer.update_indexer(slots[0].read(span.tables["full"], 0, span.start)["keys"].unsqueeze(0))
 
     def watch(self, layer: Any) -> Calls:
@@ -120,7 +124,7 @@ class Recurrent(Part):
             f"recurrent{i}": layer.recurrent_states[i][0] for i in self._recurrent
         }
 
-    def load(self, layer: Any, slots: Sequence[Slots], span: Span) -> None:
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
         found = slots[0].read(span.tables["mamba"], 0, 1)
         for i in self._conv:
             layer.update_conv_state(found[f"conv{i}"], state_idx=i)

@@ -1,0 +1,183 @@
+"""Compressed attention: beside its window a layer keeps one entry per ``compress_rate`` tokens, for the whole prefix.
+
+Written against what the cache class keeps, for each of its compressors by name: ``compressed_kv`` the entries;
+``buffer_kv`` and ``buffer_gate`` the tokens that do not fill an entry yet; where there is one, ``overlap_kv`` and
+``overlap_gate`` of the last entry's tokens, which the next entry needs too.
+
+Laws: an entry belongs to the page of its last token. What goes on from a page's end sits in the window's page, so it
+leaves and returns with it. In the middle of a page it is nowhere but in the request that computes there (its *tail*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from asynccache.errors import ConfigError
+from asynccache_shim.engine.memory import Slots, Track
+from asynccache_shim.engine.parts import Calls, Part, Span, overhear
+
+_KEEPS = {"compress_rate", "compressed_kv", "buffer_kv", "buffer_gate", "entry_count"}
+_MAY_KEEP = {"overlap_kv", "overlap_gate"}
+_METHODS = ("store_compression_weights", "update_compressor_states")
+_OVERLAP = "update_overlap_state"
+
+
+def is_compressed(layer: Any) -> bool:
+    """Whether the layer's class keeps just that, beside its window."""
+    if not isinstance(layer, DynamicSlidingWindowLayer):
+        return False
+    more = vars(layer).keys() - vars(DynamicSlidingWindowLayer(layer.sliding_window)).keys() - {"dtype", "device"}
+    methods = (*_METHODS, _OVERLAP) if more & _MAY_KEEP else _METHODS
+    return _KEEPS <= more <= _KEEPS | _MAY_KEEP and all(hasattr(layer, method) for method in methods)
+
+
+class State(NamedTuple):
+    """What one compressor needs to go on: each ``[1, tokens, width]``, or None where there is nothing."""
+
+    overlap_kv: torch.Tensor | None
+    overlap_gate: torch.Tensor | None
+    buffer_kv: torch.Tensor | None
+    buffer_gate: torch.Tensor | None
+
+
+Tail = Mapping[str, State]
+
+
+class Heard(NamedTuple):
+    """``before``: the state at the start of the call."""
+
+    before: Tail
+    raw: Calls
+    entries: Calls
+    overlaps: Calls
+
+
+class Compressed(Part):
+    """All compressors of one layer."""
+
+    def __init__(self, layer: Any, page_size: int) -> None:
+        """
+        Raises:
+            ConfigError: entries do not fit pages.
+        """
+        self._rate = rate = int(layer.compress_rate)
+        if page_size % rate and rate % page_size:
+            raise ConfigError(f"page_size={page_size} is neither a multiple nor a divisor of the compress rate {rate}")
+        self._overlaps = hasattr(layer, "overlap_kv")
+        self._buffered = rate - page_size if page_size % rate else 0
+        self._blank = {name: torch.zeros_like(kv) for name, kv in layer.overlap_kv.items()} if self._overlaps else {}
+        self._compressors = {name: self._compressor(layer, name, page_size) for name in layer.compressed_kv}
+        self.tracks = tuple(track for tracks in self._compressors.values() for track in tracks)
+
+    def _compressor(self, layer: Any, name: str, page_size: int) -> tuple[Track, ...]:
+        """The track of the entries, and one of the state at a page's end if there is any."""
+        pool = f"c{self._rate}" if name == "compressor" else f"c{self._rate}_{name}"
+        entries = Track.of(pool, "full", self._rate, {"kv": layer.compressed_kv[name][0, 0]})
+        state = {}
+        if self._overlaps:
+            state |= {"overlap_kv": layer.overlap_kv[name][0], "overlap_gate": layer.overlap_gate[name][0]}
+        if self._buffered:
+            for field, kept in (("buffer_kv", layer.buffer_kv), ("buffer_gate", layer.buffer_gate)):
+                state[field] = kept[name].new_empty((self._buffered, kept[name].shape[-1]))
+        return (entries, Track.of(f"{pool}_state", "swa", page_size, state)) if state else (entries,)
+
+    def _own(self, slots: Sequence[Slots]) -> dict[str, tuple[Slots, Slots | None]]:
+        """Slots by compressor: of its entries, and of its state."""
+        left = iter(slots)
+        return {name: (next(left), next(left) if len(t) > 1 else None) for name, t in self._compressors.items()}
+
+    # putting back
+
+    def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Tail | None) -> None:
+        for name, (entries, states) in self._own(slots).items():
+            count = span.start // self._rate
+            if count:
+                found = entries.read(span.tables["full"], 0, count)["kv"]
+                layer.update_compressor_states(name, found.unsqueeze(0))
+            self._go_on(layer, name, tail[name] if tail is not None else self._stored(states, span))
+
+    def _stored(self, slots: Slots | None, span: Span) -> State:
+        """The state at the end of the page before ``span.start``."""
+        if slots is None:
+            return State(None, None, None, None)
+        page = span.start // span.page_size - 1
+        found = slots.read(span.tables["swa"], page, page + 1)
+        has_overlap = self._overlaps and span.start >= self._rate
+        buffered = span.start % self._rate
+        overlap = [found[field] if has_overlap else None for field in ("overlap_kv", "overlap_gate")]
+        buffer = [found[field][:, :buffered] if buffered else None for field in ("buffer_kv", "buffer_gate")]
+        return State(*overlap, *buffer)
+
+    def _go_on(self, layer: Any, name: str, state: State) -> None:
+        if state.overlap_kv is not None and state.overlap_gate is not None:
+            width = state.overlap_kv.shape[-1]
+            layer.update_overlap_state(name, state.overlap_kv[:, None], state.overlap_gate[:, None], width)
+        if state.buffer_kv is not None:
+            layer.store_compression_weights(name, state.buffer_kv, state.buffer_gate)
+
+    # taking away
+
+    def tail(self, layer: Any) -> Tail:
+        nothing: dict[str, None] = dict.fromkeys(self._compressors)
+        overlap_kv = layer.overlap_kv if self._overlaps else nothing
+        overlap_gate = layer.overlap_gate if self._overlaps else nothing
+        return {
+            name: State(overlap_kv[name], overlap_gate[name], layer.buffer_kv[name], layer.buffer_gate[name])
+            for name in self._compressors
+        }
+
+    def watch(self, layer: Any) -> Heard:
+        overlaps = overhear(layer, _OVERLAP) if self._overlaps else []
+        return Heard(self.tail(layer), *(overhear(layer, method) for method in _METHODS), overlaps)
+
+    def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Heard) -> None:
+        for name, (entries, states) in self._own(slots).items():
+            made = [compressed[0] for who, compressed in heard.entries if who == name]
+            entries.write(span.tables["full"], span.start // self._rate, {"kv": torch.cat(made)})
+            first, stop = span.start // span.page_size, span.stop // span.page_size
+            if states is not None and stop > first:
+                values = self._overlaps_at(name, span, heard) | self._buffers_at(name, span, heard)
+                states.write(span.tables["swa"], first, values)
+
+    def _ends(self, span: Span) -> range:
+        """Where pages end in the span."""
+        size = span.page_size
+        return range((span.start // size + 1) * size, span.stop + 1, size)
+
+    def _overlaps_at(self, name: str, span: Span, heard: Heard) -> dict[str, torch.Tensor]:
+        """The overlap at each page's end: that of the last entry that was complete there."""
+        if not self._overlaps:
+            return {}
+        made = [(kv[0, ..., :width], gate[0, ..., :width]) for who, kv, gate, width in heard.overlaps if who == name]
+        before = heard.before[name]
+        if before.overlap_kv is not None and before.overlap_gate is not None:
+            made.insert(0, (before.overlap_kv, before.overlap_gate))
+        else:
+            made.insert(0, (self._blank[name], self._blank[name]))
+        kv, gate = (torch.cat([pair[i] for pair in made]) for i in range(2))
+        last = span.stop // self._rate
+        back = [end // self._rate - last - 1 for end in self._ends(span)]
+        return {"overlap_kv": kv[back], "overlap_gate": gate[back]}
+
+    def _buffers_at(self, name: str, span: Span, heard: Heard) -> dict[str, torch.Tensor]:
+        """The tokens at each page's end that did not fill an entry."""
+        if not self._buffered:
+            return {}
+        (kv, gate), = ((kv, gate) for who, kv, gate in heard.raw if who == name)
+        before = heard.before[name]
+        if before.buffer_kv is not None and before.buffer_gate is not None:
+            kv, gate = torch.cat([before.buffer_kv, kv], 1), torch.cat([before.buffer_gate, gate], 1)
+        return {"buffer_kv": self._cut(kv[0], span), "buffer_gate": self._cut(gate[0], span)}
+
+    def _cut(self, raw: torch.Tensor, span: Span) -> torch.Tensor:
+        """``raw`` begins where the first incomplete entry before ``span.start`` does."""
+        base = span.start // self._rate * self._rate
+        cut = raw.new_zeros((len(self._ends(span)), self._buffered, raw.shape[-1]))
+        for row, end in zip(cut, self._ends(span), strict=True):
+            tokens = raw[end // self._rate * self._rate - base : end - base]
+            row[: len(tokens)] = tokens
+        return cut
