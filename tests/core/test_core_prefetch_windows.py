@@ -1,0 +1,195 @@
+"""Prefetch where the host is short of SWA pages alone: windows that lie partly in an anchor whose own part is gone,
+stays, or comes back while the fetch is under way. All or nothing each time, and no page leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from asynccache.core.settings import CoreConfig
+from asynccache.testing.fetching import Fetch, open_fetch
+from asynccache.testing.synchronous import FULL, SPACE, SWA, SynchronousRuntime, core_config, spell
+
+TEXT = "abcdef"
+OTHERS = ("mnop", "qrst", "uvwx", "MNOP", "QRST", "UVWX")
+
+
+def narrow(device: int = 16, swa: int = 8, window: int = 16) -> CoreConfig:
+    """Host room for ``swa`` SWA pages, and for any number of FULL's."""
+    config = core_config("full,swa", device=device, host=64, window=window)
+    return dataclasses.replace(
+        config, components=tuple(dataclasses.replace(c, host=swa) if c.kind == SWA else c for c in config.components)
+    )
+
+
+def stored(**options: int) -> SynchronousRuntime:
+    """A fresh process whose store has every page of TEXT."""
+    first = SynchronousRuntime(core_config("full,swa", window=options.get("window", 16)))
+    first.insert(TEXT)
+    first.flush()
+    return SynchronousRuntime(narrow(**options), storage=first.storage)
+
+
+def lose(run: SynchronousRuntime, pages: tuple[int, ...]) -> None:
+    """The store does not have SWA of these pages of TEXT any more."""
+    chain = run.chain(SPACE, spell(TEXT))
+    for page in pages:
+        del run.storage[SWA, chain[page]]
+
+
+def insert(run: SynchronousRuntime, *texts: str) -> None:
+    for text in texts:
+        run.insert(text)
+        run.settle()
+
+
+def clear_device(run: SynchronousRuntime) -> None:
+    """A request takes every page of the device for a moment."""
+    for _ in range(100):
+        request = run.lease(b"", new=16 * run.page)
+        if request is not None:
+            request.release()
+            return
+        run.settle()
+    raise AssertionError("the device is never free")
+
+
+def push_out(run: SynchronousRuntime) -> None:
+    """Others take all of SWA's host pages; then the device is cleared. A leaf would go whole: what has been continued
+    keeps FULL, as its continuation goes first."""
+    for other in OTHERS:
+        insert(run, other)
+        clear_device(run)
+    run.settle()
+
+
+def opened(run: SynchronousRuntime, text: str = TEXT) -> Fetch:
+    fetch = open_fetch(run, spell(text))
+    assert isinstance(fetch, Fetch), fetch
+    return fetch
+
+
+def host(run: SynchronousRuntime) -> list[tuple[int, int]]:
+    """(free, evictable) pages of FULL and SWA."""
+    return [(shelf.free, shelf.evictable) for shelf in run.core.statistics().host]
+
+
+def assert_read_back(run: SynchronousRuntime, text: str) -> None:
+    """A request that hits all of it, every byte right, and nothing is left behind it."""
+    request = run.lease(spell(text + "!"))
+    assert request is not None
+    assert request.lease.cached == len(text) * run.page
+    run.settle()
+    assert request.ready
+    request.verify()
+    request.release()
+    assert_nothing_leaked(run)
+
+
+def assert_nothing_leaked(run: SynchronousRuntime) -> None:
+    run.settle()
+    run.audit(idle=True)
+    for shelf in (*run.core.statistics().host, *run.core.statistics().device):
+        assert shelf.free + shelf.evictable == shelf.capacity
+
+
+@pytest.mark.parametrize(
+    ("missing", "end"),
+    [((), 6), ((0, 1), 6), ((5,), 5), ((4,), 4), ((0, 5), 5), ((3,), 0), ((2,), 0), ((0, 4), 0)],
+)
+def test_an_anchors_part_that_was_evicted_is_fetched_with_the_rest_or_nothing_is(
+    missing: tuple[int, ...], end: int
+) -> None:
+    run = stored()
+    insert(run, "abcd", "abcdPQRST")
+    push_out(run)
+    assert run.reach("abcd") == (0, 0), "its SWA is gone on both tiers"
+    lose(run, missing)
+    fetch = opened(run)
+    assert (fetch.shape.anchor, fetch.shape.swa_run) == (16, 0), "its FULL is not"
+    assert fetch.finish() == end * 4
+    assert run.reach(TEXT) == (0, end)
+    if end:
+        assert_read_back(run, TEXT[:end])
+    assert_nothing_leaked(run)
+
+
+def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() -> None:
+    run = stored()
+    insert(run, "abcd")
+    lose(run, (0, 1, 2, 3))
+    fetch = opened(run)
+    assert (fetch.shape.anchor, fetch.shape.swa_run) == (16, 16)
+    fetch.take_full(2)
+    push_out(run)
+    assert run.reach("abcd") == (0, 4), "on the device it is gone, and without the pin it were on the host, too"
+    assert run.reach(OTHERS[0]) == (0, 0)
+    assert fetch.take_aux(24)
+    fetch.commit(24)
+    assert_read_back(run, TEXT)
+
+
+def test_an_anchors_part_goes_once_the_fetch_was_revoked() -> None:
+    run = stored()
+    insert(run, "abcd")
+    lose(run, (0, 1, 2, 3))
+    fetch = opened(run)
+    fetch.take_full(2)
+    fetch.revoke()
+    push_out(run)
+    assert run.reach("abcd") == (0, 0)
+    assert_nothing_leaked(run)
+
+
+def tombstone() -> tuple[SynchronousRuntime, Fetch]:
+    """All of FULL is on the host and none of SWA; a fetch brings the window."""
+    run = stored(window=8)
+    insert(run, TEXT, TEXT + "PQRST")
+    push_out(run)
+    assert run.reach(TEXT) == (0, 0)
+    fetch = opened(run)
+    assert fetch.shape.anchor == len(TEXT) * 4
+    assert fetch.usable() == len(TEXT) * 4
+    assert fetch.take_aux(24)
+    return run, fetch
+
+
+def test_a_host_tombstone_is_filled() -> None:
+    run, fetch = tombstone()
+    fetch.commit(24)
+    assert run.reach(TEXT) == (0, 6)
+    assert_read_back(run, TEXT)
+
+
+@pytest.mark.parametrize("settled", [True, False], ids=["after its backup", "before its backup"])
+def test_a_tombstone_that_was_refilled_meanwhile_keeps_what_it_has(settled: bool) -> None:
+    run, fetch = tombstone()
+    run.insert(TEXT)
+    if settled:
+        run.settle()
+    fetch.commit(24)
+    assert run.reach(TEXT) == (6, 6)
+    assert_nothing_leaked(run)
+    assert_read_back(run, TEXT)
+
+
+def test_a_tombstone_that_was_split_meanwhile_is_filled_in_every_part() -> None:
+    run, fetch = tombstone()
+    insert(run, "abcdeX")
+    fetch.commit(24)
+    assert run.reach(TEXT)[1] == 6
+    assert_read_back(run, TEXT)
+
+
+def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
+    run = stored(swa=3, window=16)
+    before = host(run)
+    fetch = opened(run)
+    fetch.take_full(6)
+    assert not fetch.take_aux(24)
+    fetch.revoke()
+    assert host(run) == before
+    assert run.reach(TEXT) == (0, 0)
+    assert all((FULL, digest) in run.storage for digest in run.chain(SPACE, spell(TEXT)))
+    assert_nothing_leaked(run)
