@@ -402,7 +402,7 @@ def measure_memory(kind: str, nodes: int = 20_000) -> Figures:
 
 
 def _payload(node: Node) -> int:
-    return len(node.key) + len(node.hashes) + sum(len(cell.slots) for cell in node.cells)
+    return len(node.key) + len(node.hashes) + sum(map(len, node.slots))
 
 
 # the command

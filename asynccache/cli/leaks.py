@@ -25,9 +25,9 @@ def look(core: CacheCore) -> Left:
     missing = [shelf.capacity - shelf.free for shelf in shelves]
     pins = statistics.leases
     for node in _nodes(core):
-        for place, cell in enumerate(node.cells):
-            missing[place] -= len(cell.slots) // SLOT_BYTES
-            pins += cell.pins
+        for place, slots in enumerate(node.slots):
+            missing[place] -= len(slots) // SLOT_BYTES
+        pins += sum(node.pins)
     device = len(statistics.device)
     return Left(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
 

@@ -50,7 +50,7 @@ def _every_slot_is_in_one_place(core: CacheCore) -> None:
     for place, shelf in enumerate(world.shelves):
         found = Counter(shelf.slots.free())
         for node in _nodes(core):
-            found.update(_slot_list(node.cells[place].slots))
+            found.update(_slot_list(node.slots[place]))
         if place < world.count:
             for lease in core.active_leases():
                 kept = lease.own[place] if world.components[place].divides else lease.states
@@ -84,19 +84,19 @@ def _parent_and_child_agree(core: CacheCore) -> None:
 def _slots_fit_states(core: CacheCore) -> None:
     world = core.world
     for node in _nodes(core):
-        for place, cell in enumerate(node.cells):
-            wanted = 0 if cell.state == ABSENT else world.pages(node, place % world.count) * SLOT_BYTES
-            _require(len(cell.slots) == wanted, node, "place", place, "has slots that do not fit its state")
+        for place, slots in enumerate(node.slots):
+            wanted = 0 if node.state[place] == ABSENT else world.pages(node, place % world.count) * SLOT_BYTES
+            _require(len(slots) == wanted, node, "place", place, "has slots that do not fit its state")
 
 
 def _data_is_closed_towards_the_root(core: CacheCore) -> None:
     for node in _nodes(core):
         for base in (0, core.world.count):
-            state = node.cells[base].state
+            state = node.state[base]
             above = node.parent
             if above is None or above.parent is None:
                 continue
-            higher = above.cells[base].state
+            higher = above.state[base]
             _require(state != PRESENT or higher == PRESENT, node, "is PRESENT below", NAMES[higher])
             _require(state != ARRIVING or higher in (ARRIVING, PRESENT), node, "is ARRIVING below", NAMES[higher])
 
@@ -105,16 +105,16 @@ def _no_auxiliary_data_without_full(core: CacheCore) -> None:
     count = core.world.count
     for node in _nodes(core):
         for base in (0, count):
-            full = node.cells[base].state
-            for cell in node.cells[base + 1 : base + count]:
-                _require(cell.state != PRESENT or full == PRESENT, node, "has auxiliary data, FULL is", NAMES[full])
-                _require(cell.state != ARRIVING or full in (ARRIVING, PRESENT), node, "auxiliary arrives without FULL")
+            full = node.state[base]
+            for state in node.state[base + 1 : base + count]:
+                _require(state != PRESENT or full == PRESENT, node, "has auxiliary data, FULL is", NAMES[full])
+                _require(state != ARRIVING or full in (ARRIVING, PRESENT), node, "auxiliary arrives without FULL")
 
 
 def _no_node_is_empty(core: CacheCore) -> None:
     count = core.world.count
     for node in _nodes(core):
-        _require(node.cells[0].state != ABSENT or node.cells[count].state != ABSENT, node, "has FULL on no tier")
+        _require(node.state[0] != ABSENT or node.state[count] != ABSENT, node, "has FULL on no tier")
 
 
 def _sums_are_exact(core: CacheCore) -> None:
@@ -122,12 +122,12 @@ def _sums_are_exact(core: CacheCore) -> None:
     evictable, clean = [0] * (2 * count), 0
     for node in _nodes(core):
         kids = list((node.children or {}).values())
-        _require(node.kids_device == sum(k.cells[0].state != ABSENT for k in kids), node, "kids_device is wrong")
-        _require(node.kids_host == sum(k.cells[count].state != ABSENT for k in kids), node, "kids_host is wrong")
-        for place, cell in enumerate(node.cells):
-            if cell.state == PRESENT and not cell.pins:
-                evictable[place] += len(cell.slots) // SLOT_BYTES
-        if node.cells[0].state == PRESENT and node.cells[count].state == PRESENT:
+        _require(node.kids_device == sum(k.state[0] != ABSENT for k in kids), node, "kids_device is wrong")
+        _require(node.kids_host == sum(k.state[count] != ABSENT for k in kids), node, "kids_host is wrong")
+        for place, slots in enumerate(node.slots):
+            if node.state[place] == PRESENT and not node.pins[place]:
+                evictable[place] += len(slots) // SLOT_BYTES
+        if node.state[0] == PRESENT and node.state[count] == PRESENT:
             clean += world.pages(node, 0)
     counted = [shelf.evictable for shelf in world.shelves]
     _require(counted == evictable, "evictable pages", counted, "found", evictable)
@@ -157,12 +157,12 @@ def _pins_are_exact(core: CacheCore) -> None:
             for node in run_nodes(fetch):
                 pins[id(node), tier * count + fetch.swa] += 1
     for node in _nodes(core):
-        for place, cell in enumerate(node.cells):
+        for place, count_of in enumerate(node.pins):
             expected = pins[id(node), place]
             if place % count == 0:
-                expected += sum(child.cells[place].pins > 0 for child in (node.children or {}).values())
-            _require(cell.pins == expected, node, "place", place, "has", cell.pins, "pins, found", expected)
-            closed = not cell.pins or place % count == 0 or node.cells[place - 1].pins > 0
+                expected += sum(child.pins[place] > 0 for child in (node.children or {}).values())
+            _require(count_of == expected, node, "place", place, "has", count_of, "pins, found", expected)
+            closed = not count_of or place % count == 0 or node.pins[place - 1] > 0
             _require(closed, node, "place", place, "is pinned, the component before it is not")
 
 
@@ -175,16 +175,16 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
                 _require((id(node), place) not in waiting, node, "place", place, "waits twice")
                 waiting[id(node), place] = late
     for node in _nodes(core):
-        for place, cell in enumerate(node.cells):
+        for place, entry in enumerate(node.entry):
             found = waiting.get((id(node), place))
-            _require((cell.entry is None) == (found is None), node, "place", place, "has an entry that is in no order")
-            if cell.entry is None:
+            _require((entry is None) == (found is None), node, "place", place, "has an entry that is in no order")
+            if entry is None:
                 _require(not world.is_candidate(node, place), node, "place", place, "is evictable, waits in no order")
                 continue
-            _require(cell.state == PRESENT, node, "place", place, "waits in an order and is not there")
+            _require(node.state[place] == PRESENT, node, "place", place, "waits in an order and is not there")
             _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
-            stamp = node.cells[place % world.count].stamp
-            _require(cell.entry[0] <= stamp, node, "place", place, "waits behind its stamp")
+            stamp = node.stamp[place % world.count]
+            _require(entry[0] <= stamp, node, "place", place, "waits behind its stamp")
 
 
 def _operations_cover_live_nodes(core: CacheCore) -> None:
@@ -201,11 +201,11 @@ def _operations_cover_live_nodes(core: CacheCore) -> None:
                 if tier is not None and moves >> c & 1:
                     covering[id(node), tier * world.count + c] += 1
                     expected = LEAVING if op.doomed else ARRIVING
-                    _require(node.cells[tier * world.count + c].state == expected, op, "fills a cell that is", node)
+                    _require(node.state[tier * world.count + c] == expected, op, "fills a cell that is", node)
     for node in live.values():
         _require(all(op.id in world.ledger.ops for op in node.ops), node, "is covered by an operation that ended")
-        for place, cell in enumerate(node.cells):
-            wanted = int(cell.state in (ARRIVING, LEAVING))
+        for place, state in enumerate(node.state):
+            wanted = int(state in (ARRIVING, LEAVING))
             fillers = covering[id(node), place]
             _require(fillers == wanted, node, "place", place, "is filled by", fillers, "operations")
 
@@ -214,7 +214,7 @@ def _idle(core: CacheCore) -> None:
     _require(not core.active_leases(), "leases are left", core.active_leases())
     _require(not core.world.ledger.ops, "operations are left", list(core.world.ledger.ops.values()))
     for node in _nodes(core):
-        _require(not any(cell.pins for cell in node.cells), node, "is pinned by nobody")
+        _require(not any(node.pins), node, "is pinned by nobody")
     _require(not core.world.dead_roots, "an invalidated namespace is left")
     empty = [root for root in core.world.roots.values() if root.children is None]
     _require(not empty, "namespaces are left with nothing below them", len(empty))

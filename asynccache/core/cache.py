@@ -80,7 +80,7 @@ class CacheCore:
         if root is None:
             return b""
         page = self.world.page_bytes
-        path, reached = walk(root, key[: len(key) // page * page], 0, page)
+        path, reached = walk(root, key, 0, page)
         return b"".join([node.hashes for node in path])[: reached // page * 32]
 
     def lease(self, ask: Ask) -> Grant | Wait | More:
@@ -199,7 +199,7 @@ class CacheCore:
             pages = self.world.pages(node, 0)
             if node.stored & 1:
                 continue
-            if node.cells[count].state != PRESENT:
+            if node.state[count] != PRESENT:
                 host += pages
             else:
                 storage += pages

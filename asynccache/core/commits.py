@@ -37,19 +37,24 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
     """The loads in flight that bring, or take away, FULL of these nodes, or SWA of those that reach past ``window``."""
     loads: list[int] = []
     for node in path:
-        states = (node.cells[0].state, node.cells[swa].state if node.end > window else ABSENT)
+        states = (node.state[0], node.state[swa] if node.end > window else ABSENT)
         if ARRIVING in states or LEAVING in states:
             loads += [op.id for op in node.ops if op.kind is LOAD_BACK]
     return tuple(loads)
 
 
 class _Commit:
-    """The pages of one commit: taken from the lease, by position; ``spares``: duplicates, by component."""
+    """One commit. ``begin`` to ``total``: the pages it publishes; ``window``: the first that SWA needs; ``spares``:
+    duplicates, by component."""
 
-    __slots__ = ("begin", "lease", "spares", "total", "window")
+    __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
 
-    def __init__(self, lease: Lease, begin: int, total: int, window: int, spares: list[bytes]) -> None:
+    def __init__(
+        self, lease: Lease, key: bytes, hashes: bytes, begin: int, total: int, window: int, spares: list[bytes]
+    ) -> None:
         self.lease = lease
+        self.key = key
+        self.hashes = hashes
         self.begin = begin
         self.total = total
         self.window = window
@@ -58,16 +63,20 @@ class _Commit:
     def own(self, c: int, start: int, end: int) -> bytes:
         """The lease's own slots of component ``c`` for pages ``start`` to ``end``, as far as it has them."""
         base = self.lease.own_from[c]
-        return self.lease.own[c][max(0, start - base) * SLOT_BYTES : max(0, end - base) * SLOT_BYTES]
+        if end <= base:
+            return b""
+        return self.lease.own[c][max(0, start - base) * SLOT_BYTES : (end - base) * SLOT_BYTES]
 
     def spare(self, c: int, start: int, end: int) -> None:
         """These pages are in the tree already."""
         self.spares[c] += self.own(c, start, end)
 
-    def rest(self, c: int, end: int) -> bytes:
-        """What stays with the lease after ``end``."""
-        base = self.lease.own_from[c]
-        return self.lease.own[c][max(0, end - base) * SLOT_BYTES :]
+    def keep_rest(self, c: int, end: int) -> None:
+        """What lies before ``end`` has left the lease."""
+        lease, passed = self.lease, end - self.lease.own_from[c]
+        if passed > 0:
+            lease.own[c] = lease.own[c][passed * SLOT_BYTES :]
+            lease.own_from[c] = end
 
 
 class Commits:
@@ -87,20 +96,19 @@ class Commits:
         self, lease: Lease, key: bytes, hashes: bytes, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
         """See ``CacheCore.commit``."""
-        world, size = self._world, self._page_size
-        begin, total = lease.length // size, min(len(key) // world.page_bytes, lease.reserved // size)
-        key = key[begin * world.page_bytes : total * world.page_bytes]
-        path, reached = walk(lease.hold.end, key, 0, world.page_bytes)
+        world, size, page = self._world, self._page_size, self._world.page_bytes
+        begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
+        path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
         window = world.components[self._swa].first_page(total) if self._swa else 0
         if path and (blockers := _loading(path, self._swa, window)):
             return Wait(world.plan(), blockers)
-        work = _Commit(lease, begin, total, window, [b""] * self._count)
-        if path and path[-1].end > begin + reached // world.page_bytes:
-            path[-1] = split_at(world, path[-1], begin + reached // world.page_bytes)
+        work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count)
+        if path and path[-1].end > reached // page:
+            path[-1] = split_at(world, path[-1], reached // page)
         end = lease.hold.end
         for node in path:
             end = self._merge(work, node)
-        fresh = self._grow(work, end, key, hashes)
+        fresh = self._grow(work, end)
         end = fresh[-1] if fresh else end
         old = self._move_hold(work, end)
         for node in fresh:
@@ -117,15 +125,15 @@ class Commits:
         swa = self._swa
         if swa:
             first = max(work.window, work.lease.own_from[swa])
-            if start < first < node.end and node.cells[swa].state == ABSENT:
+            if start < first < node.end and node.state[swa] == ABSENT:
                 self._merge(work, split_at(self._world, node, first))
                 start = first
-        if node.cells[0].state == ABSENT:
+        if node.state[0] == ABSENT:
             self._insert(node, 0, work.own(0, start, node.end))
         else:
             work.spare(0, start, node.end)
         if swa:
-            if node.cells[swa].state == ABSENT and start >= max(work.window, work.lease.own_from[swa]):
+            if node.state[swa] == ABSENT and start >= max(work.window, work.lease.own_from[swa]):
                 self._insert(node, swa, work.own(swa, start, node.end))
             else:
                 work.spare(swa, start, node.end)
@@ -139,30 +147,30 @@ class Commits:
         else:
             self._world.shelves[c].slots.give(slots)
 
-    def _grow(self, work: _Commit, end: Node, key: bytes, hashes: bytes) -> list[Node]:
+    def _grow(self, work: _Commit, end: Node) -> list[Node]:
         """New nodes, still empty, for what the tree does not have: cut where released SWA pages end and where the
         window begins."""
-        at, total = end.end, work.total
-        if at >= total:
+        total = work.total
+        if end.end >= total:
             return []
-        cuts = [total]
-        if self._swa:
-            released = work.lease.own_from[self._swa]
-            if released >= total:
-                return []
-            cuts = sorted({cut for cut in (released, work.window) if at < cut < total} | {total})
+        if not self._swa:
+            return [self._new_node(work, end, total)]
+        released = work.lease.own_from[self._swa]
+        if released >= total:
+            return []
         fresh = []
-        for cut in cuts:
-            end = self._new_node(work, end, cut, key, hashes)
-            fresh.append(end)
+        for cut in (min(released, work.window), max(released, work.window), total):
+            if cut > end.end:
+                end = self._new_node(work, end, cut)
+                fresh.append(end)
         return fresh
 
-    def _new_node(self, work: _Commit, parent: Node, end: int, key: bytes, hashes: bytes) -> Node:
+    def _new_node(self, work: _Commit, parent: Node, end: int) -> Node:
         start, page = parent.end, self._world.page_bytes
-        node = Node(key[(start - work.begin) * page : (end - work.begin) * page], end, parent, 2 * self._count)
+        node = Node(work.key[start * page : end * page], end, parent, self._count)
         link(parent, node, page)
         self._world.counters.nodes += 1
-        node.hashes = hashes[start * HASH_BYTES : end * HASH_BYTES]
+        node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
     def _move_hold(self, work: _Commit, end: Node) -> Hold:
@@ -186,10 +194,9 @@ class Commits:
     def _keep_rest(self, work: _Commit, end: Node) -> None:
         """The lease keeps its pages beyond ``end``; duplicates retire."""
         lease = work.lease
-        for c in range(self._count):
-            if c != self._mamba or not c:
-                lease.own[c] = work.rest(c, end.end)
-                lease.own_from[c] = max(lease.own_from[c], end.end)
+        work.keep_rest(0, end.end)
+        if self._swa:
+            work.keep_rest(self._swa, end.end)
         lease.length = end.end * self._page_size
         if any(work.spares):
             retire(self._world, work.spares, True)
@@ -199,19 +206,18 @@ class Commits:
         node = end
         while node.parent is not None and node.parent.end >= position:
             node = node.parent
-        if node.parent is None or position > node.end or node.cells[0].state != PRESENT:
+        if node.parent is None or position > node.end or node.state[0] != PRESENT:
             return False
-        if self._swa and node.cells[self._swa].state == ABSENT:
+        if self._swa and node.state[self._swa] == ABSENT:
             return False
         if position < node.end:
             node = split_at(self._world, node, position)
-        if node.cells[self._mamba].state != ABSENT:
+        if node.state[self._mamba] != ABSENT:
             return False
-        states = [lease.states[i : i + SLOT_BYTES] for i in range(0, len(lease.states), SLOT_BYTES)]
-        states.remove(slot)
-        lease.states = b"".join(states)
+        at = SLOT_BYTES * memoryview(lease.states).cast("i").tolist().index(checkpoint[1])
+        lease.states = lease.states[:at] + lease.states[at + SLOT_BYTES :]
         self._world.fill(node, self._mamba, slot, PRESENT)
-        self._world.policy.touch(node.cells[self._mamba])
+        self._world.policy.touch(node, self._mamba)
         return True
 
     # write policies
@@ -235,7 +241,7 @@ class Commits:
         due = None
         node = end
         while node.parent is not None:
-            if node.cells[self._count].state != ABSENT:
+            if node.state[self._count] != ABSENT:
                 return due or node
             if node.passer == lease.id:
                 return due

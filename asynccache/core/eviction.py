@@ -12,29 +12,29 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
-from asynccache.core.tree import Cell, Entry, Node
+from asynccache.core.tree import Entry, Node
 
 _ENDED = -(1 << 60)
 _SWEEP_FROM = 1024
 
 
 class EvictionPolicy(Protocol):
-    """Writes ``cell.stamp``; the smallest stamp goes first."""
+    """Writes ``node.stamp[c]``; of component ``c`` the smallest stamp goes first."""
 
-    def touch(self, cell: Cell) -> None:
-        """A match or a commit used this cell."""
+    def touch(self, node: Node, c: int) -> None:
+        """A match or a commit used this."""
         ...
 
-    def fork(self, prefix: Cell, suffix: Cell) -> None:
+    def fork(self, prefix: Node, suffix: Node, c: int) -> None:
         """A split made ``prefix`` out of ``suffix``."""
         ...
 
-    def uncover(self, cell: Cell, child: Cell) -> None:
-        """``child``, the last one below ``cell``, was evicted."""
+    def uncover(self, node: Node, child: Node, c: int) -> None:
+        """``child``, the last one below ``node``, was evicted."""
         ...
 
-    def end(self, cell: Cell) -> None:
-        """The conversation that this cell is private to will not come back."""
+    def end(self, node: Node, c: int) -> None:
+        """The conversation that this is private to will not come back."""
         ...
 
 
@@ -46,20 +46,19 @@ class Lru:
     def __init__(self) -> None:
         self._clock = 0
 
-    def touch(self, cell: Cell) -> None:
+    def touch(self, node: Node, c: int) -> None:
+        self._clock = node.stamp[c] = self._clock + 1
+
+    def fork(self, prefix: Node, suffix: Node, c: int) -> None:
+        prefix.stamp[c] = suffix.stamp[c]
+
+    def uncover(self, node: Node, child: Node, c: int) -> None:
+        if child.stamp[c] > node.stamp[c]:
+            node.stamp[c] = child.stamp[c]
+
+    def end(self, node: Node, c: int) -> None:
         self._clock += 1
-        cell.stamp = self._clock
-
-    def fork(self, prefix: Cell, suffix: Cell) -> None:
-        prefix.stamp = suffix.stamp
-
-    def uncover(self, cell: Cell, child: Cell) -> None:
-        if child.stamp > cell.stamp:
-            cell.stamp = child.stamp
-
-    def end(self, cell: Cell) -> None:
-        self._clock += 1
-        cell.stamp = _ENDED + self._clock
+        node.stamp[c] = _ENDED + self._clock
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
@@ -81,7 +80,7 @@ class Order:
     def push(self, stamp: int, node: Node) -> None:
         """Have ``node``'s cell wait here. It waits nowhere else."""
         entry = (stamp, node)
-        node.cells[self._place].entry = entry
+        node.entry[self._place] = entry
         heappush(self._heap, entry)
         self._pushes += 1
         if self._old:
@@ -95,15 +94,15 @@ class Order:
         heap, old, place = self._heap, self._old, self._place
         while heap or old:
             entry = heappop(old if old and (not heap or old[0] < heap[0]) else heap)
-            cell = entry[1].cells[place]
-            if cell.entry is entry:
-                cell.entry = None
+            entries = entry[1].entry
+            if entries[place] is entry:
+                entries[place] = None
                 return entry
         return None
 
     def entries(self) -> list[Entry]:
         """Every entry that is not void, for the audit."""
-        return [entry for entry in self._heap + self._old if entry[1].cells[self._place].entry is entry]
+        return [entry for entry in self._heap + self._old if entry[1].entry[self._place] is entry]
 
     def _carry(self) -> None:
         old, heap, place = self._old, self._heap, self._place
@@ -111,5 +110,5 @@ class Order:
             if not old:
                 return
             entry = old.pop()
-            if entry[1].cells[place].entry is entry:
+            if entry[1].entry[place] is entry:
                 heappush(heap, entry)

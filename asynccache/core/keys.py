@@ -6,9 +6,9 @@ TOKEN_BYTES = 4
 HASH_BYTES = 32
 
 
-def common_pages(key: bytes, at: int, other: bytes, page_bytes: int) -> int:
-    """How many whole pages ``key[at:]`` and ``other`` have in common from their starts."""
-    low, high = 0, min(len(key) - at, len(other)) // page_bytes
+def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) -> int:
+    """How many whole pages ``key[at:stop]`` and ``other`` have in common from their starts."""
+    low, high = 0, min(stop - at, len(other)) // page_bytes
     if key.startswith(other[: high * page_bytes], at):
         return high
     while low + 1 < high:

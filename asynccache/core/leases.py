@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
+from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.ledger import BACKUP_HOST, CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import More, Plan, Retire, Wait
@@ -107,10 +108,10 @@ class Leases:
         return answer
 
     def _attempt(self, ask: Ask, root: Node) -> Grant | Wait | More:
-        key = self._whole(ask.key, ask.limit * 4)
+        stop = min(len(ask.key), ask.limit * TOKEN_BYTES)
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
-            path, reached = walk(root, key, 0, self._world.page_bytes)
+            path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
             ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
             target, exact = next((way for way in self._ways(ask, path, ends) if way not in tried), (NOWHERE, False))
             if target == NOWHERE:
@@ -121,10 +122,6 @@ class Leases:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
                 return More(self._world.plan())
-
-    def _whole(self, key: bytes, limit_bytes: int) -> bytes:
-        page = self._world.page_bytes
-        return key[: min(len(key), limit_bytes) // page * page]
 
     def check_possible(self, ask: Ask) -> None:
         """See ``CacheCore.check_possible``."""
@@ -195,7 +192,7 @@ class Leases:
             first = self._world.components[self._swa].first_page(target)
             for i, node in enumerate(path):
                 start = node.parent.end  # type: ignore[union-attr]
-                if start < first < node.end and (exact or node.cells[self._swa].state == ABSENT):
+                if start < first < node.end and (exact or node.state[self._swa] == ABSENT):
                     path.insert(i, split_at(world, node, first))
                     break
         return path
@@ -207,14 +204,14 @@ class Leases:
         floor = min(firsts[1:], default=NOWHERE)
         loads: list[tuple[Node, int]] = []
         for node in reversed(path):
-            cells = node.cells
+            state = node.state
             mask = 0
             for c in range(count):
-                if node.end > firsts[c] and cells[c].state == ABSENT and cells[count + c].state == PRESENT:
+                if node.end > firsts[c] and state[c] == ABSENT and state[count + c] == PRESENT:
                     mask |= 1 << c
             if mask:
                 loads.append((node, mask))
-            elif node.end <= floor and cells[0].state != ABSENT:
+            elif node.end <= floor and state[0] != ABSENT:
                 break
         loads.reverse()
         return loads
@@ -263,7 +260,7 @@ class Leases:
         loads: dict[int, None] = {}
         for node in path:
             if node.ops and any(
-                node.end > firsts[c] and node.cells[c].state == ARRIVING for c in range(self._count)
+                node.end > firsts[c] and node.state[c] == ARRIVING for c in range(self._count)
             ):
                 for op in node.ops:
                     if op.kind is LOAD_BACK and op.id not in loads:
@@ -390,7 +387,7 @@ class Leases:
         """The conversation is over: what only it used goes first."""
         while node.parent is not None and len(node.children or ()) <= 1:
             in_flight = sum(DEVICE in PINNED_TIERS[op.kind] for op in node.ops)
-            if node.cells[0].pins - in_flight > 1:
+            if node.pins[0] - in_flight > 1:
                 return
             self._world.retire_early(node)
             node = node.parent
@@ -403,7 +400,7 @@ class Leases:
         node = lease.hold.end
         parts.append(NO_SLOT * (missing - node.end))
         while node.parent is not None:
-            slots = node.cells[c].slots if node.end > low else b""
+            slots = node.slots[c] if node.end > low else b""
             parts.append(slots or NO_SLOT * (node.end - node.parent.end))
             node = node.parent
         parts.reverse()

@@ -53,7 +53,7 @@ class Matching:
         if root is None:
             return Match()
         page = self._world.page_bytes
-        path, reached = walk(root, key[: len(key) // page * page], 0, page)
+        path, reached = walk(root, key, 0, page)
         if not path:
             return Match()
         ends = self.ends(path, reached)
@@ -70,15 +70,15 @@ class Matching:
 
     def ends(self, path: Sequence[Node], reached: int) -> Ends:
         """Where the match of ``path``, which was followed to byte ``reached``, ends."""
-        page = reached // self._world.page_bytes
-        components = self._world.components
-        device = components[0].longest_end(path, page, False)
-        union = components[0].longest_end(path, page, True) if device < page and self._world.has_host else device
-        full = union
-        if self._count > 1:
-            union = self._world.valid_end(path, union, self._world.has_host)
-            device = min(self._world.valid_end(path, device, False), union)
-        return Ends(device, union, full)
+        world = self._world
+        page = reached // world.page_bytes
+        full = world.components[0].longest_end(path, page, False)
+        device = world.agreed_end(path, full, False)
+        if device == page or not world.has_host:
+            return Ends(device, device, full)
+        full = world.components[0].longest_end(path, page, True)
+        union = world.agreed_end(path, full, True)
+        return Ends(min(device, union), union, full)
 
     def missing(self, path: Sequence[Node], end: int) -> list[int]:
         """Pages (states) per component that a match of ``path`` up to ``end`` lacks on the device."""
@@ -89,7 +89,7 @@ class Matching:
                 start = node.parent.end  # type: ignore[union-attr]
                 if node.end <= first:
                     break
-                if start < end and node.cells[c].state in (ABSENT, LEAVING):
+                if start < end and node.state[c] in (ABSENT, LEAVING):
                     lacking[c] += min(node.end, end) - max(start, first)
         return lacking
 
@@ -102,10 +102,10 @@ class Matching:
         if node.parent is None:
             return
         for c in range(self._count):
-            policy.touch(node.cells[c])
+            policy.touch(node, c)
         if self._swa:
             first = self._world.components[self._swa].first_page(end) - 1
             above: Node | None = node.parent
             while above is not None and above.end > first and above.parent is not None:
-                policy.touch(above.cells[self._swa])
+                policy.touch(above, self._swa)
                 above = above.parent

@@ -184,9 +184,9 @@ class Prefetches:
         """The path's FULL must be on the host; where it is not, its backup goes first."""
         place = self._world.count
         for node in reversed(path):
-            if node.cells[place].state == PRESENT:
+            if node.state[place] == PRESENT:
                 return None
-            if node.cells[place].state == ABSENT and (node.unsavable or not self._transfers.save(node)):
+            if node.state[place] == ABSENT and (node.unsavable or not self._transfers.save(node)):
                 return Skip("the anchor cannot be backed up now")
             ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
             return Wait(self._world.plan(), ops) if ops else Skip("the host is too small for the anchor")
@@ -196,7 +196,7 @@ class Prefetches:
         page = self._world.page_bytes
         for fetch in self.active.values():
             if fetch.anchor.root is root:
-                common = common_pages(fetch.key, 0, key, page)
+                common = common_pages(fetch.key, 0, len(fetch.key), key, page)
                 if common > anchor or (common == total == anchor):
                     return Join(fetch.op.id)
         return None
@@ -225,7 +225,7 @@ class Prefetches:
         world, swa = self._world, self._index[ComponentKind.SWA]
         low, end = max(0, node.end - self._window_pages()), node.end
         while node.parent is not None and node.end > low:
-            device, host = node.cells[swa].state, node.cells[swa + world.count].state
+            device, host = node.state[swa], node.state[swa + world.count]
             if device != PRESENT and host != PRESENT:
                 return end - node.end
             node = node.parent
@@ -239,7 +239,7 @@ class Prefetches:
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
         fetch.low, fetch.swa = fetch.anchor.end - run, swa
         nodes = run_nodes(fetch)
-        if any(node.cells[swa + world.count].state != PRESENT for node in nodes):
+        if any(node.state[swa + world.count] != PRESENT for node in nodes):
             fetch.tiers = (DEVICE, HOST)
         for tier in fetch.tiers:
             world.pin_full(fetch.anchor, tier)
@@ -317,7 +317,7 @@ class Prefetches:
         page, anchor, stop = world.page_bytes, fetch.anchor.end, end // self._size
         key = fetch.key[anchor * page : stop * page]
         path, reached = walk(fetch.anchor, key, 0, page)
-        blockers = [o.id for node in path if node.cells[world.count].state in (ARRIVING, LEAVING)
+        blockers = [o.id for node in path if node.state[world.count] in (ARRIVING, LEAVING)
                     for o in node.ops if o.kind is BACKUP_HOST]  # fmt: skip
         if blockers:
             return tuple(blockers)
@@ -328,8 +328,8 @@ class Prefetches:
             self._fill_window(fetch, last, stop)
             self._fill_state(fetch, last)
         if last.parent is not None:
-            for cell in last.cells[: world.count]:
-                world.policy.touch(cell)
+            for c in range(world.count):
+                world.policy.touch(last, c)
         self._drop(fetch, Status.DONE)
         return ()
 
@@ -339,7 +339,7 @@ class Prefetches:
         spare = b""
         for node in path:
             slots = fetch.take((node.end - last.end) * SLOT_BYTES)
-            if node.cells[world.count].state == ABSENT:
+            if node.state[world.count] == ABSENT:
                 self._place(node, 0, slots)
             else:
                 spare += slots
@@ -362,7 +362,7 @@ class Prefetches:
             cuts.insert(0, first)
         for cut in cuts:
             start = last.end
-            node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, 2 * world.count)
+            node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, world.count)
             link(last, node, page)
             world.counters.nodes += 1
             node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
@@ -381,12 +381,12 @@ class Prefetches:
         first, node = max(0, stop - self._window_pages()), last
         while node.parent is not None and node.end > first:
             start = node.parent.end
-            if start < first and node.cells[world.count + swa].state == ABSENT:
+            if start < first and node.state[world.count + swa] == ABSENT:
                 split_at(world, node, first)
                 start = first
             wanted = range(start, node.end)
-            cells = node.cells
-            free = cells[world.count + swa].state == ABSENT and cells[world.count].state == PRESENT
+            state = node.state
+            free = state[world.count + swa] == ABSENT and state[world.count] == PRESENT
             if free and all(page in slots for page in wanted):
                 self._place(node, swa, b"".join([slots.pop(page) for page in wanted]))
             node = node.parent
@@ -397,6 +397,6 @@ class Prefetches:
         mamba = self._index.get(ComponentKind.MAMBA)
         if mamba is None or not fetch.held.get(mamba):
             return
-        cells, count = last.cells, self._world.count
-        if cells[count + mamba].state == ABSENT and cells[count].state == PRESENT:
+        state, count = last.state, self._world.count
+        if state[count + mamba] == ABSENT and state[count] == PRESENT:
             self._place(last, mamba, fetch.held.pop(mamba))

@@ -73,7 +73,7 @@ class RoomMaker:
         self._world.offer(node, place)
         count = self._world.count
         return all(
-            node.stored >> c & 1 for c in range(count) if node.cells[count + c].state == PRESENT
+            node.stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT
         )
 
     def _saving(self, place: int, need: int) -> bool:
@@ -110,7 +110,7 @@ class RoomMaker:
             stamp, node = entry
             if not world.is_candidate(node, place):
                 continue  # it is offered again when it becomes one
-            if node.cells[place % world.count].stamp == stamp:
+            if node.stamp[place % world.count] == stamp:
                 return node
             world.offer(node, place)
         return None
@@ -123,7 +123,7 @@ class RoomMaker:
         base = tier * count
         first = 0 if world.is_candidate(node, base) else component
         for c in range(count - 1, first - 1, -1):
-            if node.cells[base + c].state == PRESENT:
+            if node.state[base + c] == PRESENT:
                 self._count(node, tier, c)
                 if c == 0:
                     world.publish((Medium.GPU, Medium.CPU)[tier], False, node)
@@ -138,6 +138,6 @@ class RoomMaker:
             world.counters.evicted_host += pages
             return
         world.counters.evicted_device += pages
-        only = world.has_host and node.cells[world.count + component].state == ABSENT
+        only = world.has_host and node.state[world.count + component] == ABSENT
         if only and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages

@@ -103,7 +103,7 @@ class Transfers:
         chain = []
         place = self._count
         while node.parent is not None:
-            host = node.cells[place].state
+            host = node.state[place]
             if host == LEAVING:
                 return None
             if missing := self._missing(node):
@@ -116,12 +116,10 @@ class Transfers:
 
     def _missing(self, node: Node) -> int:
         """Bit per component that is PRESENT on the device and ABSENT on the host."""
-        cells, count = node.cells, self._count
-        if count == 1:
-            return int(cells[0].state == PRESENT and cells[1].state == ABSENT)
-        missing = 0
-        for c in range(count):
-            if cells[c].state == PRESENT and cells[count + c].state == ABSENT:
+        state, count = node.state, self._count
+        missing = int(state[0] == PRESENT and state[count] == ABSENT)
+        for c in range(1, count):
+            if state[c] == PRESENT and state[count + c] == ABSENT:
                 missing |= 1 << c
         return missing
 
@@ -183,7 +181,7 @@ class Transfers:
         after = next((op.id for op in node.ops if op.kind is LOAD_BACK and _moves(op, node) >> component & 1), 0)
         op = world.ledger.open(CLONE)
         world.cover(op, node, 1 << component)
-        world.effect(Clone(op.id, (Move(self._kinds[component], node.cells[component].slots, slot),), after))
+        world.effect(Clone(op.id, (Move(self._kinds[component], node.slots[component], slot),), after))
         return op
 
     # backup_storage
@@ -205,14 +203,14 @@ class Transfers:
             nodes_of = [node for node, mask in todo if mask >> c & 1]
             if nodes_of:
                 hashes = b"".join([n.hashes if world.components[c].divides else n.hashes[-32:] for n in nodes_of])
-                slots = b"".join([n.cells[count + c].slots for n in nodes_of])
+                slots = b"".join([n.slots[count + c] for n in nodes_of])
                 pages.append(StoredPages(self._kinds[c], hashes, slots))
         world.effect(BackupStorage(op.id, tuple(pages)))
 
     def _unstored(self, node: Node) -> int:
         if node.root.dead:
             return 0
-        held = sum(1 << c for c in range(self._count) if node.cells[self._count + c].state == PRESENT)
+        held = sum(1 << c for c in range(self._count) if node.state[self._count + c] == PRESENT)
         for op in node.ops:
             if op.kind is BACKUP_STORAGE:
                 held &= ~_moves(op, node)
@@ -294,7 +292,7 @@ class Transfers:
         parent = node.parent
         assert parent is not None
         for above in (node, parent):
-            if above.cells[base].state == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops):
+            if above.state[base] == ARRIVING and not any(o is op and _moves(o, above) & 1 for o in above.ops):
                 return True
         return False
 
@@ -337,7 +335,7 @@ class Transfers:
                 if op is not failed and not op.doomed and op.kind is failed.kind:
                     self._doom(op, base)
             for child in (node.children or {}).values():
-                if id(child) not in seen and child.cells[base].state in (ARRIVING, LEAVING):
+                if id(child) not in seen and child.state[base] in (ARRIVING, LEAVING):
                     seen.add(id(child))
                     stack.append(child)
 
@@ -367,13 +365,12 @@ class Transfers:
         src, dst = [b""] * count, [b""] * count
         for node, mask in chosen:
             world.cover(op, node, mask)
-            for c in range(count):
-                if mask >> c & 1:
-                    held = node.cells[source * count + c].slots
-                    taken = world.shelves[target * count + c].slots.take(len(held) // SLOT_BYTES)
-                    world.fill(node, target * count + c, taken, ARRIVING)
-                    src[c] += held
-                    dst[c] += taken
+            for c in world.bits[mask]:
+                held, place = node.slots[source * count + c], target * count + c
+                taken = world.shelves[place].slots.take(len(held) // SLOT_BYTES)
+                world.fill(node, place, taken, ARRIVING)
+                src[c] += held
+                dst[c] += taken
         op.pages = len(src[0]) // SLOT_BYTES
         return tuple([Move(self._kinds[c], src[c], dst[c]) for c in range(count) if src[c]])
 

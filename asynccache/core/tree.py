@@ -15,31 +15,16 @@ if TYPE_CHECKING:
     from asynccache.core.ledger import Operation
 
 
-class Cell:
-    """One component of one node on one tier: its state, its slots, who pins it, and where it stands in the order.
-
-    ``stamp`` is kept on the device's cell and serves both tiers. ``entry``: its entry in an eviction order of the tier,
-    if it waits in one; any other entry of this cell is void.
-    """
-
-    __slots__ = ("entry", "pins", "slots", "stamp", "state")
-
-    def __init__(self) -> None:
-        self.state = ABSENT
-        self.slots = b""
-        self.pins = 0
-        self.stamp = 0
-        self.entry: Entry | None = None
-
-    def __repr__(self) -> str:
-        return f"<{NAMES[self.state]} {len(self.slots) // 4} slots, {self.pins} pins>"
-
-
 Entry = tuple[int, "Node"]
 
 
 class Node:
-    """A run of pages. ``cells`` holds the components' device cells, then their host cells.
+    """A run of pages, and a cell for each component on each tier.
+
+    A cell's *place* is its component on the device, then on the host. By place: ``state``; ``slots``, bytes of int32;
+    ``pins``, how many hold it; ``entry``, its entry in an eviction order, if it waits in one (any other entry of this
+    cell is void). By component, for both tiers: ``stamp``. Lists, one by attribute: an object a cell costs a commit
+    more than all it does with them.
 
     ``kids``: children whose FULL is not ABSENT on the device, on the host. ``ops``: operations that cover this node.
     ``stored``: bit per component that is known to be in storage. ``passes``/``passer``: commits that went through, for
@@ -47,24 +32,26 @@ class Node:
     """
 
     __slots__ = (
-        "cells", "children", "end", "hashes", "key", "kids_device", "kids_host", "ops", "parent", "passer", "passes",
-        "root", "stored", "unsavable",
+        "children", "end", "entry", "hashes", "key", "kids_device", "kids_host", "ops", "parent", "passer", "passes",
+        "pins", "root", "slots", "stamp", "state", "stored", "unsavable",
     )  # fmt: skip
 
-    def __init__(self, key: bytes, end: int, parent: Node | None, cells: int) -> None:
+    def __init__(self, key: bytes, end: int, parent: Node | None, components: int) -> None:
+        places = 2 * components
         self.key = key
         self.end = end
         self.parent = parent
         self.root: Root = parent.root if parent is not None else self  # type: ignore[assignment]
         self.children: dict[bytes, Node] | None = None
-        self.cells = tuple([Cell() for _ in range(cells)])
-        self.kids_device = 0
-        self.kids_host = 0
+        self.state = [ABSENT] * places
+        self.slots = [b""] * places
+        self.pins = [0] * places
+        self.entry: list[Entry | None] = [None] * places
+        self.stamp = [0] * components
+        self.kids_device = self.kids_host = 0
         self.hashes = b""
         self.ops: tuple[Operation, ...] = ()
-        self.stored = 0
-        self.passes = 0
-        self.passer = 0
+        self.stored = self.passes = self.passer = 0
         self.unsavable = False
 
     def __lt__(self, other: Node) -> bool:
@@ -72,7 +59,8 @@ class Node:
         return self.end > other.end
 
     def __repr__(self) -> str:
-        return f"<Node ..{self.end} {list(self.cells)}>"
+        cells = [f"{NAMES[state]} {pins} pins" for state, pins in zip(self.state, self.pins, strict=True)]
+        return f"<Node ..{self.end} {cells}>"
 
 
 class Root(Node):
@@ -81,23 +69,26 @@ class Root(Node):
 
     __slots__ = ("dead", "holders")
 
-    def __init__(self, space: bytes, cells: int) -> None:
-        super().__init__(b"", 0, None, cells)
+    def __init__(self, space: bytes, components: int) -> None:
+        super().__init__(b"", 0, None, components)
         self.hashes = space
         self.dead = False
         self.holders = 0
 
 
-def walk(start: Node, key: bytes, at: int, page_bytes: int) -> tuple[list[Node], int]:
-    """Follow ``key[at:]`` (whole pages) down from ``start``.
+def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:
+    """Follow the whole pages of ``key[at:stop]`` down from ``start``.
 
     Returns:
         The nodes touched, root first, and the byte position reached: inside the last node where the key diverges from
         it or ends in it.
     """
     path: list[Node] = []
-    node, size = start, len(key)
-    while at < size:
+    node = start
+    if stop is None:
+        stop = len(key)
+    last = stop - page_bytes
+    while at <= last:
         children = node.children
         if children is None:
             break
@@ -105,8 +96,8 @@ def walk(start: Node, key: bytes, at: int, page_bytes: int) -> tuple[list[Node],
         if child is None:
             break
         path.append(child)
-        if not key.startswith(child.key, at):
-            return path, at + common_pages(key, at, child.key, page_bytes) * page_bytes
+        if not key.startswith(child.key, at, stop):
+            return path, at + common_pages(key, at, stop, child.key, page_bytes) * page_bytes
         at += len(child.key)
         node = child
     return path, at
@@ -136,7 +127,7 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
     parent = node.parent
     assert parent is not None
     at = pages * page_bytes
-    prefix = Node(node.key[:at], parent.end + pages, parent, len(node.cells))
+    prefix = Node(node.key[:at], parent.end + pages, parent, len(node.stamp))
     link(parent, prefix, page_bytes)
     node.key = node.key[at:]
     node.parent = prefix

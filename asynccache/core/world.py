@@ -20,7 +20,7 @@ from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, St
 from asynccache.core.settings import CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
-from asynccache.core.tree import Cell, Node, Root, cut, unlink
+from asynccache.core.tree import Node, Root, cut, unlink
 
 EARLY = 0
 LATE = 1
@@ -121,7 +121,7 @@ class World:
         """The root of a namespace, made if there is none, for one more holder; see ``leave``."""
         root = self.roots.get(space)
         if root is None:
-            root = self.roots[space] = Root(space, 2 * self.count)
+            root = self.roots[space] = Root(space, self.count)
         root.holders += 1
         return root
 
@@ -142,52 +142,49 @@ class World:
 
     def fill(self, node: Node, place: int, slots: bytes, state: int) -> None:
         """ABSENT becomes ARRIVING or PRESENT, with ``slots``."""
-        cell = node.cells[place]
-        if not MAY[cell.state][state]:
-            raise illegal(cell.state, state)
-        cell.state = state
-        cell.slots = slots
+        if not MAY[node.state[place]][state]:
+            raise illegal(node.state[place], state)
+        node.state[place] = state
+        node.slots[place] = slots
         if place == 0:
             node.parent.kids_device += 1  # type: ignore[union-attr]
         elif place == self.count:
             node.parent.kids_host += 1  # type: ignore[union-attr]
         if state == PRESENT:
-            self._became_present(node, place, cell)
+            self._became_present(node, place)
         if place < self.count:
             self._reorder(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
         """ARRIVING becomes PRESENT."""
-        cell = node.cells[place]
-        if not MAY[cell.state][PRESENT]:
-            raise illegal(cell.state, PRESENT)
-        cell.state = PRESENT
-        self._became_present(node, place, cell)
+        if not MAY[node.state[place]][PRESENT]:
+            raise illegal(node.state[place], PRESENT)
+        node.state[place] = PRESENT
+        self._became_present(node, place)
 
     def doom(self, node: Node, place: int) -> None:
         """ARRIVING becomes LEAVING."""
-        cell = node.cells[place]
-        if not MAY[cell.state][LEAVING]:
-            raise illegal(cell.state, LEAVING)
-        cell.state = LEAVING
+        if not MAY[node.state[place]][LEAVING]:
+            raise illegal(node.state[place], LEAVING)
+        node.state[place] = LEAVING
 
     def vacate(self, node: Node, place: int) -> None:
         """Any state becomes ABSENT; the slots are free."""
-        cell, count = node.cells[place], self.count
-        if not MAY[cell.state][ABSENT]:
-            raise illegal(cell.state, ABSENT)
+        state, slots, count = node.state[place], node.slots[place], self.count
+        if not MAY[state][ABSENT]:
+            raise illegal(state, ABSENT)
         shelf = self.shelves[place]
         twin = place + count if place < count else place - count
-        if cell.state == PRESENT:
-            pages = len(cell.slots) // SLOT_BYTES
-            if not cell.pins:
+        if state == PRESENT:
+            pages = len(slots) // SLOT_BYTES
+            if not node.pins[place]:
                 shelf.evictable -= pages
-            if not place % count and node.cells[twin].state == PRESENT:
+            if not place % count and node.state[twin] == PRESENT:
                 self.clean_pages -= pages
-            cell.entry = None
-        cell.state = ABSENT
-        shelf.slots.give(cell.slots)
-        cell.slots = b""
+            node.entry[place] = None
+        node.state[place] = ABSENT
+        node.slots[place] = b""
+        shelf.slots.give(slots)
         self.freed = True
         if place == 0:
             self._child_left(node, DEVICE)
@@ -195,14 +192,14 @@ class World:
             self._child_left(node, HOST)
         self._reorder(node, twin)
 
-    def _became_present(self, node: Node, place: int, cell: Cell) -> None:
+    def _became_present(self, node: Node, place: int) -> None:
         count = self.count
         twin = place + count if place < count else place - count
-        if not cell.pins:
-            self.shelves[place].evictable += len(cell.slots) // SLOT_BYTES
+        if not node.pins[place]:
+            self.shelves[place].evictable += len(node.slots[place]) // SLOT_BYTES
             self.offer(node, place)
-        if not place % count and node.cells[twin].state == PRESENT:
-            self.clean_pages += len(cell.slots) // SLOT_BYTES
+        if not place % count and node.state[twin] == PRESENT:
+            self.clean_pages += len(node.slots[place]) // SLOT_BYTES
         if place >= count:
             self._reorder(node, twin)
 
@@ -217,7 +214,7 @@ class World:
             left = parent.kids_host
         if not left and parent.parent is not None:
             for c in range(self.count):
-                self.policy.uncover(parent.cells[c], node.cells[c])
+                self.policy.uncover(parent, node, c)
             self.offer(parent, tier * self.count)
 
     # eviction orders
@@ -226,13 +223,12 @@ class World:
         """LATE if evicting this cell costs more than its room: the only copy, or a copy of what the device holds."""
         count = self.count
         if place < count:
-            return LATE if self.has_host and node.cells[place + count].state != PRESENT else EARLY
-        return LATE if node.cells[place - count].state != ABSENT else EARLY
+            return LATE if self.has_host and node.state[place + count] != PRESENT else EARLY
+        return LATE if node.state[place - count] != ABSENT else EARLY
 
     def is_candidate(self, node: Node, place: int) -> bool:
         """May this cell be evicted now?"""
-        cell = node.cells[place]
-        if cell.state != PRESENT or cell.pins:
+        if node.state[place] != PRESENT or node.pins[place]:
             return False
         if place == 0:
             return not node.kids_device
@@ -240,22 +236,21 @@ class World:
 
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
-        if node.cells[place].entry is None and self.is_candidate(node, place):
-            stamp = node.cells[place % self.count].stamp
+        if node.entry[place] is None and self.is_candidate(node, place):
+            stamp = node.stamp[place % self.count]
             self.shelves[place].orders[self.late(node, place)].push(stamp, node)
 
     def _reorder(self, node: Node, place: int) -> None:
         """What decides this cell's order, or lowers its stamp, has changed: it is offered anew."""
-        cell = node.cells[place]
-        if cell.state == PRESENT:
-            cell.entry = None
-            if not cell.pins:
+        if node.state[place] == PRESENT:
+            node.entry[place] = None
+            if not node.pins[place]:
                 self.offer(node, place)
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
         for c in range(self.count):
-            self.policy.end(node.cells[c])
+            self.policy.end(node, c)
             self._reorder(node, c)
             self._reorder(node, c + self.count)
 
@@ -285,12 +280,12 @@ class World:
         place, deepest = tier * self.count, None
         parent = node.parent
         while parent is not None:
-            cell = node.cells[place]
-            pins = cell.pins
-            cell.pins = pins + 1
+            counts = node.pins
+            pins = counts[place]
+            counts[place] = pins + 1
             if pins:
                 break
-            if deepest is None and cell.state == PRESENT:
+            if deepest is None and node.state[place] == PRESENT:
                 deepest = node
             node = parent
             parent = node.parent
@@ -302,11 +297,11 @@ class World:
         place, deepest = tier * self.count, None
         parent = node.parent
         while parent is not None:
-            cell = node.cells[place]
-            cell.pins = pins = cell.pins - 1
+            counts = node.pins
+            counts[place] = pins = counts[place] - 1
             if pins:
                 break
-            if deepest is None and cell.state == PRESENT:
+            if deepest is None and node.state[place] == PRESENT:
                 deepest = node
             node = parent
             parent = node.parent
@@ -316,18 +311,16 @@ class World:
 
     def pin_cell(self, node: Node, place: int) -> None:
         """Count a pin of one auxiliary cell."""
-        cell = node.cells[place]
-        cell.pins += 1
-        if cell.pins == 1 and cell.state == PRESENT:
-            self.shelves[place].evictable -= len(cell.slots) // SLOT_BYTES
+        node.pins[place] += 1
+        if node.pins[place] == 1 and node.state[place] == PRESENT:
+            self.shelves[place].evictable -= len(node.slots[place]) // SLOT_BYTES
 
     def unpin_cell(self, node: Node, place: int) -> None:
         """Undo ``pin_cell``."""
-        cell = node.cells[place]
-        cell.pins -= 1
-        if not cell.pins and cell.state == PRESENT:
-            self.shelves[place].evictable += len(cell.slots) // SLOT_BYTES
-            if cell.entry is None:
+        node.pins[place] -= 1
+        if not node.pins[place] and node.state[place] == PRESENT:
+            self.shelves[place].evictable += len(node.slots[place]) // SLOT_BYTES
+            if node.entry[place] is None:
                 self.offer(node, place)
 
     def pin_run(self, node: Node, c: int, low: int) -> int:
@@ -337,11 +330,10 @@ class World:
         divides = self.components[c].divides
         parent = node.parent
         while parent is not None and node.end > low:
-            cell = node.cells[c]
-            pins = cell.pins
-            cell.pins = pins + 1
-            if not pins and cell.state == PRESENT:
-                pages += len(cell.slots)
+            pins = node.pins[c]
+            node.pins[c] = pins + 1
+            if not pins and node.state[c] == PRESENT:
+                pages += len(node.slots[c])
             border = parent.end
             if not divides:
                 break
@@ -385,21 +377,20 @@ class World:
         return prefix
 
     def _divide(self, prefix: Node, node: Node, place: int, at: int) -> None:
-        old, new = node.cells[place], prefix.cells[place]
-        new.state = old.state
-        new.slots, old.slots = old.slots[:at], old.slots[at:]
+        state, slots, pins = node.state[place], node.slots[place], node.pins[place]
+        prefix.state[place] = state
+        prefix.slots[place], node.slots[place] = slots[:at], slots[at:]
         if place < self.count:
-            self.policy.fork(new, old)
+            self.policy.fork(prefix, node, place)
         if place % self.count:
-            new.pins = old.pins
+            prefix.pins[place] = pins
             return
         tier = place // self.count
-        held = old.state != ABSENT
-        new.pins = (old.pins > 0) + sum(tier in PINNED_TIERS[op.kind] for op in node.ops)
+        prefix.pins[place] = (pins > 0) + sum(tier in PINNED_TIERS[op.kind] for op in node.ops)
         if tier == DEVICE:
-            prefix.kids_device = int(held)
+            prefix.kids_device = int(state != ABSENT)
         else:
-            prefix.kids_host = int(held)
+            prefix.kids_host = int(state != ABSENT)
 
     def remove_if_empty(self, node: Node) -> None:
         """Take ``node`` out if it holds FULL on no tier, and then what that leaves childless and empty above it."""
@@ -407,8 +398,8 @@ class World:
         while (
             node.parent is not None
             and node.children is None
-            and node.cells[0].state == ABSENT
-            and node.cells[count].state == ABSENT
+            and node.state[0] == ABSENT
+            and node.state[count] == ABSENT
         ):
             parent = unlink(node, self.page_bytes)
             self.counters.nodes -= 1
@@ -434,8 +425,11 @@ class World:
 
     def valid_end(self, path: Sequence[Node], end: int, host: bool) -> int:
         """The longest end of a match, at most ``end``, that every component accepts (``host``: on either tier)."""
-        end = self.components[0].longest_end(path, end, host)
-        agreed = 1  # FULL agrees to every shorter end too
+        return self.agreed_end(path, self.components[0].longest_end(path, end, host), host)
+
+    def agreed_end(self, path: Sequence[Node], end: int, host: bool) -> int:
+        """``valid_end`` for an ``end`` that FULL accepts, as it does every shorter one."""
+        agreed = 1
         while end and agreed < self.count:
             for component in self.auxiliary:
                 before, end = end, component.longest_end(path, end, host)

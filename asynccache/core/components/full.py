@@ -24,14 +24,13 @@ class Full:
         own, other = self.index, self._host
         covered = 0
         for i in range(len(path) - 1, -1, -1):
-            state = path[i].cells[own].state
-            if state in HERE:
+            if path[i].state[own] in HERE:
                 covered = i + 1
                 break
         if host:
             for i in range(covered, len(path)):
-                cells = path[i].cells
-                if cells[own].state != ABSENT or cells[other].state != PRESENT:
+                state = path[i].state
+                if state[own] != ABSENT or state[other] != PRESENT:
                     break
                 covered = i + 1
         return min(end, path[covered - 1].end) if covered else 0

@@ -25,10 +25,10 @@ class Mamba:
         for node in reversed(path):
             if node.end > end:
                 continue
-            state = node.cells[own].state
+            state = node.state[own]
             if state in HERE:
                 return node.end
-            if host and state == ABSENT and node.cells[other].state == PRESENT:
+            if host and state == ABSENT and node.state[other] == PRESENT:
                 return node.end
         return 0
 

@@ -22,28 +22,18 @@ class SlidingWindow:
         self._host = index + hosts
 
     def longest_end(self, path: Sequence[Node], end: int, host: bool) -> int:
-        i = len(path) - 1
-        while end > 0:
-            while path[i].parent.end >= end:  # type: ignore[union-attr]
-                i -= 1
-            floor = end - self.window
-            for j in range(i, -1, -1):
-                node = path[j]
-                start = node.parent.end  # type: ignore[union-attr]
-                if not self._has(node, host):
-                    end = start
-                    break
-                if start <= floor:
-                    return end
-            else:
+        own, other = self.index, self._host
+        floor = end - self.window
+        for node in reversed(path):
+            start = node.parent.end  # type: ignore[union-attr]
+            if start >= end:
+                continue
+            state = node.state
+            if state[own] not in HERE and not (host and state[own] == ABSENT and state[other] == PRESENT):
+                end, floor = start, start - self.window  # the run begins anew before this hole
+            elif start <= floor:
                 return end
-        return 0
+        return end
 
     def first_page(self, end: int) -> int:
         return max(0, end - self.window)
-
-    def _has(self, node: Node, host: bool) -> bool:
-        state = node.cells[self.index].state
-        if state in HERE:
-            return True
-        return host and state == ABSENT and node.cells[self._host].state == PRESENT
