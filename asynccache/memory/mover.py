@@ -156,6 +156,12 @@ def _by_component(pools: Sequence[PoolSpec]) -> dict[int, list[PoolSpec]]:
 def _demands(
     pools: Sequence[PoolSpec], given: Mapping[str, Sequence[torch.Tensor]], align: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    device = {f"pool {s.name!r} on the device": s.device_pages * s.bytes_per_page for s in pools if s.name not in given}
-    host = {f"pool {s.name!r} on the host": s.host_pages * round_up(s.bytes_per_page, align) for s in pools}
+    device = {
+        f"pool {s.name!r} on the device: device_pages={s.device_pages}": s.device_pages * s.bytes_per_page
+        for s in pools if s.name not in given
+    }
+    host = {
+        f"pool {s.name!r} on the host: host_pages={s.host_pages}": s.host_pages * round_up(s.bytes_per_page, align)
+        for s in pools
+    }
     return device, host

@@ -96,7 +96,7 @@ class AsyncCache:
     # opening and closing
 
     async def __aenter__(self) -> AsyncCache:
-        """Open the store, allocate the pools, start the workers. Cancelling it leaves nothing open.
+        """Allocate the pools, open the store, start the workers. Cancelling it leaves nothing open.
 
         Raises:
             ConfigError: pools do not fit in memory, or an unknown device or backend.
@@ -105,9 +105,9 @@ class AsyncCache:
         if self._machine is not None:
             raise RuntimeError("a cache is opened once")
         try:
-            self._store = await self._open_store()
             self._device = self._given_device or _open_device(self.config.device)
-            mover = Mover(self._device, self.config.pools())
+            mover = Mover(self._device, self.config.pools())  # first: it may refuse, and a store leaves traces
+            self._store = await self._open_store()
             if self._store is not None:
                 for name, pool in mover.host_pools.items():
                     self._store.register(name, pool.memory)

@@ -1,0 +1,271 @@
+"""When the exit status is not 0, what is refused before anything starts, and what the options of a run come down to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from asynccache.cli import session
+from asynccache.cli.main import main
+from asynccache.cli.options import LOOPS, OPTIONS
+from asynccache.core import audit
+from asynccache.errors import InvariantViolation
+from asynccache.runtime.cache import AsyncCache
+from asynccache.runtime.lease import Lease
+
+SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
+         "--device-tokens", "12288", "--host-tokens", "24576", "--quiet", "--requests", "20"]
+GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
+
+ISSUE = {
+    "replay": {"speed", "limit"},
+    "stress": {"duration", "requests", "cancel-rate", "faults"},
+    "both": {
+        "components", "window", "page-size", "bytes-per-token", "device-tokens", "host-tokens", "storage",
+        "concurrency", "insert-outputs", "end-hints", "layers", "mamba-bytes", "prefill-tokens-per-s", "write-policy",
+        "prefetch-policy", "eviction", "loop", "config", "json", "quiet", "seed",
+    },
+}  # fmt: skip
+
+
+def stress(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    report = tmp_path / "report.json"
+    status = main(["stress", *SMALL, "--json", str(report), *more])
+    return status, json.loads(report.read_text())
+
+
+def write_trace(path: Path, *lines: str) -> str:
+    path.write_text("".join(line + "\n" for line in lines))
+    return str(path)
+
+
+def test_every_option_that_was_asked_for_is_there() -> None:
+    have = {command: {o.name for o in OPTIONS if command in o.defaults} for command in ("replay", "stress")}
+    assert have["replay"] >= ISSUE["replay"] | ISSUE["both"]
+    assert have["stress"] >= ISSUE["stress"] | ISSUE["both"]
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("replay", "stress"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        for name in ISSUE[command] | ISSUE["both"]:
+            assert f"--{name}" in shown, f"{command} --{name}"
+        assert "--no-insert-outputs" in shown
+
+
+# what is wrong fails the run
+
+
+def test_a_run_with_nothing_wrong_ends_with_0(tmp_path: Path) -> None:
+    status, report = stress(tmp_path)
+    assert (status, report["ok"], report["problems"]) == (0, True, [])
+
+
+def test_a_lease_that_is_never_released_is_a_leak_and_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, calls = Lease.release, []
+
+    def forgetful(self: Lease, after: Any = None, ended: bool = False) -> None:
+        calls.append(self)
+        if self is not calls[0]:
+            release(self, after, ended)
+
+    monkeypatch.setattr(Lease, "release", forgetful)
+    status, report = stress(tmp_path)
+    assert status == 1
+    assert report["leaks"]["pins"] > 0
+    assert report["leaks"]["device_pages"] > 0
+    assert any("left behind" in problem for problem in report["problems"])
+
+
+def test_slots_that_nobody_has_are_a_leak_and_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = AsyncCache.flush
+
+    async def losing(self: AsyncCache, timeout: float | None = None) -> Any:
+        unsaved = await flush(self, timeout)
+        shelves = self.core.world.shelves
+        shelves[0].slots.take(2)
+        shelves[len(shelves) // 2].slots.take(3)
+        return unsaved
+
+    monkeypatch.setattr(AsyncCache, "flush", losing)
+    status, report = stress(tmp_path)
+    assert status == 1
+    assert (report["leaks"]["device_pages"], report["leaks"]["host_pages"]) == (2, 3)
+
+
+def test_a_task_that_is_left_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aclose, tasks = AsyncCache.aclose, []
+
+    async def littering(self: AsyncCache) -> Any:
+        tasks.append(asyncio.create_task(asyncio.Event().wait()))
+        return await aclose(self)
+
+    monkeypatch.setattr(AsyncCache, "aclose", littering)
+    status, report = stress(tmp_path)
+    assert (status, report["leaks"]["tasks"]) == (1, 1)
+
+
+def test_a_broken_law_of_the_core_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(core: object, idle: bool = False) -> None:
+        raise InvariantViolation("node 7 is its own parent")
+
+    monkeypatch.setattr(audit, "check", broken)
+    status, report = stress(tmp_path)
+    assert status == 1
+    assert report["problems"] == ["a law of the core is broken: node 7 is its own parent"]
+
+
+def test_one_flipped_bit_on_the_device_is_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = Lease.loaded
+    hits: list[int] = []
+
+    async def flipping(self: Lease) -> None:
+        await loaded(self)
+        if self.cached and not hits:
+            hits.append(self.cached)
+            pool = self._machine.mover.device_pools["full"]
+            pool.layer(2)[int(self.pages[0]), 5] ^= 16
+
+    monkeypatch.setattr(Lease, "loaded", flipping)
+    status, report = stress(tmp_path)
+    assert status == 1
+    assert report["verify"]["mismatches"] >= 1
+    assert "full page 0 in slot" in report["problems"][0]
+    assert "differs from layer 2 on" in report["problems"][0]
+
+
+# refused before anything starts
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--page-size", "500"], "device_tokens=12288 is not a multiple of page_size=500"),
+    (["--device-tokens", "12289"], "device_tokens=12289 is not a multiple of page_size=16"),
+    (["--host-tokens", "24577"], "host_tokens=24577 is not a multiple of page_size=16"),
+    (["--window", "0"], "--window=0: must be at least 1"),
+    (["--storage", "tape:/dev/st0"], "unknown backend 'tape'; installed: file, memory"),
+    (["--write-policy", "never"], "--write-policy=never: must be one of write_through, "),
+    (["--prefetch-policy", "never"], "--prefetch-policy=never: must be one of best_effort, "),
+    (["--eviction", "mru"], "--eviction=mru: must be one of lru"),
+    (["--components", "swa"], "--components=swa: must be full"),
+    (["--loop", "trio"], "--loop=trio: must be one of uvloop, asyncio"),
+    (["--device-tokens", str(1 << 44)], f"pool 'full' on the device: device_pages={1 << 40}: "),
+    (["--host-tokens", str(1 << 44)], f"pool 'full' on the host: host_pages={1 << 40}: "),
+    (["--cancel-rate", "1.5"], "--cancel-rate=1.5: must be a share"),
+    (["--faults", "nan"], "--faults=nan: must be a share"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence_with_field_and_value_and_makes_no_store(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stress", *SMALL, "--storage", f"file:{tmp_path}/kv?capacity=1GiB", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("asynccache: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("{", "not a JSON object"), (json.dumps(GOOD | {"input_length": -5}), "input_length=-5 must be"),
+    (json.dumps(GOOD | {"hash_ids": [1]}), "hash_ids has 1 blocks, but input_length=600 makes 2"),
+    (json.dumps({"timestamp": 0}), "the field input_length is missing"),
+])  # fmt: skip
+def test_a_malformed_line_of_a_trace_is_named_by_its_number(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", json.dumps(GOOD), json.dumps(GOOD), line)
+    assert main(["replay", trace, "--quiet", "--storage", f"file:{tmp_path}/kv"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"asynccache: {trace}:3: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("change", [["--page-size", "32"], ["--layers", "2"], ["--bytes-per-token", "128"]])
+def test_what_other_settings_stored_is_never_served(change: list[str], tmp_path: Path) -> None:
+    """Pages of another shape have other keys: a store that holds them only misses."""
+    store = ["--storage", f"file:{tmp_path}/kv?capacity=256MiB", "--end-hints", "0", "--device-tokens", "131072",
+             "--host-tokens", "131072"]  # fmt: skip
+    _, first = stress(tmp_path, *store)
+    status, other = stress(tmp_path, *store, *change)
+    assert (status, other["tokens"]["hit"]["storage"]) == (0, 0)
+    status, same = stress(tmp_path, *store)
+    assert (status, first["tokens"]["hit"]["storage"]) == (0, 0)
+    assert same["tokens"]["hit"]["storage"] > 0
+
+
+def test_a_folder_of_another_schema_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = ["--storage", f"file:{tmp_path}/kv?capacity=64MiB"]
+    assert main(["stress", *SMALL, *store]) == 0
+    manifest = tmp_path / "kv" / "manifest.json"
+    rewrite_schema(manifest)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "kv").iterdir() if path.name != "lock"}
+    capsys.readouterr()
+    assert main(["stress", *SMALL, *store]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/kv' was written by another schema: {'ab' * 32}" in error
+    assert error.count("\n") == 1
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "kv").iterdir() if path.name != "lock"}
+
+
+def rewrite_schema(manifest: Path) -> None:
+    from asynccache_backends.file.folder import Manifest, _digest
+
+    changed = Manifest(**(json.loads(manifest.read_text())["manifest"] | {"schema": "ab" * 32}))
+    content = {"manifest": {name: getattr(changed, name) for name in changed.__slots__}, "xxh3": _digest(changed)}
+    manifest.write_text(json.dumps(content))
+
+
+# loops, files
+
+
+@pytest.mark.parametrize("loop", [None, *LOOPS])
+def test_uvloop_runs_it_unless_asyncio_is_asked_for(
+    loop: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[type] = []
+    run = session.Session.run
+
+    async def noting(self: session.Session) -> Any:
+        ran.append(type(asyncio.get_running_loop()))
+        return await run(self)
+
+    monkeypatch.setattr(session.Session, "run", noting)
+    status, _ = stress(tmp_path, *([] if loop is None else ["--loop", loop]))
+    assert status == 0
+    assert (ran[0] is uvloop.Loop) == (loop != "asyncio")
+
+
+def test_a_settings_file_settles_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "r.json"
+    (tmp_path / "run.toml").write_text(
+        f'page_size = 32\ncomponents = ["full", "mamba"]\ndevice-tokens = 8192\nhost_tokens = 16384\nquiet = true\n'
+        f'json = "{report}"\nloop = "asyncio"\n[stress]\nrequests = 7\nrate = 0\nconcurrency = 2\n[replay]\nspeed = 3\n'
+    )
+    assert main(["stress", "--config", str(tmp_path / "run.toml"), "--requests", "5"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+    found = json.loads(report.read_text())
+    assert found["requests"] == 5
+    settings = found["settings"]
+    assert (settings["page_size"], settings["components"], settings["loop"]) == (32, ["full", "mamba"], "asyncio")
+    assert settings["config"] == str(tmp_path / "run.toml")
+    assert found["tiers"]["device"].keys() == {"full", "mamba"}
+
+
+def test_quiet_says_nothing_unless_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", *SMALL]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["stress", *SMALL, "--components", "full", "--device-tokens", "1024", "--host-tokens", "2048"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "gave up" in shown.err
