@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asynccache.errors import BackendError, ConfigError, Timeout
@@ -25,6 +24,7 @@ from asynccache.storage.contract import PageKey, Record, Result, StorageBackend,
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.records import seal, verify
 from asynccache.storage.settle import settled
+from asynccache.storage.workers import Workers
 
 HEADER_POOL = "#headers"
 INLINE_BYTES = 128 << 10
@@ -57,7 +57,7 @@ class CheckedStore:
         self.last_error: Exception | None = None
         self._timeout = timeout
         self._clock = clock
-        self._executor = ThreadPoolExecutor(threads, "asynccache-checksum") if threads else None
+        self._workers = Workers(threads, "asynccache-checksum") if threads else None
         self._headers = HeaderPool(headers)
         self._counts: Counter[str] = Counter()
         backend.register(HEADER_POOL, self._headers.memory)
@@ -133,8 +133,8 @@ class CheckedStore:
         try:
             await self.backend.aclose()
         finally:
-            if self._executor is not None:
-                self._executor.shutdown(wait=True)
+            if self._workers is not None:
+                self._workers.close()
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         headers = await self._headers.take(len(keys))
@@ -170,12 +170,9 @@ class CheckedStore:
     async def _in_batches(
         self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey], records: list[Record]
     ) -> list[_T]:
-        if self._executor is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
+        if self._workers is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
             return [work(keys, records)]
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[_T]] = [
-            loop.run_in_executor(self._executor, work, keys[part], records[part]) for part in _batches(records)
-        ]
+        futures = [self._workers.call(work, keys[part], records[part]) for part in _batches(records)]
         await settled(futures)
         return [future.result() for future in futures]
 

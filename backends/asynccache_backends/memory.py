@@ -6,17 +6,15 @@ thread, in batches, so that the loop stays free.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, settled
+from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, Workers, settled
 
 BATCH_BYTES = 2 << 20
 INLINE_BYTES = 128 << 10
@@ -32,7 +30,7 @@ class MemoryBackend:
         self._stored: OrderedDict[PageKey, _Bytes] = OrderedDict()
         self._bytes = 0
         self._counts: Counter[str] = Counter()
-        self._executor = ThreadPoolExecutor(2, "asynccache-memory")
+        self._workers = Workers(2, "asynccache-memory")
         self._closed = False
 
     @classmethod
@@ -97,7 +95,7 @@ class MemoryBackend:
         """Forget everything and end the threads. Twice is fine."""
         self._closed = True
         await self.clear()
-        self._executor.shutdown(wait=True)
+        self._workers.close()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -130,8 +128,7 @@ class MemoryBackend:
         if sum(data.nbytes for _, data in pairs) <= INLINE_BYTES:
             work(pairs)
             return
-        loop = asyncio.get_running_loop()
-        futures = [loop.run_in_executor(self._executor, work, batch) for batch in _batches(pairs)]
+        futures = [self._workers.call(work, batch) for batch in _batches(pairs)]
         await settled(futures)
         for future in futures:
             future.result()

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
 from asynccache_backends.file.backend import usual_segment
-from asynccache_backends.file.blocks import Group
-from asynccache_backends.file.reads import Place, plan_reads
+from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
+from asynccache_backends.file.index import Index
+from asynccache_backends.file.reads import BATCHES, Stretch, find_stretches, plan_reads
 from asynccache_backends.file.segments import list_segments
 
 from asynccache.errors import ConfigError
@@ -187,12 +188,12 @@ class HeldIO(ThreadIO):
 
     def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
         if self.error is not None:
-            return self._answer(Moved(0, self.error, False))
+            return self._answer(Moved([0], self.error, False))
         return self._hold(super().write(files, run))
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[list[Moved]]:
+    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
         if self.error is not None:
-            return self._answer([Moved(0, self.error, False) for _ in runs])
+            return self._answer(Moved([0] * len(runs), self.error, False))
         return self._hold(super().read(files, runs))
 
     def release_all(self) -> None:
@@ -334,31 +335,62 @@ async def test_a_small_capacity_still_works(tmp_path: Path) -> None:
     await backend.aclose()
 
 
-def _places(offsets: Sequence[int], length: int = FULL, segment: int = 1) -> list[Place]:
-    group = Group(segment, 0, length, b"")
-    return [Place(segment, offset, i, 0, group) for i, offset in enumerate(offsets)]
+PAGES = keys_of(1000)
+
+
+def _index(groups: int = 1, length: int = FULL, segment: int = 1, first: int = 0) -> Index:
+    """An index of groups of 40 pages, side by side."""
+    index = Index()
+    for i in range(groups):
+        keys = PAGES[first + 40 * i : first + 40 * i + 40]
+        index.add(Group(segment, i * group_bytes(length, 40), length, b"".join(k.key + bytes(64) for k in keys)))
+    return index
+
+
+def _find(index: Index, which: Sequence[int], length: int = FULL) -> list[Stretch]:
+    """The stretches of pages, all of which are there and of that length."""
+    records = [Record(aligned(64), memoryview(bytearray(length)))] * len(which)
+    stretches, wrong = find_stretches(index, [PAGES[i] for i in which], records)
+    assert not wrong
+    return stretches
 
 
 def test_neighbours_are_read_in_one_run() -> None:
-    places = _places([3 * FULL, FULL, 2 * FULL, 9 * FULL])
-    (batch,) = plan_reads(places, [blank(page_key("x"))] * 4)
-    assert [(run.offset, len(run.buffers)) for run in batch.runs] == [(FULL, 3), (9 * FULL, 1)]
-    assert [[place.which for place in run] for run in batch.places] == [[1, 2, 0], [3]]
+    stretches = _find(_index(2), [3, 1, 2, 9, 999, 41, 40, 39])
+    (batch,) = plan_reads(stretches, [blank(page_key("x"))] * 8)
+    assert [stretch.which for stretch in batch.stretches] == [[1, 2, 0], [3], [7], [6, 5]]
+    second = group_bytes(FULL, 40) + BLOCK_BYTES
+    assert [run.offset for run in batch.runs] == [BLOCK_BYTES + n * FULL for n in (1, 9, 39)] + [second]
+    assert [run.length // FULL for run in batch.runs] == [len(run.buffers) for run in batch.runs] == [3, 1, 1, 2]
 
 
-def test_a_large_get_is_dealt_out_in_several_batches() -> None:
-    places = _places([i * FULL for i in range(1000)])
-    batches = plan_reads(places, [blank(page_key("x"))] * 1000)
-    sizes = [sum(len(run.buffers) for run in batch.runs) * FULL for batch in batches]
-    assert 4 <= len(batches) <= 5
-    assert max(sizes) <= 4 << 20
-    assert sorted(p.which for b in batches for run in b.places for p in run) == list(range(1000))
+def test_a_key_that_is_asked_for_twice_is_read_twice() -> None:
+    assert [stretch.which for stretch in _find(_index(), [5, 6, 5, 6])] == [[0], [2, 1], [3]]
 
 
-@pytest.mark.parametrize("change", [lambda f: _places([0], segment=2), lambda f: _places([FULL], length=FULL + 1)])
-def test_segments_and_lengths_are_not_mixed(change: Callable[[int], list[Place]]) -> None:
-    batches = plan_reads([*_places([0]), *change(0)], [blank(page_key("x"))] * 2)
-    assert len(batches) == 2
+def test_pages_of_another_length_are_left_out() -> None:
+    index, right, wrong = _index(), blank(page_key("x")), Record(aligned(64), memoryview(bytearray(FULL - 1)))
+    stretches, refused = find_stretches(index, PAGES[:5], [wrong, right, right, wrong, right])
+    assert [(stretch.page, stretch.which) for stretch in stretches] == [(1, [1, 2]), (4, [4])]
+    assert refused == [0, 3]
+
+
+def test_a_large_get_is_dealt_out_in_several_full_batches() -> None:
+    batches = plan_reads(_find(_index(25), range(1000)), [blank(page_key("x"))] * 1000)
+    sizes = [sum(run.length for run in batch.runs) for batch in batches]
+    assert sizes[:-1] == [1000 * FULL // BATCHES // FULL * FULL] * (len(sizes) - 1)
+    assert len(batches) == BATCHES
+    assert sorted(i for b in batches for stretch in b.stretches for i in stretch.which) == list(range(1000))
+    for batch in batches:
+        for run, (group, page, which) in zip(batch.runs, batch.stretches, strict=True):
+            assert (run.offset, len(run.buffers)) == (group.payload_offset(page), len(which))
+
+
+@pytest.mark.parametrize(("segment", "length"), [(2, FULL), (1, FULL + 1)])
+def test_segments_and_lengths_are_not_mixed(segment: int, length: int) -> None:
+    stretches = [*_find(_index(), [0, 1]), *_find(_index(1, length, segment, 40), [40, 41], length)]
+    batches = plan_reads(stretches, [blank(page_key("x"))] * 2)
+    assert [(batch.segment, batch.length, len(batch.runs)) for batch in batches] == [(1, FULL, 1), (segment, length, 1)]
 
 
 @pytest.mark.asyncio

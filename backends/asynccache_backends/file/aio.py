@@ -11,13 +11,12 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+from asynccache.storage import Workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-MAX_BUFFERS = 512
 
 
 class Files(NamedTuple):
@@ -28,16 +27,18 @@ class Files(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive bytes of one file, and the buffers they go to or come from."""
+    """``length`` consecutive bytes of one file, and the buffers they go to or come from, at most 1024."""
 
     offset: int
+    length: int
     buffers: Sequence[memoryview]
 
 
 class Moved(NamedTuple):
-    """What became of one run. ``misaligned``: direct I/O refused these buffers, buffered I/O was used."""
+    """What became of some runs: the bytes of each, the last error that one of them met (its bytes are 0 then), and
+    whether direct I/O refused their buffers, so that buffered I/O was used."""
 
-    bytes: int
+    bytes: list[int]
     error: OSError | None
     misaligned: bool
 
@@ -49,7 +50,7 @@ class BatchIO(Protocol):
         """Write one run; whole, or an error is in the answer."""
         ...
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[list[Moved]]:
+    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
         """Read runs of one file; each may come short where the file ends."""
         ...
 
@@ -66,62 +67,66 @@ class ThreadIO:
     """``threads`` system calls at a time."""
 
     def __init__(self, threads: int = 4) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._executor = ThreadPoolExecutor(threads, "asynccache-file")
+        self._workers = Workers(threads, "asynccache-file")
 
     def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
         """One pwritev, or as many as it takes."""
-        return self._loop.run_in_executor(self._executor, write_run, files, run)
+        return self._workers.call(write_run, files, run)
 
-    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[list[Moved]]:
+    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
         """One preadv per run, or as many as it takes."""
-        return self._loop.run_in_executor(self._executor, read_runs, files, runs)
+        return self._workers.call(read_runs, files, runs)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
         """``function`` in a thread; an ``OSError`` is a value."""
-        return self._loop.run_in_executor(self._executor, lambda: _caught(function, *args, **kwargs))
+        return self._workers.call(lambda: _caught(function, *args, **kwargs))
 
     def close(self) -> None:
         """End the threads."""
-        self._executor.shutdown(wait=True)
+        self._workers.close()
 
 
 def write_run(files: Files, run: Run) -> Moved:
     """Write a whole run, direct if ``files`` says so and the buffers allow it."""
-    moved = _direct_first(os.pwritev, files, run)
-    if moved.error is None and moved.bytes < sum(buffer.nbytes for buffer in run.buffers):
+    moved = _move(os.pwritev, files, [run])
+    if moved.error is None and moved.bytes[0] < run.length:
         return moved._replace(error=OSError(errno.EIO, "short write"))
     return moved
 
 
-def read_runs(files: Files, runs: Sequence[Run]) -> list[Moved]:
+def read_runs(files: Files, runs: Sequence[Run]) -> Moved:
     """Read each run as far as the file goes."""
-    return [_direct_first(os.preadv, files, run) for run in runs]
+    return _move(os.preadv, files, runs)
 
 
-def _direct_first(move: Callable[[int, Sequence[memoryview], int], int], files: Files, run: Run) -> Moved:
-    if files.direct is not None:
+def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, runs: Sequence[Run]) -> Moved:
+    fd = files.buffered if files.direct is None else files.direct
+    counts: list[int] = []
+    error: OSError | None = None
+    for run in runs:
         try:
-            return Moved(_whole(move, files.direct, run), None, False)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                return Moved(0, error, False)
-    try:
-        return Moved(_whole(move, files.buffered, run), None, files.direct is not None)
-    except OSError as error:
-        return Moved(0, error, files.direct is not None)
+            try:
+                counts.append(_whole(move, fd, run))
+            except OSError as refusal:
+                if refusal.errno != errno.EINVAL or fd == files.buffered:
+                    raise
+                fd = files.buffered
+                counts.append(_whole(move, fd, run))
+        except OSError as failure:
+            error = failure
+            counts.append(0)
+    return Moved(counts, error, files.direct is not None and fd == files.buffered)
 
 
 def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: Run) -> int:
-    """Repeat ``move`` until all buffers are through or it moves nothing more."""
-    buffers, offset = run.buffers, run.offset
-    while buffers:
-        count = move(fd, buffers, offset)
+    """Repeat ``move`` until all bytes are through or it moves nothing more."""
+    moved = move(fd, run.buffers, run.offset)
+    while moved < run.length:
+        count = move(fd, _after(run.buffers, moved), run.offset + moved)
         if count == 0:
             break
-        offset += count
-        buffers = _after(buffers, count)
-    return offset - run.offset
+        moved += count
+    return moved
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:

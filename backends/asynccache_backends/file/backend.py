@@ -36,7 +36,7 @@ from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.operations import Operations
-from asynccache_backends.file.reads import Place, ReadBatch, plan_reads, whole_pages
+from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.segments import Segment, supports_direct
 from asynccache_backends.file.state import StoreState, Writing
@@ -116,8 +116,11 @@ class FileBackend:
         Cancelling it returns after the reads that have begun are over.
         """
         with self._operations:
-            results, places = self._find(keys, records)
-            batches = plan_reads(places, records)
+            results = [Result.MISS] * len(keys)
+            stretches, wrong = find_stretches(self._state.index, keys, records)
+            for i in wrong:
+                results[i] = Result.CORRUPT
+            batches = plan_reads(stretches, records)
             segments = [self._state.log.segments[batch.segment] for batch in batches]
             futures = [self._begin_read(batch, segment) for batch, segment in zip(batches, segments, strict=True)]
             try:
@@ -213,40 +216,26 @@ class FileBackend:
         finally:
             _let_go(self._state, self._state.io, self._lock)
 
-    def _find(self, keys: Sequence[PageKey], records: Sequence[Record]) -> tuple[list[Result], list[Place]]:
-        """Where the pages lie; MISS and CORRUPT (another length) are decided here."""
-        results, places = [Result.MISS] * len(keys), []
-        find = self._state.index.find
-        for i, (key, record) in enumerate(zip(keys, records, strict=True)):
-            found = find(key.key)
-            if found is None:
-                continue
-            group, page = found
-            if group.length == record.payload.nbytes:
-                places.append(Place(group.segment, group.payload_offset(page), i, page, group))
-            else:
-                results[i] = Result.CORRUPT
-        return results, places
-
-    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[list[Moved]]:
+    def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[Moved]:
         segment.enter()
         return self._state.io.read(self._state.files_for(segment, batch.length), batch.runs)
 
-    def _end_read(
-        self, batch: ReadBatch, answers: list[Moved], records: Sequence[Record], results: list[Result]
-    ) -> None:
-        for moved, places in zip(answers, batch.places, strict=True):
-            whole = whole_pages(moved, batch.length)
-            for place in places[:whole]:
-                records[place.which].header[:] = place.group.header(place.page)
-                place.group.hot |= 1 << place.page
-                results[place.which] = Result.HIT
-            for place in places[whole:]:
-                results[place.which] = Result.CORRUPT if moved.error is None else Result.FAILED
-            if moved.misaligned:
-                self._state.misaligned(batch.length)
-            self._state.counts["errors"] += moved.error is not None
-            self._state.counts["get_bytes"] += whole * batch.length
+    def _end_read(self, batch: ReadBatch, moved: Moved, records: Sequence[Record], results: list[Result]) -> None:
+        """A page that is not there to the last byte is CORRUPT, or FAILED if there was an error in its batch."""
+        length, total, missing = batch.length, 0, Result.CORRUPT if moved.error is None else Result.FAILED
+        for count, (group, page, which) in zip(moved.bytes, batch.stretches, strict=True):
+            whole = count // length
+            for i, header in zip(which, group.headers(page, whole), strict=False):
+                records[i].header[:] = header
+                results[i] = Result.HIT
+            for i in which[whole:]:
+                results[i] = missing
+            group.hot |= ((1 << whole) - 1) << page
+            total += whole * length
+        if moved.misaligned:
+            self._state.misaligned(length)
+        self._state.counts["errors"] += moved.error is not None
+        self._state.counts["get_bytes"] += total
 
     def _sort_out(
         self, left: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]

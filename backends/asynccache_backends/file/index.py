@@ -6,13 +6,14 @@ pages keep their place in their group until the segment is reclaimed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from asynccache.storage import PageKey
 from asynccache_backends.file.blocks import MAX_PAGES, Group
 
 _PAGE_BITS = 6
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
-assert MAX_PAGES <= _PAGE_MASK + 1
+assert MAX_PAGES <= _PAGE_MASK  # so that no slot is followed by one of the next group
 
 
 class Index:
@@ -44,10 +45,14 @@ class Index:
         """The groups of one segment, in the order in which they came."""
         return [self._groups[n] for n in self._segments.get(segment, ())]
 
-    def find(self, key: bytes) -> tuple[Group, int] | None:
-        """The group and place of ``key``'s page."""
-        slot = self._slots.get(key)
-        return None if slot is None else (self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK)
+    def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
+        """For each key that is there its slot and its position in ``keys``. Neighbours have consecutive slots."""
+        slots = self._slots
+        return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
+
+    def at(self, slot: int) -> tuple[Group, int]:
+        """The group and place of a slot."""
+        return self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
 
     def add(self, group: Group) -> None:
         """Enter a group's live pages. A key that is there already moves to the new place."""
@@ -66,7 +71,7 @@ class Index:
         slot = self._slots.pop(key, None)
         if slot is None:
             return None
-        group, page = self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
+        group, page = self.at(slot)
         group.dead |= 1 << page
         self.bytes -= group.length
         return group, page

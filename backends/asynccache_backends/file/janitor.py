@@ -218,15 +218,16 @@ class Janitor:
         self, segment: Segment, group: Group, pages: Sequence[int], buffers: Sequence[memoryview]
     ) -> list[tuple[int, memoryview]]:
         """Read pages of a group; those that are there to the last byte."""
-        runs = [Run(group.payload_offset(page), [buffer]) for page, buffer in zip(pages, buffers, strict=True)]
+        offsets = map(group.payload_offset, pages)
+        runs = [Run(at, group.length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
         segment.enter()
         future = self._state.io.read(self._state.files_for(segment, group.length), runs)
         try:
             await settled([future])
         finally:
             segment.leave()
-        moved = zip(pages, buffers, future.result(), strict=True)
-        return [(page, buffer) for page, buffer, m in moved if m.error is None and m.bytes == group.length]
+        moved = zip(pages, buffers, future.result().bytes, strict=True)
+        return [(page, buffer) for page, buffer, count in moved if count == group.length]
 
     async def _sync_segment(self, segment: Segment) -> None:
         """A segment with groups in flight stays dirty: they may miss this sync."""

@@ -1,71 +1,86 @@
-"""Which reads answer a get: pages that lie side by side become one run, and runs are dealt out in batches. Pure."""
+"""Which reads answer a get: neighbouring pages are read at once, and reads are dealt out in batches. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asynccache.storage import Record
-from asynccache_backends.file.aio import MAX_BUFFERS, Moved, Run
+from asynccache.storage import PageKey, Record
+from asynccache_backends.file.aio import Run
 from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.index import Index
 
-RUN_BYTES = 4 << 20
+MOST_BATCH = 4 << 20
 LEAST_BATCH = 1 << 20
 BATCHES = 4
 
 
-class Place(NamedTuple):
-    """Where the page of the get's ``which``-th key lies. Ordered by position on the disk, then by ``which``: no tie."""
+class Stretch(NamedTuple):
+    """Neighbouring pages of one group, from ``page`` on, and which keys of the get each of them answers."""
 
-    segment: int
-    offset: int
-    which: int
-    page: int
     group: Group
+    page: int
+    which: list[int]
+
+
+_NOTHING = Stretch(Group(0, 0, 0, b""), 0, [])
 
 
 class ReadBatch(NamedTuple):
-    """Runs for one I/O call, all of one segment and one page length, and the places that each run covers."""
+    """One I/O call: stretches of one segment and one page length, and the run of bytes that each is."""
 
     segment: int
     length: int
+    stretches: list[Stretch]
     runs: list[Run]
-    places: list[list[Place]]
 
 
-def plan_reads(places: Sequence[Place], records: Sequence[Record]) -> list[ReadBatch]:
-    """Batches of neighbouring runs, large enough to be worth a call and about as many as run at a time."""
-    ordered = sorted(places)
-    limit = max(LEAST_BATCH, min(RUN_BYTES, sum(place.group.length for place in ordered) // BATCHES))
+def find_stretches(
+    index: Index, keys: Sequence[PageKey], records: Sequence[Record]
+) -> tuple[list[Stretch], list[int]]:
+    """Where the pages of the keys that are there lie, in the order in which they were written; and which keys have a
+    page of another length than their record."""
+    stretches: list[Stretch] = []
+    wrong: list[int] = []
+    expected = -1
+    for slot, i in sorted(index.slots(keys)):
+        if slot != expected:
+            group, page = index.at(slot)
+            which: list[int] = []
+        if records[i].payload.nbytes != group.length:
+            wrong.append(i)
+            expected = -1
+            continue
+        if not which:
+            stretches.append(Stretch(group, page, which))
+        which.append(i)
+        expected = slot + 1
+    return stretches, wrong
+
+
+def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[ReadBatch]:
+    """Batches large enough to be worth a call, and about as many as run at a time."""
+    total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
+    limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
     batches: list[ReadBatch] = []
-    room = 0
-    for run in _runs(ordered, limit):
-        first = run[0]
-        size = first.group.length * len(run)
-        fits = batches and (batches[-1].segment, batches[-1].length) == (first.segment, first.group.length)
-        if not fits or room < size:
-            batches.append(ReadBatch(first.segment, first.group.length, [], []))
-            room = limit
-        room -= size
-        batches[-1].runs.append(Run(first.offset, [records[place.which].payload for place in run]))
-        batches[-1].places.append(run)
+    segment = length = room = 0
+    for stretch in stretches:
+        while stretch.which:
+            if room < stretch.group.length or (segment, length) != (stretch.group.segment, stretch.group.length):
+                segment, length = stretch.group.segment, stretch.group.length
+                room = max(limit, length)
+                batches.append(ReadBatch(segment, length, [], []))
+            now, stretch = _cut(stretch, room // length)
+            buffers = [records[i].payload for i in now.which]
+            batches[-1].stretches.append(now)
+            batches[-1].runs.append(Run(now.group.payload_offset(now.page), len(buffers) * length, buffers))
+            room -= len(buffers) * length
     return batches
 
 
-def whole_pages(moved: Moved, length: int) -> int:
-    """How many pages of a run are there to the last byte."""
-    return 0 if moved.error is not None else moved.bytes // length
-
-
-def _runs(ordered: Sequence[Place], limit: int) -> list[list[Place]]:
-    """Split ordered places where they do not touch, change their length, or a run is long enough."""
-    runs: list[list[Place]] = []
-    end, most = (-1, -1, -1), 0
-    for place in ordered:
-        length = place.group.length
-        if (place.segment, length, place.offset) != end or len(runs[-1]) >= most:
-            runs.append([])
-            most = min(MAX_BUFFERS, max(1, limit // length))
-        runs[-1].append(place)
-        end = (place.segment, length, place.offset + length)
-    return runs
+def _cut(stretch: Stretch, pages: int) -> tuple[Stretch, Stretch]:
+    """Its first pages, as many as that, and the rest."""
+    group, page, which = stretch
+    if len(which) <= pages:
+        return stretch, _NOTHING
+    return Stretch(group, page, which[:pages]), Stretch(group, page + pages, which[pages:])

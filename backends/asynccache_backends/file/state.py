@@ -63,7 +63,8 @@ class StoreState:
         packed = pack_block(group, self.seed)
         block[: len(packed)] = packed
         segment.enter()
-        done = self.io.write(self.files_for(segment, length), Run(offset, [block, *payloads]))
+        run = Run(offset, BLOCK_BYTES + length * len(payloads), [block, *payloads])
+        done = self.io.write(self.files_for(segment, length), run)
         segment.writing[offset] = done
         return Writing(group, segment, block, done)
 
@@ -81,5 +82,5 @@ class StoreState:
             return moved.error
         if not segment.dropped:
             self.index.add(group)
-        self.unsaved_bytes += moved.bytes
+        self.unsaved_bytes += sum(moved.bytes)
         return None

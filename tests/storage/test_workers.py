@@ -1,0 +1,106 @@
+"""The threads that do blocking work: answers, errors, cancellation, the end."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from asynccache.errors import Unavailable
+from asynccache.storage import settled
+from asynccache.storage.workers import Workers
+
+
+def names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("test-workers"))
+
+
+@pytest.mark.asyncio
+async def test_every_call_is_answered_by_its_own_result_or_error() -> None:
+    workers = Workers(3, "test-workers")
+
+    def divide(a: int, *, by: int) -> float:
+        return a / by
+
+    futures = [workers.call(divide, 10, by=i % 5) for i in range(200)]
+    await settled(futures)
+    for i, future in enumerate(futures):
+        if i % 5:
+            assert future.result() == 10 / (i % 5)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                future.result()
+    workers.close()
+
+
+@pytest.mark.asyncio
+async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
+    workers, barrier = Workers(3, "test-workers"), threading.Barrier(3)
+    futures = [workers.call(barrier.wait, timeout=30) for _ in range(3)]
+    await settled(futures)
+    assert sorted(future.result() for future in futures) == [0, 1, 2]
+    assert threading.current_thread().name not in {await workers.call(lambda: threading.current_thread().name)}
+    workers.close()
+
+
+@pytest.mark.asyncio
+async def test_threads_start_with_the_first_call_and_end_with_close() -> None:
+    workers = Workers(2, "test-workers")
+    assert names() == []
+    await workers.call(int)
+    assert names() == ["test-workers-0", "test-workers-1"]
+    workers.close()
+    workers.close()
+    assert names() == []
+    with pytest.raises(Unavailable, match="test-workers"):
+        workers.call(int)
+
+
+@pytest.mark.asyncio
+async def test_what_was_handed_in_is_done_before_close_returns() -> None:
+    workers = Workers(1, "test-workers")
+    done: list[int] = []
+    for i in range(50):
+        workers.call(done.append, i)
+    workers.close()
+    assert done == list(range(50))
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_future_is_no_harm_to_the_others() -> None:
+    workers, gate = Workers(1, "test-workers"), threading.Event()
+    first, second = workers.call(gate.wait, 30), workers.call(int, "7")
+    first.cancel()
+    gate.set()
+    assert await second == 7
+    workers.close()
+
+
+class Buffer:
+    """Something that can be seen to be gone."""
+
+
+@pytest.mark.asyncio
+async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
+    workers, buffer = Workers(1, "test-workers"), Buffer()
+    seen = weakref.ref(buffer)
+    await workers.call(id, buffer)
+    del buffer
+    await workers.call(int)
+    gc.collect()
+    assert seen() is None
+    workers.close()
+
+
+def test_who_forgets_to_close_can_still_end() -> None:
+    code = (
+        "import asyncio\nfrom asynccache.storage.workers import Workers\n"
+        "async def main():\n    workers = Workers(2, 'x')\n    print(await workers.call(int, '5'))\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "5\n", "")
