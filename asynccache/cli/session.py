@@ -110,12 +110,20 @@ class Session:
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
 
     async def _serve(self, config: CacheConfig, device: CpuDevice, source: Source) -> dict[str, Any]:
-        """What is found in the cache when all requests have ended. That it closed itself is a problem, not an error."""
-        cache = AsyncCache(config, device=device, storage=await self._faulty_storage(config))
+        """What is found in the cache when all requests have ended."""
+        storage = await self._faulty_storage(config)
+        try:
+            return await self._serve_from(AsyncCache(config, device=device, storage=storage), device, source)
+        finally:
+            if storage is not None:
+                await storage.aclose()
+
+    async def _serve_from(self, cache: AsyncCache, device: CpuDevice, source: Source) -> dict[str, Any]:
+        """The same. That the cache closed itself is a problem, not an error."""
         found: dict[str, Any] = {}
         try:
             async with cache:
-                engine = Engine(config.pools(), cache.pools, device.gate)
+                engine = Engine(cache.config.pools(), cache.pools, device.gate)
                 try:
                     await self._drive(cache, engine, source)
                 finally:
