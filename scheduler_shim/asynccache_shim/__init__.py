@@ -1,0 +1,27 @@
+"""asynccache_shim: a continuous-batching scheduler between a serving stack and asynccache, and engines to run below it.
+
+The public names. Engines are in ``asynccache_shim.engine``.
+"""
+
+from __future__ import annotations
+
+from asynccache_shim.board import Settings
+from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Model, Sampling, Work
+from asynccache_shim.request import Finish, Limits, Matched, Request, State
+from asynccache_shim.scheduler import Scheduler
+
+__all__ = [
+    "NO_TOKEN",
+    "Batch",
+    "Checkpoint",
+    "Finish",
+    "Limits",
+    "Matched",
+    "Model",
+    "Request",
+    "Sampling",
+    "Scheduler",
+    "Settings",
+    "State",
+    "Work",
+]

@@ -1,0 +1,98 @@
+"""What the parts of a scheduler share: who waits, who holds pages, and the bell that wakes its loop.
+
+Law: this is where the scheduler's mutable state lives. A job is in ``waiting`` or in ``held``, and in ``held`` exactly
+as long as it has a lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from asynccache import AsyncCache, ConfigError
+from asynccache_shim.admission import Shape, Slots, shape_of
+from asynccache_shim.job import Job
+from asynccache_shim.request import Finish, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """``step_tokens``: computed in one step at most, all requests together. ``max_running``: requests with pages.
+    ``checkpoint_every``: tokens of decoding between two checkpoints of a recurrent state. ``preempt``: whether a
+    request of higher priority may have one of lower priority retracted to come in. ``load_attempts``: how often
+    pages may fail to arrive before the request fails."""
+
+    step_tokens: int = 512
+    max_running: int = 32
+    checkpoint_every: int = 512
+    preempt: bool = True
+    load_attempts: int = 8
+
+
+class Board:
+    """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet."""
+
+    def __init__(self, cache: AsyncCache, settings: Settings) -> None:
+        self.cache = cache
+        self.settings = settings
+        self.shape: Shape = shape_of(cache.config)
+        if settings.max_running < 1 or settings.step_tokens < settings.max_running + self.shape.page_size:
+            raise ConfigError(
+                f"step_tokens={settings.step_tokens} must hold a token for each of max_running={settings.max_running} "
+                f"requests and a page of {self.shape.page_size} beside them"
+            )
+        self.waiting: dict[int, Job] = {}
+        self.held: dict[int, Job] = {}
+        self.ended: list[int] = []
+        self.freed = 0
+        self.bell = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Board({len(self.waiting)} waiting, {len(self.held)} hold pages)"
+
+    def room(self) -> Slots:
+        """Free and evictable slots of the device."""
+        tiers = self.cache.statistics().device
+        room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
+        return Slots(room["full"], room.get("swa", 0), room.get("mamba", 0))
+
+    def running(self) -> list[Job]:
+        """Who can be part of a step."""
+        return [job for job in self.held.values() if job.runs and not job.over]
+
+    def hold(self, job: Job) -> None:
+        """It has a lease now."""
+        self.waiting.pop(job.id, None)
+        self.held[job.id] = job
+
+    def release(self, job: Job) -> None:
+        """Its lease goes back, now. Idempotent."""
+        if job.watch is not None:
+            job.watch.cancel()
+            job.watch = None
+        self.held.pop(job.id, None)
+        lease = job.left()
+        if lease is not None:
+            lease.release(ended=job.request.ended)
+            self.ended.append(job.id)
+            self.freed += 1
+
+    async def publish(self, job: Job) -> None:
+        """What it has computed may be hit by others, and by itself when it is back. Cancelling it publishes all of it
+        or nothing."""
+        lease, computed = job.lease, job.computed
+        if lease is None or job.request.state is State.LOADING or computed <= lease.cached:
+            return
+        keeps = self.shape.has_mamba and computed > job.checkpointed and not computed % self.shape.page_size
+        checkpoint = (computed, int(lease.states[0])) if keeps else None
+        await lease.commit(job.tokens[:computed], checkpoint=checkpoint)
+
+    def drop(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
+        """It is over: nothing of it stays."""
+        job.request.end(finish, error)
+        if job.handle is not None:
+            job.handle.cancel()
+        if job.entering is not None:
+            job.entering.cancel()
+        self.waiting.pop(job.id, None)
+        self.release(job)

@@ -1,0 +1,111 @@
+"""One request as the scheduler keeps it: its tokens so far, its lease, how far it is computed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from asynccache import Lease, PrefetchHandle
+from asynccache_shim.model import Checkpoint, Pages, Work
+from asynccache_shim.request import Request, State, Tokens
+
+
+class Job:
+    """Mutable, owned by one scheduler. ``computed``: KV is written up to here. ``reserved``: the lease's pages reach
+    here. ``entry``: its length when it was admitted; up to there it prefills. ``blocked``: see ``Board.freed``."""
+
+    __slots__ = (
+        "_buffer", "blocked", "checkpointed", "computed", "entering", "entry", "failed_loads", "handle", "id", "lease",
+        "length", "marks", "order", "pages", "patient", "priority", "request", "reserved", "watch",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, number: int) -> None:
+        self.request = request
+        self.id = self.order = number
+        self.priority = request.priority
+        self.length = len(request.tokens)
+        self._buffer = np.empty(self.length + request.limits.max_new_tokens, np.int32)
+        self._buffer[: self.length] = request.tokens
+        self.lease: Lease | None = None
+        self.handle: PrefetchHandle | None = None
+        self.watch: asyncio.Task[None] | None = None
+        self.entering: asyncio.Task[Lease] | None = None
+        self.patient = False
+        self.blocked = -1
+        self.failed_loads = 0
+        self._forget()
+
+    def __repr__(self) -> str:
+        return f"Job({self.id}, {self.request.state.value}, {self.computed} of {self.length} tokens)"
+
+    def _forget(self) -> None:
+        self.computed = self.reserved = self.entry = self.checkpointed = 0
+        self.marks: tuple[int, ...] = ()
+        self.pages: Pages = np.empty(0, np.int32)
+
+    @property
+    def tokens(self) -> Tokens:
+        """Prompt and output so far."""
+        return self._buffer[: self.length]
+
+    @property
+    def more(self) -> int:
+        """Tokens that may still be generated and need KV: the last one does not."""
+        return len(self._buffer) - self.length - 1
+
+    @property
+    def over(self) -> bool:
+        """Its request has ended, in whatever way."""
+        return self.request.finish is not None
+
+    @property
+    def runs(self) -> bool:
+        """It can be part of a step."""
+        return self.lease is not None and self.request.state is State.RUNNING
+
+    @property
+    def decodes(self) -> bool:
+        """All but the last token are computed."""
+        return self.length - self.computed == 1
+
+    def entered(self, lease: Lease, page_size: int, has_states: bool) -> None:
+        """It was admitted."""
+        self.lease = lease
+        self.computed = self.checkpointed = lease.cached
+        self.entry = self.length
+        self.pages = lease.pages
+        self.reserved = len(self.pages) * page_size
+        self.marks = (lease.checkpoint_at, self.entry // page_size * page_size) if has_states else ()
+        self.request.state = State.LOADING
+        if self.request.hits is None:
+            self.request.hits = lease.hits
+
+    def left(self) -> Lease | None:
+        """It holds nothing any more; the lease, for whoever releases it."""
+        lease, self.lease = self.lease, None
+        self._forget()
+        return lease
+
+    def append(self, token: int) -> None:
+        """One more token of output."""
+        self._buffer[self.length] = token
+        self.length += 1
+        self.request.put(token)
+
+    def work(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Work:
+        """Its part of a step, up to ``stop``."""
+        assert self.lease is not None
+        none = np.empty(0, np.int32)
+        return Work(
+            request_id=self.id,
+            tokens=self.tokens,
+            start=self.computed,
+            stop=stop,
+            pages=self.pages,
+            swa_pages=self.lease.page_table("swa") if has_swa else none,
+            states=self.lease.states,
+            checkpoint=checkpoint,
+            sample=stop == self.length,
+            sampling=self.request.sampling,
+        )

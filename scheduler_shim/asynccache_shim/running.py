@@ -1,0 +1,137 @@
+"""Who is in the step: room for what each will compute, retraction where there is none, and what comes of a step.
+
+Laws:
+* What was admitted computes its first chunk in the pages it was admitted with; later chunks and decoding grow.
+* Growth that fails costs the last in rank its pages, be it the one that grows. So the first in rank always goes on.
+* What is computed is published before its pages are given back.
+"""
+
+from __future__ import annotations
+
+from asynccache import CacheFull
+from asynccache_shim.arrivals import arrive
+from asynccache_shim.board import Board
+from asynccache_shim.job import Job
+from asynccache_shim.model import NO_TOKEN, Checkpoint, Work
+from asynccache_shim.planning import by_rank, chunk_stop, shorter, victim
+from asynccache_shim.request import Finish
+
+
+async def grow_all(board: Board) -> tuple[dict[int, int], int]:
+    """Where each running job stops in this step, with pages up to there, and the token budget that is left.
+
+    Decoding comes first: it takes a token each, and its readers wait. Cancelling it leaves reservations as they are.
+    """
+    budget = board.settings.step_tokens
+    stops: dict[int, int] = {}
+    ranked = by_rank(board.running())
+    for job in [*(j for j in ranked if j.decodes), *(j for j in ranked if not j.decodes)]:
+        if budget and job.runs and not job.over:
+            stop = await _grow(board, job, _wanted(board, job, budget))
+            if stop > job.computed and job.runs:
+                stops[job.id] = stop
+                budget -= stop - job.computed
+    return {number: stop for number, stop in stops.items() if number in board.held}, budget
+
+
+def plan_admitted(board: Board, stops: dict[int, int], budget: int) -> None:
+    """Who came in during this step, and has its pages already, is part of it, too."""
+    for job in by_rank(board.running()):
+        if job.id not in stops and budget and job.computed < job.reserved:
+            stop = min(job.reserved, _wanted(board, job, budget))
+            if stop > job.computed:
+                stops[job.id] = stop
+                budget -= stop - job.computed
+
+
+def _wanted(board: Board, job: Job, budget: int) -> int:
+    end = job.length if job.decodes or job.reserved <= job.computed else min(job.length, job.reserved)
+    return chunk_stop(job.computed, end, budget, board.shape.page_size, job.marks)
+
+
+async def _grow(board: Board, job: Job, stop: int) -> int:
+    """Pages up to ``stop``, or to where a cut chunk ends. ``job.computed``: it has to give up its pages, or did."""
+    page = board.shape.page_size
+    while job.lease is not None and stop > job.reserved:
+        try:
+            job.pages = await job.lease.extend(stop - job.reserved, wait=True)
+            job.reserved = len(job.pages) * page
+        except CacheFull:
+            less = shorter(job.computed, stop, page)
+            if less < stop:
+                stop = less
+                continue
+            loser = victim(list(board.held.values()))
+            assert loser is not None
+            await retract(board, loser)
+    return stop if job.lease is not None else job.computed
+
+
+async def retract(board: Board, job: Job) -> None:
+    """Its pages go back; it goes on from the cache when it is admitted again. Cancelling it may leave it as it was."""
+    await board.publish(job)
+    board.release(job)
+    if not job.over:
+        job.request.retractions += 1
+        job.blocked = board.freed
+        arrive(board, job)
+
+
+async def works_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Work]]:
+    """The step's batch."""
+    works = []
+    for number, stop in stops.items():
+        job = board.held.get(number)
+        if job is not None and job.runs and not job.over:
+            checkpoint = await _checkpoint(board, job, stop)
+            works.append((job, job.work(stop, checkpoint, board.shape.has_swa)))
+    return works
+
+
+async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
+    """Where a state is due, and a slot can be had for it."""
+    if not board.shape.has_mamba or stop % board.shape.page_size:
+        return None
+    if stop > job.entry and stop - job.checkpointed < board.settings.checkpoint_every:
+        return None
+    assert job.lease is not None
+    if len(job.lease.states) < 2:
+        try:
+            await job.lease.extend(0, states=1)
+        except CacheFull:
+            return None
+    return Checkpoint(stop, int(job.lease.states[1]))
+
+
+async def finish_step(board: Board, works: list[tuple[Job, Work]], tokens: list[int]) -> None:
+    """Publish what was computed and hand out the tokens. Cancelling it may leave some of it for the next step to see:
+    nothing of that is lost but time."""
+    for (job, work), token in zip(works, tokens, strict=True):
+        job.computed = work.stop
+        if job.over:
+            await board.publish(job)
+            board.release(job)
+        else:
+            await _settle(board, job, work)
+            if token != NO_TOKEN:
+                await _generated(board, job, token)
+
+
+async def _settle(board: Board, job: Job, work: Work) -> None:
+    """Publish a chunk of prefill, or a checkpoint; then what the window has left behind goes back."""
+    lease = job.lease
+    assert lease is not None
+    if work.stop <= job.entry or work.checkpoint is not None:
+        job.pages = await lease.commit(work.tokens[: work.stop], checkpoint=work.checkpoint)
+        lease.adopt()
+        if work.checkpoint is not None:
+            job.checkpointed = work.stop
+    lease.advance(work.stop)
+
+
+async def _generated(board: Board, job: Job, token: int) -> None:
+    job.append(token)
+    limits = job.request.limits
+    if token in limits.stop_tokens or len(job.request.output) >= limits.max_new_tokens:
+        await board.publish(job)
+        board.drop(job, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)

@@ -1,0 +1,164 @@
+"""The scheduler: continuous batching over one cache and one model.
+
+Laws:
+* One loop, one step at a time: room, admission, model, results. The model runs in a worker thread; nothing here blocks
+  the event loop.
+* Pages are given back only when no step uses them: a cancellation that arrives while the model runs waits for it.
+* When the loop dies, every request is told what of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+from asynccache import AsyncCache, CacheClosed, ConfigError
+from asynccache_shim.admission import check_fits
+from asynccache_shim.admitting import admit
+from asynccache_shim.arrivals import arrive
+from asynccache_shim.board import Board, Settings
+from asynccache_shim.job import Job
+from asynccache_shim.model import Batch, Model, Work
+from asynccache_shim.request import Finish, Request
+from asynccache_shim.running import finish_step, grow_all, plan_admitted, works_of
+
+
+class Scheduler:
+    """``async with Scheduler(cache, model) as scheduler: scheduler.submit(request)``.
+
+    The cache stays the caller's, who closes it afterwards. Belongs to the cache's loop.
+    """
+
+    def __init__(self, cache: AsyncCache, model: Model, settings: Settings | None = None) -> None:
+        self._board = Board(cache, settings or Settings())
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, "model")
+        self._loop: asyncio.Task[None] | None = None
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._count = 0
+        self.steps = 0
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self._board!r}, {self.steps} steps)"
+
+    async def __aenter__(self) -> Scheduler:
+        """Start the loop."""
+        self._loop = asyncio.get_running_loop().create_task(self._run(), name="asynccache-scheduler")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort what is left, give all pages back, stop. Cancelling it stops the waiting; closing goes on."""
+        self._closing = True
+        for job in [*self._board.waiting.values(), *self._board.held.values()]:
+            job.request.abort()
+        self._board.bell.set()
+        if self._loop is not None:
+            await asyncio.wait([self._loop])
+        self._end_all()
+        self._thread.shutdown(wait=False)
+
+    def submit(self, request: Request) -> Request:
+        """Into the queue; returns it, to iterate over. From the loop's thread.
+
+        Raises:
+            CacheFull: it could not run in empty pools.
+            CacheClosed: the scheduler is closed, or died.
+            ConfigError: it was submitted before.
+        """
+        if self._closing or self._failure is not None:
+            raise CacheClosed("the scheduler is closed") from self._failure
+        check_fits(self._board.shape, len(request.tokens) + request.limits.max_new_tokens - 1)
+        self._count += 1
+        job = Job(request, self._count)
+        request.submitted(lambda: self._aborted(job))
+        arrive(self._board, job)
+        return request
+
+    def _aborted(self, job: Job) -> None:
+        if job.entering is not None:
+            job.entering.cancel()
+        self._board.bell.set()
+
+    # the loop
+
+    async def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._board.bell.clear()
+                if not await self.step():
+                    await self._board.bell.wait()
+        except Exception as error:
+            self._failure = error
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
+        finish = Finish.FAILED if self._failure is not None else Finish.ABORTED
+        self._failure = self._failure or CacheClosed("the scheduler is closed")
+        for job in [*self._board.waiting.values(), *self._board.held.values()]:
+            self._board.drop(job, finish, self._failure if finish is Finish.FAILED else None)
+
+    async def step(self) -> bool:
+        """One step; whether anything was computed. The loop calls it: by hand only where no loop was started.
+
+        Cancelling it while the model runs takes effect when the model has returned; what was computed is lost.
+        """
+        board = self._board
+        self._reap()
+        stops, budget = await grow_all(board)
+        await admit(board, budget)
+        await asyncio.sleep(0)  # whoever needs no load_back is RUNNING now
+        plan_admitted(board, stops, budget)
+        works = await works_of(board, stops)
+        if works:
+            await self._compute(works)
+        return bool(works)
+
+    def _reap(self) -> None:
+        """Aborted requests leave."""
+        for job in [*self._board.waiting.values(), *self._board.held.values()]:
+            if job.over:
+                self._board.drop(job, Finish.ABORTED)
+
+    async def _compute(self, works: list[tuple[Job, Work]]) -> None:
+        board = self._board
+        batch = Batch(tuple(work for _, work in works), tuple(board.ended))
+        board.ended.clear()
+        try:
+            tokens = await self._forward(batch)
+        except Exception as error:
+            for job, _ in works:
+                board.drop(job, Finish.FAILED, error)
+            return
+        self.steps += 1
+        await finish_step(board, works, tokens)
+
+    async def _forward(self, batch: Batch) -> list[int]:
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._model.forward, batch)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return _checked(batch, future.result())
+
+
+def _checked(batch: Batch, tokens: Sequence[int]) -> list[int]:
+    """What the model returned, if it is what was asked for."""
+    if len(tokens) != len(batch.works):
+        raise ConfigError(f"model: {len(tokens)} tokens came back for {len(batch.works)} works")
+    for work, token in zip(batch.works, tokens, strict=True):
+        if work.sample == (token < 0):
+            raise ConfigError(f"model: token {token} came back for request {work.request_id}, sample={work.sample}")
+    return list(tokens)

@@ -1,0 +1,214 @@
+"""A cache on the threaded CPU device, a model whose KV and tokens are a function of the prefix, and a scheduler on both.
+
+The model checks everything it is handed: each position of FULL, of the window and of the state must hold what the
+prefix says; nobody may be told to write a page that somebody else of the batch reads or writes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from asynccache_shim import NO_TOKEN, Batch, Limits, Request, Scheduler, Settings, Work
+
+from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
+from asynccache.core.audit import check
+from asynccache.core.cache import CacheCore
+
+PAGE = 4
+LAYERS = 2
+WORD = 8
+VOCABULARY = 50
+
+Words = npt.NDArray[np.uint64]
+_A, _B, _C = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def config(
+    device: int = 64, host: int = 0, *, swa: int = 0, window: int = 8, mamba: int = 0, host_swa: int = 0,
+    **more: Any,
+) -> CacheConfig:  # fmt: skip
+    """Pages (of ``PAGE`` tokens) of FULL and SWA, and MAMBA states, on the device; FULL's on the host, the others
+    twice what the device has unless told."""
+    components: list[Any] = [
+        Full(bytes_per_token=WORD * LAYERS, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS)
+    ]
+    if swa:
+        there = (host_swa or 2 * swa) if host else 0
+        components.append(
+            SlidingWindow(window=window, bytes_per_token=WORD * LAYERS, device_tokens=swa * PAGE,
+                          host_tokens=there * PAGE, layers=LAYERS)
+        )  # fmt: skip
+    if mamba:
+        components.append(
+            Mamba(state_bytes=WORD * LAYERS, device_states=mamba, host_states=2 * mamba if host else 0, layers=LAYERS)
+        )
+    more.setdefault("prefetch_threshold", PAGE)
+    return CacheConfig(model="shim", components=tuple(components), page_size=PAGE, **more)
+
+
+def prefix_values(tokens: npt.NDArray[np.int32]) -> Words:
+    """One value for each position, which depends on every token up to it."""
+    words = tokens.astype(np.uint64) + np.arange(1, len(tokens) + 1, dtype=np.uint64) * _A
+    words ^= words >> np.uint64(31)
+    sums: Words = (words * _B).cumsum(dtype=np.uint64)
+    sums ^= sums >> np.uint64(29)
+    return sums * _C
+
+
+def next_token(tokens: npt.NDArray[np.int32]) -> int:
+    """What follows ``tokens``."""
+    return int(prefix_values(tokens)[-1] >> np.uint64(20)) % VOCABULARY
+
+
+def continuation(tokens: Sequence[int], count: int) -> list[int]:
+    """What a model without any cache says."""
+    out = list(tokens)
+    for _ in range(count):
+        out.append(next_token(np.array(out, np.int32)))
+    return out[len(tokens):]
+
+
+class PatternModel:
+    """Verifies what it reads, writes what it must, and keeps no state of its own but what it counts."""
+
+    def __init__(self, cache: AsyncCache, window: int = 0) -> None:
+        self._pools = {name: [_words(pool.layer(i)) for i in range(LAYERS)] for name, pool in cache.pools.items()}
+        self._window = window
+        self.computed = 0
+        self.batches: list[Batch] = []
+        self.gate: threading.Event | None = None
+        self.entered = threading.Event()
+        self.threads: set[int] = set()
+        self.fail: Exception | None = None
+
+    def forward(self, batch: Batch) -> list[int]:
+        """Raises ``AssertionError`` if anything it is handed is not what it must be."""
+        self.threads.add(threading.get_ident())
+        self.entered.set()
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if self.fail is not None:
+            raise self.fail
+        _check_apart(batch)
+        self.batches.append(batch)
+        return [self._compute(work) for work in batch.works]
+
+    def _compute(self, work: Work) -> int:
+        values = prefix_values(work.tokens[: work.stop])
+        assert 0 <= work.start < work.stop <= len(work.tokens)
+        assert work.stop <= len(work.pages) * PAGE, "the page table is too short"
+        positions = np.arange(work.stop)
+        self._part("full", work.pages, values, positions[: work.start], positions[work.start :])
+        if "swa" in self._pools:
+            low = max(0, work.start - self._window)
+            self._part("swa", work.swa_pages, values, positions[low : work.start], positions[work.start :])
+        if "mamba" in self._pools:
+            self._state(work, values)
+        self.computed += work.stop - work.start
+        return next_token(work.tokens[: work.stop]) if work.sample else NO_TOKEN
+
+    def _part(self, name: str, table: Any, values: Words, read: Any, write: Any) -> None:
+        for layer, words in enumerate(self._pools[name]):
+            salt = np.uint64(1000 * layer + len(name))
+            for which, verify in ((read, True), (write, False)):
+                pages = table[which // PAGE]
+                assert (pages >= 0).all(), f"{name}: no page at {which[pages < 0]}"
+                if verify:
+                    found = words[pages, which % PAGE]
+                    assert (found == values[which] ^ salt).all(), f"{name}: wrong KV"
+                else:
+                    words[pages, which % PAGE] = values[which] ^ salt
+
+    def _state(self, work: Work, values: Words) -> None:
+        for layer, words in enumerate(self._pools["mamba"]):
+            salt = np.uint64(layer + 100)
+            slot = int(work.states[0])
+            if work.start:
+                assert words[slot, 0] == values[work.start - 1] ^ salt, "mamba: wrong state"
+            words[slot, 0] = values[work.stop - 1] ^ salt
+            if work.checkpoint is not None:
+                assert work.checkpoint.position == work.stop
+                assert work.checkpoint.slot != slot
+                words[work.checkpoint.slot, 0] = values[work.stop - 1] ^ salt
+
+
+def _words(layer: torch.Tensor) -> Words:
+    array: Words = layer.numpy().view(np.uint64)
+    return array
+
+
+def _check_apart(batch: Batch) -> None:
+    """What one writes nobody else of the batch has in its table."""
+    for name in ("pages", "swa_pages"):
+        seen: dict[int, int] = {}
+        for work in batch.works:
+            table = getattr(work, name)
+            written = set(table[work.start // PAGE : -(-work.stop // PAGE)].tolist())
+            for other in batch.works:
+                if other is not work:
+                    assert not written & set(getattr(other, name).tolist()) - {-1}, f"{name}: shared and written"
+            for page in written:
+                assert seen.setdefault(page, work.request_id) == work.request_id
+
+
+class Served:
+    """What ``serving`` yields."""
+
+    def __init__(self, cache: AsyncCache, model: PatternModel, scheduler: Scheduler) -> None:
+        self.cache = cache
+        self.model = model
+        self.scheduler = scheduler
+
+    def ask(self, tokens: Sequence[int], new: int = 4, **more: Any) -> Request:
+        """Submit."""
+        return self.scheduler.submit(Request(list(tokens), Limits(new), **more))
+
+    async def answer(self, tokens: Sequence[int], new: int = 4, **more: Any) -> Request:
+        """Submit, and check what comes back."""
+        request = self.ask(tokens, new, **more)
+        assert await request.done() == continuation(tokens, new)
+        return request
+
+
+@asynccontextmanager
+async def serving(
+    settings: CacheConfig, *, audit: bool = True, storage: Any = None, device: Any = None, **limits: Any
+) -> AsyncIterator[Served]:
+    """A scheduler on an open cache. At the end: no lease is left, and the audit passes."""
+    limits.setdefault("step_tokens", 64)
+    limits.setdefault("max_running", 8)
+    window = max((c.window for c in settings.components if isinstance(c, SlidingWindow)), default=0)
+    async with AsyncCache(settings, storage=storage, device=device) as cache:
+        model = PatternModel(cache, window)
+        async with Scheduler(cache, model, Settings(**limits)) as scheduler:
+            yield Served(cache, model, scheduler)
+        assert cache.statistics().leases == 0
+        if audit:
+            await cache.flush()
+            core: CacheCore = cache.core
+            check(core)
+
+
+async def push_out(cache: AsyncCache) -> None:
+    """Empty the device: what is cached stays on the host."""
+    await cache.flush()
+    tiers = cache.statistics().device
+    states = tiers["mamba"].capacity if "mamba" in tiers else None
+    tokens = min(shelf.capacity for name, shelf in tiers.items() if name != "mamba") * PAGE
+    everything = tiers["full"].capacity * PAGE
+    async with cache.lease([7], new_tokens=everything - 1, chunk=everything, swa_chunk=tokens, states=states):
+        pass
+
+
+def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
+    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
+    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
+
+
+Clock = Callable[[], float]
