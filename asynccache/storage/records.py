@@ -47,7 +47,7 @@ def seal(keys: Sequence[PageKey], records: Sequence[Record]) -> None:
 
 def verify(keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
     """Whether each record is whole and is its key's."""
-    return [r.header == header_of(k.key, r.payload) for k, r in zip(keys, records, strict=True)]
+    return [r.header.tobytes() == header_of(k.key, r.payload) for k, r in zip(keys, records, strict=True)]
 
 
 def store_layout(pools: Iterable[PoolSpec]) -> StoreLayout:

@@ -41,6 +41,8 @@ from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.segments import Segment, supports_direct
 from asynccache_backends.file.state import StoreState, Writing
 
+MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
+
 DEFAULT_CAPACITY = 10 << 30
 LEAST_SEGMENT = 4 << 20
 USUAL_SEGMENT = 128 << 20
@@ -108,7 +110,7 @@ class FileBackend:
         """HIT or MISS per key. Never waits."""
         with self._operations:
             index = self._state.index
-            return [Result.HIT if key.key in index else Result.MISS for key in keys]
+            return [HIT if key.key in index else MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Read pages straight into their payload buffers.
@@ -116,10 +118,10 @@ class FileBackend:
         Cancelling it returns after the reads that have begun are over.
         """
         with self._operations:
-            results = [Result.MISS] * len(keys)
+            results = [MISS] * len(keys)
             stretches, wrong = find_stretches(self._state.index, keys, records)
             for i in wrong:
-                results[i] = Result.CORRUPT
+                results[i] = CORRUPT
             batches = plan_reads(stretches, records)
             segments = [self._state.log.segments[batch.segment] for batch in batches]
             futures = [self._begin_read(batch, segment) for batch, segment in zip(batches, segments, strict=True)]
@@ -138,7 +140,7 @@ class FileBackend:
         Cancelling it returns after the writes that have begun are over; they count.
         """
         with self._operations:
-            results = [Result.FAILED] * len(keys)
+            results = [FAILED] * len(keys)
             left = list(range(len(keys)))
             while left:
                 put = self._sort_out(left, keys, records, results)
@@ -158,12 +160,12 @@ class FileBackend:
             for group, page in filter(None, found):
                 deaths[group] = deaths.get(group, 0) | 1 << page
             if not deaths:
-                return [Result.MISS] * len(keys)
+                return [MISS] * len(keys)
             self._state.counts["deleted"] += len(keys) - found.count(None)
             error = await self._janitor.log_deaths(list(deaths.items()))
             self._state.counts["errors"] += error is not None
-            outcome = Result.HIT if error is None else Result.FAILED
-            return [Result.MISS if place is None else outcome for place in found]
+            outcome = HIT if error is None else FAILED
+            return [MISS if place is None else outcome for place in found]
 
     async def clear(self) -> None:
         """Forget everything and delete the segments.
@@ -222,14 +224,15 @@ class FileBackend:
 
     def _end_read(self, batch: ReadBatch, moved: Moved, records: Sequence[Record], results: list[Result]) -> None:
         """A page that is not there to the last byte is CORRUPT, or FAILED if there was an error in its batch."""
-        length, total, missing = batch.length, 0, Result.CORRUPT if moved.error is None else Result.FAILED
+        length, total, missing = batch.length, 0, CORRUPT if moved.error is None else FAILED
         for count, (group, page, which) in zip(moved.bytes, batch.stretches, strict=True):
             whole = count // length
-            for i, header in zip(which, group.headers(page, whole), strict=False):
-                records[i].header[:] = header
-                results[i] = Result.HIT
-            for i in which[whole:]:
-                results[i] = missing
+            for n, i in enumerate(which):
+                if n < whole:
+                    records[i].header[:] = group.header(page + n)
+                    results[i] = HIT
+                else:
+                    results[i] = missing
             group.hot |= ((1 << whole) - 1) << page
             total += whole * length
         if moved.misaligned:
@@ -246,7 +249,7 @@ class FileBackend:
         for i in left:
             pool, key = keys[i]
             if key in self._state.index:
-                put.results[i] = Result.HIT
+                put.results[i] = HIT
             elif key in self._writing:
                 put.shared.append((i, self._writing[key]))
             elif records[i].payload.nbytes == self._page_bytes.get(pool):
@@ -260,7 +263,7 @@ class FileBackend:
         for i, done in put.shared:
             await asyncio.wait([done])
             if put.keys[i].key in self._state.index:
-                put.results[i] = Result.HIT
+                put.results[i] = HIT
             else:
                 left.append(i)
         return left
@@ -315,7 +318,7 @@ class FileBackend:
             if error is None:
                 self._state.counts["put_bytes"] += len(part) * writing.group.length
                 for i in part:
-                    put.results[i] = Result.HIT
+                    put.results[i] = HIT
         for indices in put.fresh.values():
             for i in indices:
                 del self._writing[put.keys[i].key]

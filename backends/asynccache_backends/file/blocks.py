@@ -63,10 +63,9 @@ class Group:
         """A page's key and record header."""
         return self.directory[page * ENTRY_BYTES : (page + 1) * ENTRY_BYTES]
 
-    def headers(self, page: int, count: int) -> list[bytes]:
-        """The record headers of ``count`` pages from ``page`` on."""
-        first = page * ENTRY_BYTES + KEY_BYTES
-        return [self.directory[at : at + HEADER_BYTES] for at in range(first, first + count * ENTRY_BYTES, ENTRY_BYTES)]
+    def header(self, page: int) -> bytes:
+        """A page's record header."""
+        return self.directory[page * ENTRY_BYTES + KEY_BYTES : (page + 1) * ENTRY_BYTES]
 
     def payload_offset(self, page: int) -> int:
         """Where a page's payload lies in the segment."""

@@ -23,9 +23,6 @@ class Stretch(NamedTuple):
     which: list[int]
 
 
-_NOTHING = Stretch(Group(0, 0, 0, b""), 0, [])
-
-
 class ReadBatch(NamedTuple):
     """One I/O call: stretches of one segment and one page length, and the run of bytes that each is."""
 
@@ -64,23 +61,15 @@ def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[
     limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
     batches: list[ReadBatch] = []
     segment = length = room = 0
-    for stretch in stretches:
-        while stretch.which:
-            if room < stretch.group.length or (segment, length) != (stretch.group.segment, stretch.group.length):
-                segment, length = stretch.group.segment, stretch.group.length
-                room = max(limit, length)
+    for group, page, which in stretches:
+        while which:
+            if room < group.length or length != group.length or segment != group.segment:
+                segment, length, room = group.segment, group.length, max(limit, group.length)
                 batches.append(ReadBatch(segment, length, [], []))
-            now, stretch = _cut(stretch, room // length)
-            buffers = [records[i].payload for i in now.which]
-            batches[-1].stretches.append(now)
-            batches[-1].runs.append(Run(now.group.payload_offset(now.page), len(buffers) * length, buffers))
-            room -= len(buffers) * length
+            now, which = which[: room // length], which[room // length :]
+            size = len(now) * length
+            batches[-1].stretches.append(Stretch(group, page, now))
+            batches[-1].runs.append(Run(group.payload_offset(page), size, [records[i].payload for i in now]))
+            page += len(now)
+            room -= size
     return batches
-
-
-def _cut(stretch: Stretch, pages: int) -> tuple[Stretch, Stretch]:
-    """Its first pages, as many as that, and the rest."""
-    group, page, which = stretch
-    if len(which) <= pages:
-        return stretch, _NOTHING
-    return Stretch(group, page, which[:pages]), Stretch(group, page + pages, which[pages:])
