@@ -8,6 +8,7 @@ outcome. So data on a tier is closed towards the root at every moment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import gt
 
 from asynccache.core.holds import shorten_hold
 from asynccache.core.ledger import (
@@ -42,6 +43,7 @@ class Transfers:
         self._world = world
         self._count = world.count
         self._kinds = [c.kind for c in world.components]
+        self._rooms = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
         self.room = RoomMaker(world, self.save)
         self.deferred: dict[Node, None] = {}
         self._walk: list[Node] = []
@@ -125,9 +127,14 @@ class Transfers:
 
     def _open_backup(self, chain: list[tuple[Node, int]], gently: bool) -> bool:
         world = self._world
-        needs, chain = self._fitting(chain)
-        if not chain:
-            return True
+        needs = [0] * self._count
+        for node, mask in chain:
+            for c in world.bits[mask]:
+                needs[c] += len(node.slots[c]) // SLOT_BYTES
+        if chain[-1][0].end > self._rooms[0] or any(map(gt, needs, self._rooms)):
+            needs, chain = self._fitting(chain)
+            if not chain:
+                return True
         if not self._has_host_room(chain[-1][0], needs, gently):
             return False
         op = world.ledger.open(BACKUP_HOST)
@@ -137,7 +144,7 @@ class Transfers:
     def _fitting(self, chain: list[tuple[Node, int]]) -> tuple[list[int], list[tuple[Node, int]]]:
         """The part of ``chain`` that the host could ever hold, and the slots it takes: of FULL the start of the path,
         of the others the deepest nodes."""
-        rooms = [shelf.slots.capacity for shelf in self._world.shelves[self._count :]]
+        rooms = self._rooms
         needs, open_, fitting = [0] * self._count, (1 << self._count) - 1, []
         for node, mask in reversed(chain):
             if node.end > rooms[0]:
@@ -156,10 +163,11 @@ class Transfers:
 
     def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
         """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
-        shelves = self._world.shelves
-        for c, need in enumerate(needs):
-            if need > shelves[self._count + c].slots.left:
+        place = self._count
+        for need in needs:
+            if need > self._world.shelves[place].slots.left:
                 break
+            place += 1
         else:
             return True
         self._world.pin(end, HOST, 0)
@@ -361,13 +369,13 @@ class Transfers:
         self, op: Operation, chosen: Iterable[tuple[Node, int]], source: int, target: int
     ) -> tuple[Move, ...]:
         """Cover the chosen nodes, take slots for what moves, and say what goes where. Room was made."""
-        world, count = self._world, self._count
+        world, count, shelves = self._world, self._count, self._world.shelves
         src, dst = [b""] * count, [b""] * count
         for node, mask in chosen:
             world.cover(op, node, mask)
             for c in world.bits[mask]:
                 held, place = node.slots[source * count + c], target * count + c
-                taken = world.shelves[place].slots.take(len(held) // SLOT_BYTES)
+                taken = shelves[place].slots.take(len(held) // SLOT_BYTES)
                 world.fill(node, place, taken, ARRIVING)
                 src[c] += held
                 dst[c] += taken

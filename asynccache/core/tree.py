@@ -77,7 +77,7 @@ class Root(Node):
 
 
 def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = None) -> tuple[list[Node], int]:
-    """Follow the whole pages of ``key[at:stop]`` down from ``start``.
+    """Follow the whole pages of ``key[at:stop]`` down from ``start``; ``at`` is a page's border.
 
     Returns:
         The nodes touched, root first, and the byte position reached: inside the last node where the key diverges from
@@ -96,11 +96,11 @@ def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = N
         if child is None:
             break
         path.append(child)
-        if not key.startswith(child.key, at, stop):
+        if not key.startswith(child.key, at):
             return path, at + common_pages(key, at, stop, child.key, page_bytes) * page_bytes
         at += len(child.key)
         node = child
-    return path, at
+    return path, min(at, stop // page_bytes * page_bytes)
 
 
 def link(parent: Node, child: Node, page_bytes: int) -> None:
