@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.faults import Faults
 from asynccache.storage import StorageBackend
 from tests.engine.engine_models import VOCABULARY, make
 
@@ -25,8 +26,8 @@ LIMIT = 1e-4
 
 
 @cache
-def model_of(family: str) -> Any:
-    return make(family)
+def model_of(family: str, weights: int = 0) -> Any:
+    return make(family, weights)
 
 
 @cache
@@ -43,20 +44,27 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 class Served:
     """A cache, and a model that generates on it."""
 
-    def __init__(self, cache: AsyncCache, family: str, page_size: int = PAGE) -> None:
+    def __init__(self, cache: AsyncCache, family: str, page_size: int = PAGE, weights: int = 0) -> None:
         self.cache = cache
         self.family = family
-        self.model = PagedModel(model_of(family), layout_of(family, page_size), cache.pools)
+        self.weights = weights
+        self.model = PagedModel(model_of(family, weights), layout_of(family, page_size), cache.pools)
         self.generator = Generator(cache, self.model, chunk=CHUNK)
-        self._page_size = page_size
+        self.worst = 0.0
 
     async def check(self, tokens: Sequence[int], new_tokens: int = 4, **terms: Any) -> Generated:
         """Generate, and compare with the model without a cache, in the same chunks."""
         made = await self.generator.generate(tokens, new_tokens, **terms)
-        error, wanted = difference(self.family, tokens, made)
+        error, wanted = self.difference(tokens, made)
+        self.worst = max(self.worst, error)
         assert made.tokens == wanted, f"{self.family}: other tokens, {made.cached} cached"
         assert error <= LIMIT, f"{self.family}: logits differ by {error}, {made.cached} cached"
         return made
+
+    def difference(self, tokens: Sequence[int], made: Generated) -> tuple[float, list[int]]:
+        """The largest difference of a logit from the model without a cache, and the tokens that this would make."""
+        logits, wanted = straight(self.family, self.weights, tuple(tokens), made.cached, len(made.tokens))
+        return float((made.logits - logits).abs().max()), wanted
 
     async def empty_device(self) -> None:
         """Take every page of the device for a moment, so that whatever is cached leaves it."""
@@ -81,22 +89,19 @@ class Served:
             await settled(self.cache)
 
 
-def difference(family: str, tokens: Sequence[int], made: Generated) -> tuple[float, list[int]]:
-    """The largest difference of a logit from the model without a cache, and the tokens that this would have made."""
-    logits, wanted = straight(family, tuple(tokens), made.cached, len(made.tokens))
-    return float((made.logits - logits).abs().max()), wanted
-
-
 @cache
-def straight(family: str, tokens: tuple[int, ...], cached: int, new_tokens: int) -> tuple[torch.Tensor, list[int]]:
+def straight(
+    family: str, weights: int, tokens: tuple[int, ...], cached: int, new_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
     """Greedy generation without pages: the chunks of a request that finds ``cached`` tokens."""
-    model = model_of(family)
+    model = model_of(family, weights)
     state = DynamicCache(config=model.config)
     cuts = sorted({0, cached, len(tokens), *range(0, len(tokens), CHUNK)})
     logits, made = [], list(tokens)
     with torch.inference_mode():
         for start, stop in pairwise((*cuts, *range(len(tokens) + 1, len(tokens) + new_tokens))):
-            last = model(input_ids=torch.tensor([made[start:stop]]), past_key_values=state).logits[0, -1:]
+            options = {"cache_params" if family == "mamba2" else "past_key_values": state}
+            last = model(input_ids=torch.tensor([made[start:stop]]), use_cache=True, **options).logits[0, -1:]
             if stop >= len(tokens):
                 logits.append(last)
                 made.append(int(last.argmax()))
@@ -106,14 +111,14 @@ def straight(family: str, tokens: tuple[int, ...], cached: int, new_tokens: int)
 @asynccontextmanager
 async def served(
     family: str, *, device: int = 32, host: int = 128, storage: StorageBackend | None = None, page_size: int = PAGE,
-    **more: Any,
+    faults: Faults | None = None, storage_url: str | None = None, **more: Any,
 ) -> AsyncIterator[Served]:
     """``device``, ``host``: pages. At the end: nothing leaked, and the audit passes."""
     more.setdefault("prefetch_threshold", page_size)
     config: CacheConfig = layout_of(family, page_size).cache_config(
-        device_tokens=device * page_size, host_tokens=host * page_size, host_states=32, **more
+        device_tokens=device * page_size, host_tokens=host * page_size, host_states=32, storage=storage_url, **more
     )
-    own = CpuDevice()
+    own = CpuDevice(faults=faults)
     try:
         async with AsyncCache(config, device=own, storage=storage) as cache:
             served = Served(cache, family, page_size)

@@ -41,12 +41,36 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 2}),
+    "mistral": ("MistralConfig", {"num_hidden_layers": 2, "sliding_window": WINDOW}),
+    "gpt_oss": ("GptOssConfig", {
+        "num_hidden_layers": 2, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}),
+    "mamba2": ("Mamba2Config", {
+        "num_hidden_layers": 2, "num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8,
+    }),
+    "deepseek_v32": ("DeepseekV32Config", {
+        "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    }),
+    "gemma3n": ("Gemma3nTextConfig", {
+        "num_hidden_layers": 4, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        "intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4,
+    }),
+}  # fmt: skip
+
 FAMILIES = tuple(_FAMILIES)
+OTHERS = tuple(_OTHERS)
 
 
 def make(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model of ``family``: float32, on the CPU, ready to run."""
-    kind, settings = _FAMILIES[family]
+    kind, settings = (_FAMILIES | _OTHERS)[family]
     config = getattr(transformers, kind)(**_SMALL | settings | changes)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

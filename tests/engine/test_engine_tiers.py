@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
@@ -45,3 +50,23 @@ async def test_a_hit_in_storage_after_the_host_was_emptied_too(family: str) -> N
         made = await engine.check(prompt(LENGTH))
         assert made.hits == (0, 0, CACHED)
     await storage.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_hit_in_storage_in_a_new_process(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        async with served(family, storage_url=f"file:{tmp_path / family}?capacity=64MiB&segment=8MiB") as engine:
+            await engine.check(prompt(LENGTH))
+    lines = run_child(tmp_path).splitlines()
+    assert [line.split(" ")[0] for line in lines] == list(FAMILIES)
+    for line in lines:
+        assert f"(0, 0, {CACHED})" in line
+
+
+def run_child(folder: Path) -> str:
+    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
+    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
+    ran = subprocess.run([sys.executable, str(child), str(folder)], capture_output=True, text=True, timeout=120,
+                         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout

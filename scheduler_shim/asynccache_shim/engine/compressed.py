@@ -77,7 +77,7 @@ class Compressed(Part):
         """The track of the entries, and one of the state at a page's end if there is any."""
         pool = f"c{self._rate}" if name == "compressor" else f"c{self._rate}_{name}"
         entries = Track.of(pool, "full", self._rate, {"kv": layer.compressed_kv[name][0, 0]})
-        state = {}
+        state: dict[str, torch.Tensor] = {}
         if self._overlaps:
             state |= {"overlap_kv": layer.overlap_kv[name][0], "overlap_gate": layer.overlap_gate[name][0]}
         if self._buffered:
@@ -131,8 +131,8 @@ class Compressed(Part):
         }
 
     def watch(self, layer: Any) -> Heard:
-        overlaps = overhear(layer, _OVERLAP) if self._overlaps else []
-        return Heard(self.tail(layer), *(overhear(layer, method) for method in _METHODS), overlaps)
+        raw, entries = (overhear(layer, method) for method in _METHODS)
+        return Heard(self.tail(layer), raw, entries, overhear(layer, _OVERLAP) if self._overlaps else [])
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Heard) -> None:
         for name, (entries, states) in self._own(slots).items():

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from asynccache.errors import ConfigError
+from asynccache_shim.engine.call import run
 from asynccache_shim.engine.compressed import Compressed, is_compressed
 from asynccache_shim.engine.layout import Layout
 from asynccache_shim.engine.paged import PagedModel
@@ -85,8 +86,13 @@ def _probe(model: Any) -> DynamicCache:
     if not cache.layers:
         raise ConfigError(f"{who}: its configuration does not say which layers keep a cache")
     tokens = max([PROBE_TOKENS, *(int(getattr(layer, "compress_rate", 0)) for layer in cache.layers)])
-    with torch.inference_mode():
-        model(input_ids=_ids(model, tokens), past_key_values=cache, use_cache=True)
+    try:
+        with torch.inference_mode():
+            run(model, _ids(model, tokens), cache)
+    except ConfigError:
+        raise
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigError(f"{who}: it does not run on a DynamicCache: {error}") from error
     return cache
 
 
@@ -94,7 +100,7 @@ def _ids(model: Any, count: int) -> torch.Tensor:
     """Any tokens, no two neighbours alike."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids: torch.Tensor = torch.arange(count, device=model.device) * 7 % vocabulary
-    return ids.unsqueeze(0)
+    return ids
 
 
 def _parts(index: int, layer: Any, page_size: int) -> tuple[Part, ...]:
@@ -109,8 +115,8 @@ def _parts(index: int, layer: Any, page_size: int) -> tuple[Part, ...]:
 
 
 def _used(layer: Any) -> bool:
-    states = getattr(layer, "is_conv_states_initialized", {}) | getattr(layer, "is_recurrent_states_initialized", {})
-    return any(states.values()) or bool(getattr(layer, "is_initialized", False))
+    states = [getattr(layer, f"is_{kind}_states_initialized", {}) for kind in ("conv", "recurrent")]
+    return any(any(ready.values()) for ready in states) or bool(getattr(layer, "is_initialized", False))
 
 
 def _window(layer: Any) -> int:
@@ -169,7 +175,7 @@ def _try(model: Any, layout: Layout) -> None:
     ids = _ids(model, size + 3)
     memory = {p.name: _Memory(p.layers, 3, p.layer_bytes, model.device) for p in layout.pools}
     paged = PagedModel(model, layout, memory)
-    tokens = ids[0].cpu().numpy().astype(np.int32)
+    tokens = ids.cpu().numpy().astype(np.int32)
     paged.compute(_work(tokens, 0, size, FIRST, Checkpoint(size, 1)))
     paged.compute(_work(tokens, size, size + 2, FIRST))
     found = [paged.compute(_work(tokens, size + 2, size + 3, FIRST))]
@@ -205,5 +211,5 @@ def _straight(model: Any, ids: torch.Tensor, cuts: tuple[int, ...]) -> torch.Ten
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for start, stop in pairwise(cuts):
-            out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
-    return torch.as_tensor(out.logits)[0, -1:]
+            logits = run(model, ids[start:stop], cache)
+    return logits

@@ -88,10 +88,12 @@ class Generator:
         return sorted(cut for cut in cuts if cut > lease.cached)
 
     def due(self, lease: Lease, prompt: int) -> set[int]:
-        """Where a prefill takes checkpoints: where FULL alone matched, and at the end of the prompt's last page."""
+        """Where a prefill takes checkpoints: where FULL alone matched, and at the last page's end that the same prompt
+        could hit."""
         if not self.recurrent:
             return set()
-        return {at for at in (lease.checkpoint_at, prompt // self.page_size * self.page_size) if at > lease.cached}
+        last = (prompt - 1) // self.page_size * self.page_size
+        return {at for at in (lease.checkpoint_at, last) if at > lease.cached}
 
     @property
     def windowed(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from asynccache.errors import ConfigError
+from asynccache_shim.engine.call import run
 from asynccache_shim.engine.compressed import Compressed
 from asynccache_shim.engine.layout import Layout
 from asynccache_shim.engine.memory import Slots
@@ -70,12 +71,12 @@ class PagedModel:
             self._load(cache, span, self._tail(work))
         heard = self._watch(cache)
         ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
-        out = self._model(input_ids=ids.unsqueeze(0), past_key_values=cache, use_cache=True, logits_to_keep=keep)
+        logits = run(self._model, ids, cache, keep)
         self._save(cache, span, heard)
         self._keep_tail(cache, work)
         if work.checkpoint is not None:
             self._copy_state(int(work.states[0]), work.checkpoint.slot)
-        return torch.as_tensor(out.logits)[0]
+        return logits
 
     def _next_token(self, work: Work) -> int:
         logits = self.compute(work)[-1]

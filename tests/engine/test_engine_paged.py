@@ -1,0 +1,161 @@
+"""``PagedModel`` as a scheduler uses it: values in, tokens out, nothing kept but the tail of a page."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from asynccache_shim.engine import PagedModel
+from asynccache_shim.engine.memory import Slots, Track
+from asynccache_shim.engine.sampling import draw
+from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Pages, Sampling, Work
+
+from asynccache.errors import ConfigError
+from tests.engine.engine_kit import LIMIT, PAGE, layout_of, model_of, prompt, straight
+from tests.engine.engine_models import FAMILIES
+
+
+class Memory:
+    """A pool without a cache."""
+
+    def __init__(self, layers: int, pages: int, size: int) -> None:
+        self._layers = torch.zeros((layers, pages, size), dtype=torch.uint8)
+
+    def layer(self, i: int) -> torch.Tensor:
+        return self._layers[i]
+
+
+def paged(family: str, pages: int = 16) -> PagedModel:
+    layout = layout_of(family)
+    return PagedModel(model_of(family), layout, {p.name: Memory(p.layers, pages, p.layer_bytes) for p in layout.pools})
+
+
+def numbers(*values: int) -> Pages:
+    return np.array(values, np.int32)
+
+
+def work(who: int, tokens: list[int], start: int, stop: int, pages: Pages, **more: object) -> Work:
+    terms: dict[str, object] = {"states": numbers(who, who + 8), "checkpoint": None, "sample": True} | more
+    return Work(who, numbers(*tokens), start, stop, pages, pages, **terms)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_of_one_batch_do_not_meet(family: str) -> None:
+    model = paged(family)
+    one, two = prompt(21), prompt(13, seed=1)
+    first, second = numbers(3, 1, 7, 4), numbers(0, 9, 2)
+    made = [list(one), list(two)]
+    for start, stop in ((0, 11), (11, 13)):
+        works = work(0, one, start, stop, first, sample=False), work(1, two, start, stop, second, sample=stop == 13)
+        answer = model.forward(Batch(works))
+        assert answer[0] == NO_TOKEN
+    made[1].append(answer[1])
+    at = 13
+    for stop in (21, 22, 23):
+        answer = model.forward(
+            Batch((work(0, made[0], at if stop == 21 else stop - 1, stop, first), work(1, made[1], at, at + 1, second)))
+        )
+        at += 1
+        made[0].append(answer[0])
+        made[1].append(answer[1])
+    assert made[0][21:] == straight(family, 0, tuple(one), 0, 3)[1]
+    assert made[1][13:] == straight(family, 0, tuple(two), 0, 4)[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whoever_has_whole_pages_and_a_checkpoint_goes_on(family: str) -> None:
+    model = paged(family)
+    tokens = prompt(30)
+    model.compute(work(0, tokens, 0, 16, numbers(0, 1, 2, 3), checkpoint=Checkpoint(16, 8)))
+    model.compute(work(0, tokens, 16, 30, numbers(0, 1, 2, 3)))
+    logits = model.compute(work(5, tokens, 16, 30, numbers(0, 1, 4, 5), states=numbers(8)))
+    assert float((logits - straight(family, 0, tuple(tokens), 16, 1)[0]).abs().max()) <= LIMIT
+
+
+def test_a_request_goes_on_within_a_page_only_where_it_stopped() -> None:
+    model = paged("deepseek_v4")
+    tokens, pages = prompt(30), numbers(0, 1, 2, 3)
+    model.compute(work(0, tokens, 0, 13, pages))
+    with pytest.raises(RuntimeError, match="stopped at 13 and cannot go on at 12"):
+        model.compute(work(0, tokens, 12, 20, pages))
+    model.forward(Batch((), ended=(0,)))
+    with pytest.raises(RuntimeError, match="cannot go on at 13"):
+        model.compute(work(0, tokens, 13, 20, pages))
+
+
+def test_a_page_that_is_missing_is_no_silent_zero() -> None:
+    model = paged("gemma3")
+    tokens = prompt(30)
+    model.compute(work(0, tokens, 0, 24, numbers(0, 1, 2, 3)))
+    with pytest.raises(IndexError, match="no page"):
+        model.compute(work(0, tokens, 24, 30, numbers(0, -1, 2, 3)))
+
+
+def test_every_logit_on_request() -> None:
+    logits = paged("qwen3").compute(work(0, prompt(9), 0, 9, numbers(0, 1)), keep=0)
+    assert logits.shape == (9, model_of("qwen3").config.vocab_size)
+
+
+def test_a_cache_without_the_pools_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no pool called 'full'"):
+        PagedModel(model_of("qwen3"), layout_of("qwen3"), {})
+
+
+# memory
+
+
+@pytest.mark.parametrize(("stride", "units"), [(1, 24), (4, 6), (8, 3), (16, 1)])
+def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
+    sample = {"a": torch.empty(3, 2), "b": torch.empty(5, dtype=torch.float64)}
+    track = Track.of("p", "full", stride, sample)
+    memory = torch.zeros((7, track.page_bytes(PAGE) + 32), dtype=torch.uint8)
+    slots, table = Slots(track, memory, PAGE), numbers(4, 0, 6)
+    values = {name: torch.randn(units, *t.shape).to(t.dtype) for name, t in sample.items()}
+    half = units // 2
+    slots.write(table, 0, {name: v[:half] for name, v in values.items()})
+    slots.write(table, half, {name: v[half:] for name, v in values.items()})
+    for first in range(units):
+        found = slots.read(table, first, units)
+        assert all(torch.equal(found[name], values[name][first:]) for name in values)
+    assert not memory[[1, 2, 3, 5]].any()
+    assert not memory[:, track.page_bytes(PAGE) :].any()
+
+
+def test_units_without_a_page_are_left_out() -> None:
+    track = Track.of("p", "swa", 1, {"a": torch.empty(4)})
+    slots = Slots(track, torch.zeros((3, track.page_bytes(PAGE)), dtype=torch.uint8), PAGE)
+    values = torch.randn(3 * PAGE, 4)
+    slots.write(numbers(-1, 2, 0), 0, {"a": values})
+    assert torch.equal(slots.read(numbers(-1, 2, 0), PAGE, 3 * PAGE)["a"], values[PAGE:])
+    with pytest.raises(IndexError, match="no page"):
+        slots.read(numbers(-1, 2, 0), PAGE - 1, 3 * PAGE)
+
+
+# sampling
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    assert draw(torch.tensor([0.1, 3.0, 2.9]), Sampling(), 5) == 1
+
+
+def test_the_same_seed_draws_the_same_and_positions_differ() -> None:
+    logits = torch.zeros(1000)
+    sampling = Sampling(temperature=1.0, seed=3)
+    drawn = [draw(logits, sampling, position) for position in range(20)]
+    assert drawn == [draw(logits, sampling, position) for position in range(20)]
+    assert len(set(drawn)) > 15
+    assert drawn != [draw(logits, Sampling(temperature=1.0, seed=4), position) for position in range(20)]
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    drawn = {draw(logits, Sampling(1.0, 0.7, seed), 0) for seed in range(200)}
+    assert drawn == {0, 1}
+    assert {draw(logits, Sampling(1.0, 0.0, seed), 0) for seed in range(20)} == {0}
+
+
+def test_a_high_temperature_flattens() -> None:
+    logits = torch.tensor([5.0, 0.0])
+    cold = sum(draw(logits, Sampling(1.0, 1.0, seed), 0) for seed in range(300))
+    hot = sum(draw(logits, Sampling(100.0, 1.0, seed), 0) for seed in range(300))
+    assert cold < 15 < 90 < hot
