@@ -46,12 +46,13 @@ class Lease:
 
     ``cached``: matched at the grant. ``loads``: operations that must be DONE before its pages are good. ``valid``:
     None, or how many tokens are still good after a load failed. ``length``: committed so far. ``reserved``: FULL pages
-    exist up to here. ``states``: its MAMBA slots, the working copy first.
+    exist up to here. ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
+    the working copy first.
     """
 
     __slots__ = (
-        "cached", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released", "reserved",
-        "states", "valid",
+        "border", "cached", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released",
+        "reserved", "states", "valid",
     )  # fmt: skip
 
     def __init__(self, lease_id: int, hold: Hold) -> None:
@@ -59,7 +60,7 @@ class Lease:
         self.hold = hold
         self.own: list[bytes] = []
         self.own_from: list[int] = []
-        self.cached = self.full = self.length = self.reserved = self.loaded_tokens = 0
+        self.border = self.cached = self.full = self.length = self.reserved = self.loaded_tokens = 0
         self.loads: tuple[int, ...] = ()
         self.states = b""
         self.valid: int | None = None
@@ -291,7 +292,7 @@ class Leases:
         if room is Room.SLICE:
             return More(self._world.plan())
         if room is not Room.FREE:
-            return Wait(self._world.plan(), self._backups() if room is Room.SAVING else ())
+            return Wait(self._world.plan(), self._backups())
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -305,19 +306,19 @@ class Leases:
     def _trim_window(self, lease: Lease) -> bool:
         """Pins cover whole nodes: cut the one that the window begins in, and give up what is before the window."""
         hold, swa = lease.hold, self._swa
-        first = self._world.components[swa].first_page(hold.end.end) if swa else 0
+        first = max(self._world.components[swa].first_page(hold.end.end), lease.border) if swa else 0
         if not swa or hold.lows[swa] >= first:
             return False
         node = hold.end
-        while node.parent.end > first:  # type: ignore[union-attr]
-            node = node.parent  # type: ignore[assignment]
-        if node.parent.end < first < node.end:  # type: ignore[union-attr]
+        while node.parent is not None and node.parent.end > first:
+            node = node.parent
+        if node.parent is not None and node.parent.end < first < node.end:
             split_at(self._world, node, first)
         drop_until(self._world, hold, first)
         return True
 
     def _backups(self) -> tuple[int, ...]:
-        """The operations that are making room."""
+        """The operations that make room when they end: what is being copied to the host stays until then."""
         return tuple(op.id for op in self._world.ledger.ops.values() if op.kind is BACKUP_HOST)
 
     def advance(self, lease: Lease, position: int) -> Plan:
@@ -327,6 +328,7 @@ class Leases:
             window = self._world.config.components[swa].window
             border = max(0, position - window - self._page_size) // self._page_size
             drop_until(self._world, lease.hold, border)
+            lease.border = border
             passed = min(max(0, border - lease.own_from[swa]), len(lease.own[swa]) // SLOT_BYTES)
             if passed:
                 self._give(swa, lease.own[swa][: passed * SLOT_BYTES])
