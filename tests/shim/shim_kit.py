@@ -1,4 +1,4 @@
-"""A cache on the threaded CPU device, a model whose KV and tokens are a function of the prefix, and a scheduler on both.
+"""A cache on the threaded CPU device, a model whose KV and tokens are a function of the prefix, a scheduler on both.
 
 The model checks everything it is handed: each position of FULL, of the window and of the state must hold what the
 prefix says; nobody may be told to write a page that somebody else of the batch reads or writes.
@@ -7,7 +7,7 @@ prefix says; nobody may be told to write a page that somebody else of the batch 
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from asynccache_shim import NO_TOKEN, Batch, Limits, Request, Scheduler, Settings, Work
 
-from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, Full, Hits, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.core.cache import CacheCore
 
@@ -195,6 +195,12 @@ async def serving(
             check(core)
 
 
+def hits(request: Request) -> Hits:
+    """Where its prefix was when it was admitted for the first time."""
+    assert request.hits is not None
+    return request.hits
+
+
 async def push_out(cache: AsyncCache) -> None:
     """Empty the device: what is cached stays on the host."""
     await cache.flush()
@@ -209,6 +215,3 @@ async def push_out(cache: AsyncCache) -> None:
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
     """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
     return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
-
-
-Clock = Callable[[], float]

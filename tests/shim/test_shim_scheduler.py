@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from asynccache_shim import Finish
 
-from tests.shim.shim_kit import PAGE, config, continuation, push_out, serving, text
+from tests.shim.shim_kit import PAGE, config, continuation, hits, push_out, serving, text
 
 
 @pytest.mark.asyncio
@@ -24,8 +24,8 @@ async def test_a_prefix_is_computed_once(more: dict[str, int]) -> None:
         first = await served.answer(prompt, 5)
         computed = served.model.computed
         second = await served.answer(prompt, 5)
-        assert first.hits is not None and first.hits.device == 0
-        assert second.hits is not None and second.hits.device == 20 * PAGE
+        assert hits(first).device == 0
+        assert hits(second).device == 20 * PAGE
         assert served.model.computed - computed == 2 + 4
 
 
@@ -39,4 +39,4 @@ async def test_a_prefix_comes_back_from_the_host(more: dict[str, int]) -> None:
         again = await served.answer(prompt, 5)
         assert again.match.needs_load_back
         assert again.match.host_hit_length == 20 * PAGE
-        assert again.hits is not None and again.hits.host == 20 * PAGE
+        assert hits(again).host == 20 * PAGE
