@@ -221,8 +221,7 @@ class AsyncCache:
         machine = self._ready()
         key = as_key(tokens)
         driver = machine.driver
-        if driver.lock.free():
-            driver.settle()
+        if driver.settled():
             return machine.core.match(machine.space(extra_key), key)
         async with driver.lock:
             driver.settle()

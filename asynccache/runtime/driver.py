@@ -29,23 +29,26 @@ Sink = Callable[[Any], None]
 
 
 class TreeLock(asyncio.Lock):
-    """Orders the calls that may split or evict. It knows whether a call that does not await may go ahead without it."""
+    """Orders the calls that may split or evict. ``users``: how many hold it or wait for it; at 0, a call that does not
+    await may go ahead without it, and overtakes nobody."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._queued = 0
+        self.users = 0
 
     async def acquire(self) -> Literal[True]:
         """As ``asyncio.Lock``: first come, first served. Cancelling it takes nothing."""
-        self._queued += 1
+        self.users += 1
         try:
             return await super().acquire()
-        finally:
-            self._queued -= 1
+        except BaseException:
+            self.users -= 1
+            raise
 
-    def free(self) -> bool:
-        """Nobody holds it and nobody waits for it: what does not await is alone, and overtakes nobody."""
-        return not self._queued and not self.locked()
+    def release(self) -> None:
+        """As ``asyncio.Lock``."""
+        super().release()
+        self.users -= 1
 
 
 class Driver:
@@ -89,6 +92,18 @@ class Driver:
             waiting, self._outcomes = self._outcomes, []
             self.decide(self._agreement.report(waiting))
 
+    def settled(self) -> bool:
+        """Whether a call that does not await may go ahead now: nobody has the tree or waits for it, and every outcome
+        is applied.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+        if self.lock.users:
+            return False
+        self.settle()
+        return True
+
     def decide(self, outcomes: Sequence[Outcome]) -> None:
         """Apply outcomes that all ranks agree on. A core that refuses them is broken, and so is the cache."""
         if not outcomes:
@@ -113,12 +128,13 @@ class Driver:
 
         ``retiring`` collects the operations that the caller answers itself, once the engine's events have fired.
         """
-        for effect in plan.effects:
+        effects, ended, freed = plan
+        for effect in effects:
             self._begin(effect, retiring)
-        for op, status in plan.ended:
+        for op, status in ended:
             self.saving.discard(op)
             self.ops.end(op, status)
-        if plan.freed or plan.ended:
+        if freed or ended:
             self.line.wake()
             self.prefetch_line.wake()
 
@@ -160,8 +176,7 @@ class Driver:
         Where the lock is free and one slice suffices there is no await at all. Cancelling it before the first slice
         does nothing; later, the call is finished first, and ``done`` is told.
         """
-        if self.lock.free():
-            self.settle()
+        if self.settled():
             first = call()
             if not isinstance(first, More):
                 done(first)

@@ -40,6 +40,46 @@ class Terms(NamedTuple):
     swa_chunk: int | None = None
 
 
+def ask_for(machine: Machine, terms: Terms) -> Ask:
+    """What the core is asked for these terms.
+
+    Raises:
+        ConfigError: the tokens or a term are unusable.
+    """
+    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk = terms
+    key = as_key(tokens)
+    if not key:
+        raise ConfigError("tokens: a lease needs at least one")
+    if new_tokens < 0:
+        raise ConfigError(f"new_tokens={new_tokens} must not be negative")
+    if states is None:
+        states = machine.default_states
+    elif states < 0 or (states and not machine.default_states):
+        raise ConfigError(f"states={states}: there is no such number of states in this cache")
+    if chunk is None:
+        chunk = EVERYTHING
+    if swa_chunk is None:
+        swa_chunk = chunk
+    if chunk < 1 or swa_chunk < 1:
+        raise ConfigError(f"chunk={chunk}, swa_chunk={swa_chunk}: at least one token is to be computed")
+    length = len(key) // TOKEN_BYTES
+    reserve = length + new_tokens
+    swa = reserve if machine.has_swa else 0
+    return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk)
+
+
+def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
+    """The common case, without an await: nobody waits, and one slice suffices."""
+    driver = machine.driver
+    if driver.line or not driver.settled():
+        return False
+    answer = machine.core.lease(ask)
+    if isinstance(answer, Grant):
+        granted(answer)
+    driver.perform(answer.plan)
+    return isinstance(answer, Grant)
+
+
 class Turn(Enum):
     """What came of one attempt at the head."""
 
@@ -49,55 +89,54 @@ class Turn(Enum):
 
 
 class Entry:
-    """One lease's way in. ``arrival``: what the tiers held when it came, if it did not get in at once."""
+    """The way in of one lease that may have to wait: for a prefetch, for the tree, for pages.
 
-    def __init__(self, machine: Machine, terms: Terms) -> None:
-        machine.check_open()
-        self.space = machine.space(terms.extra_key)
-        self.stamp = machine.stamp(terms.extra_key)
-        self.key = as_key(terms.tokens)
+    ``handle``: its prefetch, if there is one. ``arrival``: what the tiers held when it came, if that was looked up.
+    """
+
+    def __init__(self, machine: Machine, ask: Ask, terms: Terms) -> None:
         self.handle = terms.prefetch
         self._machine = machine
-        self._terms = terms
-        self._ask: Ask = ask_for(machine, self.space, self.key, terms)
+        self._ask = ask
+        self._wait = terms.wait
+        self._timeout = terms.timeout
         self._own_handle = machine.stores and terms.wait and terms.prefetch is None
         if self._own_handle:
-            self.handle = machine.prefetch(self.space, self.key)
+            self.handle = machine.prefetch(ask.space, ask.key)
         self._line = machine.driver.line
         self._ticket = self._line.ticket()
         self._place: Place | None = None
         self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
 
-    def at_once(self, granted: Granted) -> bool:
-        """The common case, without an await: nobody waits, nothing is being fetched, and one slice suffices."""
-        driver = self._machine.driver
-        if len(self._line) or not driver.lock.free() or not (self.handle is None or self.handle.done()):
-            return False
-        driver.settle()
-        answer = self._machine.core.lease(self._ask)
-        if isinstance(answer, Grant):
-            granted(answer)
-        driver.perform(answer.plan)
-        return isinstance(answer, Grant)
-
     async def run(self, granted: Granted) -> None:
         """Return when ``granted`` was called. Cancelling it gives up the place in line and a prefetch of its own."""
+        try:
+            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, granted):
+                return
+            if self._timeout is None:
+                await self._run(granted)
+            else:
+                async with asyncio.timeout(self._timeout):
+                    await self._run(granted)
+        finally:
+            self._leave()
+
+    async def _run(self, granted: Granted) -> None:
         self._machine.core.check_possible(self._ask)
         if self.handle is not None:
             await self._beside(self.handle)
         await self._in_line(granted)
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         """Leave the line; nobody needs this request's own prefetch any more."""
         if self._place is not None:
             self._line.leave(self._place)
-            self._place = None
         if self._own_handle and self.handle is not None:
             self.handle.tell(Wish.CANCEL)
 
     async def _beside(self, handle: PrefetchHandle) -> None:
         policy = self._machine.config.prefetch_policy
-        if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._terms.wait:
+        if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
             return
         if policy is PrefetchPolicy.WAIT_COMPLETE:
             await handle
@@ -132,7 +171,7 @@ class Entry:
 
     async def _probe(self, handle: PrefetchHandle) -> Turn:
         """Could the pages be granted? Then the prefetch has had its time."""
-        if not self._terms.wait:
+        if not self._wait:
             if self._machine.may_stop(handle):
                 handle.tell(Wish.STOP)
             return Turn.NOT_YET
@@ -168,7 +207,7 @@ class Entry:
             CacheFull: it is not to wait, or nothing that could end its waiting is under way.
             RuntimeError: this task holds a lease, and what it waits for may be what it holds.
         """
-        if not self._terms.wait:
+        if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
         if turn is Turn.NOT_YET and self._machine.idle() and not self._line.must_wait(self._ticket):
             raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
@@ -177,30 +216,7 @@ class Entry:
         if self._place is None:
             self._place = self._line.join(self._ticket)
             if self.arrival is None:
-                match = self._machine.core.match(self.space, self.key)
+                match = self._machine.core.match(self._ask.space, self._ask.key)
                 self.arrival = Held(match.device, match.host)
         if turn is Turn.NOT_YET:
             self._line.sleep(self._place)
-
-
-def ask_for(machine: Machine, space: bytes, key: bytes, terms: Terms) -> Ask:
-    """What the core is asked for these terms.
-
-    Raises:
-        ConfigError: a term is unusable.
-    """
-    length = len(key) // TOKEN_BYTES
-    if not length:
-        raise ConfigError("tokens: a lease needs at least one")
-    if terms.new_tokens < 0:
-        raise ConfigError(f"new_tokens={terms.new_tokens} must not be negative")
-    states = terms.states if terms.states is not None else machine.default_states
-    if states < 0 or (states and not machine.default_states):
-        raise ConfigError(f"states={states}: there is no such number of states in this cache")
-    chunk = EVERYTHING if terms.chunk is None else terms.chunk
-    swa_chunk = chunk if terms.swa_chunk is None else terms.swa_chunk
-    if chunk < 1 or swa_chunk < 1:
-        raise ConfigError(f"chunk={chunk}, swa_chunk={swa_chunk}: at least one token is to be computed")
-    reserve = length + terms.new_tokens
-    swa = reserve if machine.has_swa else 0
-    return Ask(space, key, length - 1, reserve, swa, states, chunk=chunk, chunk_swa=swa_chunk)

@@ -79,7 +79,7 @@ class Keeper:
         kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
         if isinstance(answer, Grant):
             self._kept.add(kept)
-            self._machine.hold(None)
+            self._machine.holders[kept] = None
         if not kept.tokens:
             kept.release()
         return kept
@@ -87,7 +87,7 @@ class Keeper:
     def release(self, kept: Kept, lease: CoreLease) -> None:
         """Called by ``Kept.release``."""
         self._kept.discard(kept)
-        self._machine.drop(None)
+        del self._machine.holders[kept]
         self._machine.driver.perform(self._machine.core.release(lease))
 
     def close(self) -> None:

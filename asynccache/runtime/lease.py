@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.config import POOL_NAME
-from asynccache.core.cache import Committed, Grant
+from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
-from asynccache.errors import CacheClosed, CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.entry import Entry, Terms
-from asynccache.runtime.hashing import Chain
-from asynccache.runtime.prefetch import Held
-from asynccache.runtime.readiness import unfired
-from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
+from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
+from asynccache.runtime.entry import Entry, Terms, ask_for, enter_at_once
+from asynccache.runtime.handoff import hand_over
+from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.publishing import Publishing
+from asynccache.runtime.tokens import Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event, Stream
@@ -57,32 +57,27 @@ class LeaseState(Enum):
     RELEASED = "released"
 
 
+NEW, ENTERING, HELD, RELEASED = LeaseState
+
+
 class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
-    __slots__ = (
-        "_arrival", "_chain", "_core", "_key", "_machine", "_order", "_reached", "_ready", "_retiring", "_space",
-        "_stamp", "_state", "_task", "_terms",
-    )  # fmt: skip
+    __slots__ = ("_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_terms")
 
     def __init__(self, machine: Machine, terms: Terms) -> None:
         self._machine = machine
         self._terms = terms
-        self._state = LeaseState.NEW
-        self._key = b""
-        self._space = b""
-        self._stamp = (0, 0)
+        self._state = NEW
+        self._ask: Ask
+        self._resets: int
         self._core: CoreLease
-        self._chain: Chain | None = None
+        self._handle: PrefetchHandle | None = None
         self._arrival: Held | None = None
-        self._reached = 0
-        self._ready: list[Event] = []
-        self._order = asyncio.Lock()
-        self._retiring: list[int] = []
-        self._task: asyncio.Task[object] | None = None
+        self._publishing: Publishing | None = None
 
     def __repr__(self) -> str:
-        if self._state is not LeaseState.HELD:
+        if self._state is not HELD:
             return f"Lease({self._state.value})"
         core = self._core
         return f"Lease({core.cached} cached, {core.length} committed, {core.reserved} reserved tokens)"
@@ -101,24 +96,25 @@ class Lease:
             CacheClosed: the cache is closed.
             RuntimeError: it would have to wait, and this task holds a lease already.
         """
-        self._machine.check_thread()
-        if self._state is not LeaseState.NEW:
+        machine, terms = self._machine, self._terms
+        machine.check_open()
+        if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        self._state = LeaseState.ENTERING
-        entry = Entry(self._machine, self._terms)
-        self._space, self._key, self._stamp = entry.space, entry.key, entry.stamp
+        self._state = ENTERING
+        self._ask = ask = ask_for(machine, terms)
+        self._resets = machine.resets
         try:
-            if not entry.at_once(self._granted):
-                async with asyncio.timeout(self._terms.timeout):
-                    await entry.run(self._granted)
+            if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
+                await self._enter(Entry(machine, ask, terms))
         except BaseException:
             self.release()
-            self._state = LeaseState.RELEASED
+            self._state = RELEASED
             raise
-        finally:
-            entry.close()
-        self._arrived(entry)
         return self
+
+    async def _enter(self, entry: Entry) -> None:
+        await entry.run(self._granted)
+        self._handle, self._arrival = entry.handle, entry.arrival
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -129,17 +125,9 @@ class Lease:
     def _granted(self, grant: Grant) -> None:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
-        self._state = LeaseState.HELD
-        self._task = asyncio.current_task()
-        self._machine.hold(self._task)
-
-    def _arrived(self, entry: Entry) -> None:
-        self._arrival = entry.arrival
-        handle = entry.handle
-        if handle is not None:
-            self._reached = handle.reached
-            if handle.space == self._space:
-                self._chain = handle.chain.copy()
+        self._state = HELD
+        machine = self._machine
+        machine.holders[self] = asyncio.current_task(machine.loop)
 
     def release(self, after: Event | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -147,28 +135,29 @@ class Lease:
         ``after``: the engine's work on these pages; own pages are retiring, not free, until it has fired, and later
         loads into any of them wait for it on the device. ``ended``: this conversation will not come back.
         """
-        self._machine.check_thread()
-        if self._state is not LeaseState.HELD:
-            return
-        self._state = LeaseState.RELEASED
         machine = self._machine
-        events = unfired(*self._ready, after) if after is not None or self._ready else []
-        machine.drop(self._task)
-        for event in events:
-            machine.mover.fence(event)
-        plan = machine.core.release(self._core, ended=ended, retire=bool(events))
-        machine.driver.perform(plan, self._retiring)
-        if self._retiring:
-            self._retire(events)
-
-    def _retire(self, events: list[Event]) -> None:
-        retiring, self._retiring = self._retiring, []
-        self._machine.retire.put(retiring, events)
+        machine.check_thread()
+        if self._state is not HELD:
+            return
+        self._state = RELEASED
+        del machine.holders[self]
+        if after is None and self._publishing is None:
+            machine.driver.perform(machine.core.release(self._core, ended=ended))
+        else:
+            self._commits().release(after, ended)
 
     def _held(self) -> CoreLease:
-        if self._state is not LeaseState.HELD:
+        if self._state is not HELD:
             raise RuntimeError(f"the lease is {self._state.value}")
         return self._core
+
+    def _commits(self) -> Publishing:
+        """What its commits share, made when first needed."""
+        if self._publishing is None:
+            handle = self._handle
+            chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
+            self._publishing = Publishing(self._machine, self._core, self._ask, chain)
+        return self._publishing
 
     # what it holds
 
@@ -213,7 +202,8 @@ class Lease:
             return Hits(cached - loaded, loaded, 0)
         device = min(cached, arrival.device)
         host = max(0, min(cached, arrival.host) - device)
-        storage = max(0, min(cached, self._reached) - device - host)
+        reached = self._handle.reached if self._handle is not None else 0
+        storage = max(0, min(cached, reached) - device - host)
         return Hits(cached - host - storage, host, storage)
 
     # loads
@@ -336,69 +326,29 @@ class Lease:
             ConfigError: ``tokens`` do not continue what the lease holds.
         """
         self._machine.check_thread()
-        key = self._continued(tokens)
-        if ready is not None:  # cancelled from here on, a release must still wait for what the engine writes
-            self._ready = [*unfired(*self._ready), ready]
-        async with self._order:
-            return await self._commit(key, ready, checkpoint)
+        core, key = self._held(), as_key(tokens)
+        commits = self._commits()
+        commits.check(key)
+        if ready is not None:
+            commits.expect(ready)
+        async with commits.order:
+            if core.loads:
+                await self.loaded()
+            if self._still_valid():
+                await commits.publish(key, ready, checkpoint)
+            return self.pages
 
-    async def _commit(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> Pages:
-        """One commit of a lease after the other, in the order of the calls."""
-        if self._core.loads:
-            await self.loaded()
-        if self._machine.stamp(self._terms.extra_key) != self._stamp:
-            return self.pages  # invalidated meanwhile: it finishes undisturbed and publishes nothing
-        hashes = await self._hashes(key) if self._machine.hashing else b""
-        self.adopt()
-        while isinstance(answer := await self._try_commit(key, hashes, ready, checkpoint), Wait):
-            await self._machine.driver.ops.any(answer.ops)
-        return self.pages
-
-    def _continued(self, tokens: Tokens) -> bytes:
-        key = as_key(tokens)
-        if not (key.startswith(self._key) or self._key.startswith(key)):
-            raise ConfigError("commit: tokens do not begin with the prompt of the lease")
-        core = self._held()
-        if len(key) < core.length * TOKEN_BYTES:
-            raise ConfigError(f"commit: {len(key) // TOKEN_BYTES} tokens are fewer than the {core.length} committed")
-        if len(key) > core.reserved * TOKEN_BYTES:
-            raise ConfigError(f"commit: {len(key) // TOKEN_BYTES} tokens do not fit the {core.reserved} reserved")
-        return key
-
-    async def _try_commit(
-        self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
-    ) -> Committed | Wait:
+    def _still_valid(self) -> bool:
+        """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
         machine = self._machine
-
-        def done(answer: Committed | Wait) -> None:
-            if not isinstance(answer, Wait):
-                self._published(key, ready)
-            machine.driver.perform(answer.plan, self._retiring)
-
-        return await machine.driver.run(lambda: machine.core.commit(self._held(), key, hashes, checkpoint), done)
-
-    def _published(self, key: bytes, ready: Event | None) -> None:
-        """Before the plan is performed: its backups must find ``ready``."""
-        if len(key) > len(self._key):
-            self._key = key
-        if ready is not None and not ready.done():
-            self._machine.readiness.expect(ready)
-        self._machine.commits += 1
-
-    async def _hashes(self, key: bytes) -> bytes:
-        machine = self._machine
-        if self._chain is None:
-            self._chain = Chain(self._space, machine.config.page_size)
-        if not self._chain.covers(key):
-            self._chain.known(key, machine.core.known_hashes(self._space, key))
-        return await self._chain.extend(key)
+        return machine.resets == self._resets and machine.space(self._terms.extra_key) == self._ask.space
 
     def adopt(self, after: Event | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
         ``after`` has fired. The next commit and the release imply it."""
         self._machine.check_thread()
-        if self._retiring:
-            self._retire(unfired(*self._ready, after))
+        if self._publishing is not None:
+            self._publishing.adopt(after)
 
     # from other threads
 
@@ -406,37 +356,20 @@ class Lease:
         self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
         """``commit`` from an engine's worker thread; its result, or its error, comes by the future."""
-        future: ThreadFuture[Pages] = ThreadFuture()
-        work = partial(self._commit_for, future, tokens, ready, checkpoint)
-        self._machine.loop.call_soon_threadsafe(self._machine.spawn_for, work, future)
-        return future
-
-    async def _commit_for(
-        self, future: ThreadFuture[Pages], tokens: Tokens, ready: Event | None, checkpoint: tuple[int, int] | None
-    ) -> None:
-        if not future.set_running_or_notify_cancel():
-            return  # the engine gave up before it began; from here on it cannot
-        try:
-            pages = await self.commit(tokens, ready, checkpoint)
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException:
-            future.set_exception(CacheClosed("the cache was closed before the commit was done"))
-            raise
-        else:
-            future.set_result(pages)
+        return hand_over(self._machine, partial(self.commit, tokens, ready, checkpoint))
 
     def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
         """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it."""
         self._machine.loop.call_soon_threadsafe(self._release_soon, after, ended)
 
     def _release_soon(self, after: Event | None, ended: bool) -> None:
-        if self._machine.supervisor.spawn(self._release_for(after, ended), "asynccache-handoff") is None:
+        if self._machine.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
             self.release(after, ended)
 
-    async def _release_for(self, after: Event | None, ended: bool) -> None:
+    async def _release_in_order(self, after: Event | None, ended: bool) -> None:
         try:
-            async with self._order:
-                pass
+            if self._publishing is not None:
+                async with self._publishing.order:
+                    pass
         finally:
             self.release(after, ended)

@@ -1,7 +1,7 @@
 """The assembled parts of one open cache: the core behind its driver, the pools, the stages, and who owns the tasks.
 
-What everything below ``AsyncCache`` shares. Mutable state: which tasks hold leases, which prefixes are kept, the epochs
-of invalidated namespaces; all of it belongs to one loop and one thread.
+What everything below ``AsyncCache`` shares. Mutable state: who holds what (``holders``: leases with the task that was
+granted them, and kept prefixes), the epochs of invalidated namespaces; all of it belongs to one loop and one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future as ThreadFuture
 from dataclasses import replace
 from typing import Any
 
@@ -71,12 +70,11 @@ class Machine:
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
         self.hashing = store is not None or on_event is not None
         self._thread = threading.get_ident()
-        self._holders: dict[Task, int] = {}
-        self._held = 0
+        self.holders: dict[object, Task | None] = {}
         self._build_stages(on_event)
 
     def __repr__(self) -> str:
-        return f"Machine({self.driver!r}, {self._held} leases, {self.supervisor!r})"
+        return f"Machine({self.driver!r}, {len(self.holders)} leases, {self.supervisor!r})"
 
     def _build_stages(self, on_event: OnEvent | None) -> None:
         post, size_of, clock = self.driver.post, self.pools.size_of, time.perf_counter
@@ -129,13 +127,6 @@ class Machine:
             if self.prefetching is not None:
                 self.prefetching.fail(self.driver.closed_error)
 
-    def spawn_for(
-        self, work: Callable[[], Coroutine[Any, Any, None]], future: ThreadFuture[Any]
-    ) -> None:
-        """Run ``work`` among the workers for a thread that waits for ``future``."""
-        if self.supervisor.spawn(work(), "asynccache-handoff") is None and future.set_running_or_notify_cancel():
-            future.set_exception(CacheClosed("the cache is closed"))
-
     # guards
 
     def check_thread(self) -> None:
@@ -153,27 +144,13 @@ class Machine:
 
     # leases
 
-    def hold(self, task: Task | None) -> None:
-        """``task`` was granted a lease."""
-        self._held += 1
-        if task is not None:
-            self._holders[task] = self._holders.get(task, 0) + 1
-
-    def drop(self, task: Task | None) -> None:
-        """A lease that ``task`` was granted is released."""
-        self._held -= 1
-        if task is not None:
-            left = self._holders.pop(task) - 1
-            if left:
-                self._holders[task] = left
-
     def holds(self, task: Task | None) -> bool:
-        """Whether ``task`` holds a lease."""
-        return task in self._holders
+        """Whether ``task`` holds a lease. Asked by those who are about to wait; so it may look at all of them."""
+        return task in self.holders.values()
 
     def idle(self) -> bool:
         """Whether nothing is under way that could ever give anything back."""
-        return not self._held and not len(self.driver.ops)
+        return not self.holders and not len(self.driver.ops)
 
     # namespaces
 
@@ -181,10 +158,6 @@ class Machine:
         """The digest of a namespace, as of its last invalidation."""
         epoch = self.epochs[extra_key] if self.epochs else 0
         return namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
-
-    def stamp(self, extra_key: str | bytes | None) -> tuple[int, int]:
-        """Changes when what was computed in this namespace must not be published any more."""
-        return self.resets, self.epochs[extra_key] if self.epochs else 0
 
     # prefetch
 

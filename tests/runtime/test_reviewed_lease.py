@@ -11,6 +11,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
+from asynccache.runtime.tokens import as_key
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
@@ -36,8 +37,8 @@ async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
             futures = [lease.commit_threadsafe(part) for part in (tokens[: PAGE * (pages - 100)], tokens)]
             for future in futures:
                 await asyncio.wrap_future(future)
-            core, key = machine(cache).core, lease._key
-            assert core.known_hashes(lease._space, key) == b"".join(page_hashes(tokens))
+            key, space = as_key(tokens), lease._ask.space
+            assert machine(cache).core.known_hashes(space, key) == b"".join(page_hashes(tokens))
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,117 @@
+"""One lease's commits: in the order of the calls, and with the engine's events that they and its pages wait for.
+
+Laws:
+* Nothing is published below pages that may yet fail; that is for the caller to see to (``Lease.loaded``).
+* A backup finds the ``ready`` event of what it copies: it is made known before the commit's plan is performed.
+* Duplicates are free once the engine uses the new page table and has let go of the old one (``adopt``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from asynccache.core.cache import Ask, Committed
+from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.plan import Wait
+from asynccache.errors import ConfigError
+from asynccache.runtime.hashing import Chain
+from asynccache.runtime.readiness import unfired
+from asynccache.runtime.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from asynccache.memory.device import Event
+    from asynccache.runtime.machine import Machine
+
+
+class Publishing:
+    """Mutable state: the longest key committed so far, its hashes, the ``ready`` events that may not have fired, and
+    the duplicates that wait to be adopted. ``order``: one commit after the other."""
+
+    __slots__ = ("_chain", "_core", "_key", "_machine", "_ready", "_retiring", "_space", "order")
+
+    def __init__(self, machine: Machine, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
+        self.order = asyncio.Lock()
+        self._machine = machine
+        self._core = core
+        self._space = ask.space
+        self._key = ask.key
+        self._chain = chain or Chain(ask.space, machine.config.page_size)
+        self._ready: list[Event] = []
+        self._retiring: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Publishing({self._core!r}, {len(self._ready)} events, {len(self._retiring)} retiring)"
+
+    def check(self, key: bytes) -> None:
+        """Whether the lease may commit ``key``.
+
+        Raises:
+            ConfigError: it does not continue what the lease holds.
+        """
+        core, tokens = self._core, len(key) // TOKEN_BYTES
+        if not (key.startswith(self._key) or self._key.startswith(key)):
+            raise ConfigError("commit: tokens do not begin with the prompt of the lease")
+        if tokens < core.length:
+            raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
+        if tokens > core.reserved:
+            raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
+
+    def expect(self, ready: Event) -> None:
+        """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit."""
+        self._ready = [*unfired(*self._ready), ready]
+
+    async def publish(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> None:
+        """In its ``order``. Waits where pages are being loaded for others. Cancelling it publishes everything or
+        nothing."""
+        hashes = await self._hashes(key) if self._machine.hashing else b""
+        self.adopt()
+        while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
+            await self._machine.driver.ops.any(answer.ops)
+
+    async def _try(
+        self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
+    ) -> Committed | Wait:
+        machine = self._machine
+
+        def commit() -> Committed | Wait:
+            if self._core.released:
+                raise RuntimeError("the lease is released")
+            return machine.core.commit(self._core, key, hashes, checkpoint)
+
+        def done(answer: Committed | Wait) -> None:
+            if not isinstance(answer, Wait):
+                self._published(key, ready)
+            machine.driver.perform(answer.plan, self._retiring)
+
+        return await machine.driver.run(commit, done)
+
+    async def _hashes(self, key: bytes) -> bytes:
+        if not self._chain.covers(key):
+            self._chain.known(key, self._machine.core.known_hashes(self._space, key))
+        return await self._chain.extend(key)
+
+    def _published(self, key: bytes, ready: Event | None) -> None:
+        """Before the plan is performed: its backups must find ``ready``."""
+        if len(key) > len(self._key):
+            self._key = key
+        if ready is not None and not ready.done():
+            self._machine.readiness.expect(ready)
+        self._machine.commits += 1
+
+    def adopt(self, after: Event | None = None) -> None:
+        """The engine uses the table of the last commit; the duplicates retire until ``after`` and every ``ready``."""
+        if self._retiring:
+            retiring, self._retiring = self._retiring, []
+            self._machine.retire.put(retiring, unfired(*self._ready, after))
+
+    def release(self, after: Event | None, ended: bool) -> None:
+        """Give the lease's pages back when ``after`` and every ``ready`` have fired."""
+        machine, events = self._machine, unfired(*self._ready, after)
+        for event in events:
+            machine.mover.fence(event)
+        plan = machine.core.release(self._core, ended=ended, retire=bool(events))
+        machine.driver.perform(plan, self._retiring)
+        if self._retiring:
+            machine.retire.put(self._retiring, events)
+            self._retiring = []
