@@ -134,12 +134,13 @@ async def test_failing_storage_and_copies_make_it_slower_never_different(family:
             await engine.check(prompt(45, seed), 1)
         await settled(engine.cache)
         storage.rate, stored = 0.5, 0
-        for i in range(14):
+        for i in range(80):
             made = await engine.check([*prompt(45, seed=i % 10), *prompt(5, seed=i)], 2)
             stored += made.hits.storage
-        assert stored
-    assert storage.faults["failed"]
-    assert storage.faults["corrupted"]
+            if i > 10 and stored and storage.faults["failed"] and storage.faults["corrupted"]:
+                break
+        else:
+            pytest.fail(f"no fault struck: {storage.faults}")
     await inner.aclose()
 
 

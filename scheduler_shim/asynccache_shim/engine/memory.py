@@ -85,15 +85,19 @@ class Slots:
         self._track = track
         self._page_size = page_size
         self._per_page = track.per_page(page_size)
-        used = memory[:, : track.page_bytes(page_size)]
-        units = used.as_strided((len(used), self._per_page, track.unit_bytes), (used.stride(0), track.unit_bytes, 1))
-        self._views = {
-            field.name: units[..., field.offset : field.offset + field.size].view(field.dtype)
-            for field in track.fields
-        }
+        self._memory = memory
+        self._views = self._fields(memory)
 
     def __repr__(self) -> str:
         return f"<Slots of {self._track.pool!r}>"
+
+    def _fields(self, pages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of whole pages: ``[pages, units, numbers]`` by field."""
+        size, track = self._track.unit_bytes, self._track
+        used = pages[:, : track.page_bytes(self._page_size)]
+        units = used.as_strided((len(used), self._per_page, size), (used.stride(0), size, 1))
+        return {field.name: units[..., field.offset : field.offset + field.size].view(field.dtype)
+                for field in track.fields}  # fmt: skip
 
     def read(self, table: Pages, first: int, stop: int) -> dict[str, torch.Tensor]:
         """Units ``first`` to ``stop``, copied: ``[units, *shape]`` by field.
@@ -101,41 +105,35 @@ class Slots:
         Raises:
             IndexError: the page table has no page for one of them.
         """
-        pages, offsets = self._places(first, stop)
-        slots = table[pages]
+        slots = table[self._pages(first, stop)]
         if (slots < 0).any():
             raise IndexError(f"pool {self._track.pool!r}: no page for units {first} to {stop}")
-        if self._track.stride > self._page_size:
-            where = (_index(slots), _index(offsets))
-            return {f.name: self._views[f.name][where].reshape(len(pages), *f.shape) for f in self._track.fields}
-        whole, skip = _index(np.unique(pages)), first % self._per_page
-        whole = _index(table[whole.numpy()])
-        found = {}
-        for field in self._track.fields:
-            units = self._views[field.name].index_select(0, whole).flatten(0, 1)
-            found[field.name] = units[skip : skip + len(pages)].reshape(len(pages), *field.shape)
-        return found
+        found = self._fields(self._memory.index_select(0, _index(slots)))
+        skip = first % self._per_page
+        units = {name: view.flatten(0, 1)[skip : skip + stop - first] for name, view in found.items()}
+        return {field.name: units[field.name].reshape(stop - first, *field.shape) for field in self._track.fields}
 
     def write(self, table: Pages, first: int, values: Values) -> None:
         """``[units, *shape]`` by field, from unit ``first`` on. Units without a page are left out."""
-        count = len(next(iter(values.values())))
-        pages, offsets = self._places(first, first + count)
-        slots = table[pages]
+        units = np.arange(first, first + len(next(iter(values.values()))))
+        slots = table[self._page_of(units)]
         kept = slots >= 0
-        where = (_index(slots[kept]), _index(offsets[kept]))
+        where = (_index(slots[kept]), _index(units[kept] % self._per_page))
         rows = torch.from_numpy(kept)
         for field in self._track.fields:
             self._views[field.name][where] = values[field.name].flatten(1)[rows]
 
     def copy(self, source: int, target: int) -> None:
         """Everything in one slot to another."""
-        for view in self._views.values():
-            view[target] = view[source]
+        self._memory[target] = self._memory[source]
 
-    def _places(self, first: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The page of each unit, counted from the start of the sequence, and its place in there."""
-        units = np.arange(first, stop, dtype=np.int64)
-        return ((units + 1) * self._track.stride - 1) // self._page_size, units % self._per_page
+    def _pages(self, first: int, stop: int) -> npt.NDArray[np.int64]:
+        """The pages of these units, each once, counted from the start of the sequence."""
+        step = 1 if self._track.stride > self._page_size else self._per_page
+        return self._page_of(np.arange(first // step * step, stop, step))
+
+    def _page_of(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return ((units + 1) * self._track.stride - 1) // self._page_size
 
 
 def _index(numbers: npt.NDArray[np.integer]) -> torch.Tensor:

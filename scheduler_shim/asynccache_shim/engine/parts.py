@@ -69,17 +69,17 @@ class Attention(Part):
     def __init__(self, layer: Any, window: int | None) -> None:
         self._window = window
         self._shared = layer.values is layer.keys
-        samples = {"keys": layer.keys[0, :, 0]}
-        if not self._shared:
-            samples["values"] = layer.values[0, :, 0]
+        self._values = "keys" if self._shared else "values"
+        samples = {"keys": layer.keys[0, :, 0], self._values: layer.values[0, :, 0]}
         pool = "full" if window is None else "swa"
         self.tracks = (Track.of(pool, pool, 1, samples),)
 
     def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
         first = 0 if self._window is None else max(0, span.start - self._window + 1)
         found = slots[0].read(span.tables[self.tracks[0].source], first, span.start)
-        states = {name: tokens.transpose(0, 1).unsqueeze(0) for name, tokens in found.items()}
-        layer.update(states["keys"], states["keys" if self._shared else "values"])
+        keys, values = (found[name].transpose(0, 1).unsqueeze(0) for name in ("keys", self._values))
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, keys if self._shared else values
         if self._window is not None:
             layer.cumulative_length = span.start
 
@@ -88,9 +88,7 @@ class Attention(Part):
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
         (keys, values, *_), = heard
-        made = {"keys": keys[0].transpose(0, 1)}
-        if not self._shared:
-            made["values"] = values[0].transpose(0, 1)
+        made = {"keys": keys[0].transpose(0, 1), self._values: values[0].transpose(0, 1)}
         slots[0].write(span.tables[self.tracks[0].source], span.start, made)
 
 
