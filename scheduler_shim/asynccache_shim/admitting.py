@@ -24,7 +24,7 @@ from asynccache_shim.running import retract
 async def admit(board: Board, budget: int) -> None:
     """Admit who fits, while the step's token budget lasts. Cancelling it leaves who came in so far admitted."""
     for job in by_rank(list(board.waiting.values())):
-        if budget < 1 or len(board.held) >= board.settings.max_running:
+        if budget < 1:
             return
         if job.over:
             continue
@@ -48,18 +48,22 @@ async def _end_patience(board: Board, job: Job) -> None:
 
 
 async def _admit_one(board: Board, job: Job, budget: int) -> bool:
+    if len(board.held) < board.settings.max_running and await _through_the_gates(board, job, budget):
+        return True
+    loser = victim(list(board.held.values()))
+    if board.settings.preempt and loser is not None and loser.priority < job.priority:
+        await retract(board, loser)  # one a step: what it held takes a moment to be free
+    return False
+
+
+async def _through_the_gates(board: Board, job: Job, budget: int) -> bool:
     match = await _match(board, job)
     extend = max(1, job.length - match.host)
     need = demand(board.shape, extend, budget, job.more, match)
     whole = offer(board.shape, extend, budget, job.more)
     if not board.held:
         return await _admit_alone(board, job, cut_offers(board.shape, whole, match.host))
-    if passes(need, board.room(), len(board.held)) and await _try(board, job, [whole]):
-        return True
-    loser = victim(list(board.held.values()))
-    if board.settings.preempt and loser is not None and loser.priority < job.priority:
-        await retract(board, loser)  # one a step: what it held takes a moment to be free
-    return False
+    return passes(need, board.room(), len(board.held)) and await _try(board, job, [whole])
 
 
 async def _match(board: Board, job: Job) -> Matched:
@@ -136,12 +140,7 @@ async def _loaded(board: Board, job: Job, lease: Lease) -> None:
         await lease.loaded()
     except LoadFailed as error:
         job.watch = None
-        job.failed_loads += 1
-        if job.failed_loads >= board.settings.load_attempts:
-            board.drop(job, Finish.FAILED, error)
-        else:
-            board.release(job)
-            arrive(board, job)
+        _enter_again(board, job, error)
     except CacheClosed as error:
         job.watch = None
         board.drop(job, Finish.FAILED, error)
@@ -149,3 +148,15 @@ async def _loaded(board: Board, job: Job, lease: Lease) -> None:
         if not job.over:
             job.request.state = State.RUNNING
     board.bell.set()
+
+
+def _enter_again(board: Board, job: Job, error: LoadFailed) -> None:
+    job.failed_loads += 1
+    if job.failed_loads >= board.settings.load_attempts:
+        board.drop(job, Finish.FAILED, error)
+        return
+    board.release(job)
+    try:
+        arrive(board, job)
+    except CacheClosed as closed:
+        board.drop(job, Finish.FAILED, closed)

@@ -56,6 +56,10 @@ class Board:
         room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
         return Slots(room["full"], room.get("swa", 0), room.get("mamba", 0))
 
+    def jobs(self) -> list[Job]:
+        """Everybody."""
+        return [*self.waiting.values(), *self.held.values()]
+
     def running(self) -> list[Job]:
         """Who can be part of a step."""
         return [job for job in self.held.values() if job.runs and not job.over]

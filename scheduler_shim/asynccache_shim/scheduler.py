@@ -52,12 +52,15 @@ class Scheduler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """``aclose()``. Raises what the loop died of, if nothing else is being raised."""
         await self.aclose()
+        if self._failure is not None and error is None:
+            raise self._failure
 
     async def aclose(self) -> None:
         """Abort what is left, give all pages back, stop. Cancelling it stops the waiting; closing goes on."""
         self._closing = True
-        for job in [*self._board.waiting.values(), *self._board.held.values()]:
+        for job in self._board.jobs():
             job.request.abort()
         self._board.bell.set()
         if self._loop is not None:
@@ -73,7 +76,7 @@ class Scheduler:
             CacheClosed: the scheduler is closed, or died.
             ConfigError: it was submitted before.
         """
-        if self._closing or self._failure is not None:
+        if self._closing:
             raise CacheClosed("the scheduler is closed") from self._failure
         check_fits(self._board.shape, len(request.tokens) + request.limits.max_new_tokens - 1)
         self._count += 1
@@ -101,10 +104,10 @@ class Scheduler:
             self._end_all()
 
     def _end_all(self) -> None:
-        finish = Finish.FAILED if self._failure is not None else Finish.ABORTED
-        self._failure = self._failure or CacheClosed("the scheduler is closed")
-        for job in [*self._board.waiting.values(), *self._board.held.values()]:
-            self._board.drop(job, finish, self._failure if finish is Finish.FAILED else None)
+        self._closing = True
+        finish = Finish.ABORTED if self._failure is None else Finish.FAILED
+        for job in self._board.jobs():
+            self._board.drop(job, finish, self._failure)
 
     async def step(self) -> bool:
         """One step; whether anything was computed. The loop calls it: by hand only where no loop was started.
@@ -124,7 +127,7 @@ class Scheduler:
 
     def _reap(self) -> None:
         """Aborted requests leave."""
-        for job in [*self._board.waiting.values(), *self._board.held.values()]:
+        for job in self._board.jobs():
             if job.over:
                 self._board.drop(job, Finish.ABORTED)
 
