@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from asynccache.core.cache import Ask, CacheCore, Grant, Lease
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import More, Outcome, Plan, Publish, Status, Wait
-from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
+from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
 from asynccache.errors import ConfigError
 
@@ -110,7 +110,9 @@ def _at(values: array[int], percent: int) -> int:
 class Bed:
     """One core under test. Backups are completed between timings, so that what is timed never waits."""
 
-    def __init__(self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0) -> None:
+    def __init__(
+        self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0, slice_steps: int = 1 << 30
+    ) -> None:
         self.page = page
         self.kind = kind
         pages = -(-tokens // page)
@@ -120,7 +122,7 @@ class Bed:
             slots.append(ComponentSlots(ComponentKind.SWA, pages, pages if host else 0, WINDOW))
             slots.append(ComponentSlots(ComponentKind.MAMBA, states, states if host else 0))
         self.core = CacheCore(CoreConfig(
-            page_size=page, components=tuple(slots), storage=host, max_backup_ops=1 << 30, slice_steps=1 << 30,
+            page_size=page, components=tuple(slots), storage=host, max_backup_ops=1 << 30, slice_steps=slice_steps,
         ))  # fmt: skip
         self._frozen = 0
 
@@ -290,7 +292,10 @@ class Forest:
         self._prompt = b""
         self._left = 0
         spare = 2 * SAMPLE * GROWTH_PAGES * GROWTH_PAGE
-        self.bed = Bed(kind, GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE + spare, host=False, states=nodes + SAMPLE)
+        self.bed = Bed(
+            kind, GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE + spare, host=False, states=nodes + SAMPLE,
+            slice_steps=SLICE_STEPS,
+        )  # fmt: skip
         self.keys: list[bytes] = []
 
     def key(self) -> bytes:
@@ -337,9 +342,20 @@ def _grown(kind: str, size: int) -> Figures:
     _fill(bed)
     ask = Ask(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
     for _ in range(SAMPLE // 4):
-        grant = timers["evict"].call(lambda: worst.call("evict", lambda: bed.core.lease(ask)))
-        assert isinstance(grant, Grant)
+        _evict_in_slices(bed, ask, lambda work: timers["evict"].call(lambda: worst.call("evict", work)))
+    tenth = size // 10 * GROWTH_PAGES * GROWTH_PAGE
+    _evict_in_slices(bed, Ask(SPACE, b"", 0, tenth, tenth, 0), lambda work: worst.call("evict_slice", work))
     return {name: one.figures() for name, one in timers.items()} | {"worst_call": worst.figures()}
+
+
+Answer = Grant | Wait | More
+
+
+def _evict_in_slices(bed: Bed, ask: Ask, call: Callable[[Callable[[], Answer]], Answer]) -> None:
+    """A lease that has to evict, in as many calls as the core makes of it."""
+    while isinstance(answer := call(lambda: bed.core.lease(ask)), More):
+        bed.settle(answer.plan)
+    assert isinstance(answer, Grant)
 
 
 def _timed_insert(bed: Bed, key: bytes, insert: Timer, worst: Worst) -> None:

@@ -36,6 +36,9 @@ class PrefetchPolicy(Enum):
     WAIT_COMPLETE = "wait_complete"
     TIMEOUT = "timeout"
 
+# Heap pops in one call that makes room: 1 to 2 ms.
+SLICE_STEPS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class ComponentSlots:
@@ -66,4 +69,4 @@ class CoreConfig:
     max_backup_ops: int = 256
     max_prefetch_pages: int = 1 << 30
     write_back_watermark: float = 0.1
-    slice_steps: int = 256
+    slice_steps: int = SLICE_STEPS
