@@ -81,7 +81,7 @@ def check_fits(settings: Settings, config: CacheConfig, trace: Sequence[TraceReq
     assert isinstance(full, Full)
     number, longest = max(enumerate(trace, start=1), key=lambda item: item[1].input_length)
     output = min(longest.output_length, settings.decode_tokens)
-    needed = longest.input_length + output + 2 * settings.page_size
+    needed = -(-(longest.input_length + output) // settings.page_size) * settings.page_size
     if needed > full.device_tokens:
         raise ConfigError(
             f"--device-tokens={full.device_tokens}: request {number} of the trace has {longest.input_length} prompt "
