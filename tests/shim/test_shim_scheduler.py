@@ -1,11 +1,56 @@
-"""The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts."""
+"""The scheduler on the real cache: batching, hits from every tier, growth, retraction, priorities, aborts, failures."""
 
 from __future__ import annotations
 
-import pytest
-from asynccache_shim import Finish
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
-from tests.shim.shim_kit import PAGE, config, continuation, hits, push_out, serving, text
+import pytest
+from asynccache_backends.memory import MemoryBackend
+from asynccache_shim import Finish, Limits, Request, Scheduler, Settings, State
+
+from asynccache import AsyncCache, CacheClosed, CacheFull, ConfigError
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.faults import Faults
+from asynccache.testing.slow_backend import SlowBackend
+from tests.shim.shim_kit import (
+    PAGE,
+    PatternModel,
+    Served,
+    config,
+    continuation,
+    hits,
+    push_out,
+    serving,
+    text,
+)
+
+KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}]
+
+
+async def until(condition: Any) -> None:
+    """Return when ``condition()`` holds, which other tasks or threads bring about."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - threads set no asyncio.Event
+            await asyncio.sleep(0.0005)
+
+
+@asynccontextmanager
+async def held_up(served: Served) -> AsyncIterator[None]:
+    """The next forward waits until the block is left; the block begins when one has begun."""
+    served.model.entered.clear()
+    served.model.gate = threading.Event()
+    try:
+        yield
+    finally:
+        served.model.gate.set()
+        served.model.gate = None
+
+
+# streams and hits
 
 
 @pytest.mark.asyncio
@@ -13,12 +58,23 @@ async def test_a_request_streams_what_the_model_says() -> None:
     async with serving(config()) as served:
         request = served.ask(text(3, extra=1), 6)
         assert [token async for token in request] == continuation(text(3, extra=1), 6)
+        assert [token async for token in request] == request.output
         assert request.finish is Finish.LENGTH
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("more", [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}])
-async def test_a_prefix_is_computed_once(more: dict[str, int]) -> None:
+async def test_a_stop_token_ends_the_output() -> None:
+    expected = continuation(text(3), 8)
+    stop = expected[4]
+    async with serving(config()) as served:
+        request = served.scheduler.submit(Request(text(3), Limits(8, frozenset({stop}))))
+        assert await request.done() == expected[: expected.index(stop) + 1]
+        assert request.finish is Finish.STOP
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_a_prefix_is_computed_once(more: Any) -> None:
     async with serving(config(64, **more), step_tokens=16) as served:
         prompt = text(20, extra=2)
         first = await served.answer(prompt, 5)
@@ -30,8 +86,8 @@ async def test_a_prefix_is_computed_once(more: dict[str, int]) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("more", [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}])
-async def test_a_prefix_comes_back_from_the_host(more: dict[str, int]) -> None:
+@pytest.mark.parametrize("more", KINDS)
+async def test_a_prefix_comes_back_from_the_host(more: Any) -> None:
     async with serving(config(64, 256, **more), step_tokens=16) as served:
         prompt = text(20, extra=2)
         await served.answer(prompt, 5)
@@ -39,4 +95,326 @@ async def test_a_prefix_comes_back_from_the_host(more: dict[str, int]) -> None:
         again = await served.answer(prompt, 5)
         assert again.match.needs_load_back
         assert again.match.host_hit_length == 20 * PAGE
+        assert again.match.swa_host_hit_length == (2 * PAGE if "swa" in more else 0)
+        assert again.match.mamba_host_hit_length == (1 if "mamba" in more else 0)
         assert hits(again).host == 20 * PAGE
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_a_conversation_goes_on_from_its_own_output(more: Any) -> None:
+    async with serving(config(64, **more)) as served:
+        prompt = text(4)
+        first = await served.answer(prompt, 2 * PAGE + 1)
+        again = await served.answer([*prompt, *first.output, 5], 3)
+        assert hits(again).device == 6 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_namespaces_never_meet() -> None:
+    async with serving(config()) as served:
+        for key in (None, "a", "b"):
+            request = await served.answer(text(8), 3, extra_key=key)
+            assert sum(hits(request)) == 0
+        assert hits(await served.answer(text(8), 3, extra_key="a")).device == 7 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_requests_at_the_same_time_share_a_step() -> None:
+    async with serving(config(64), step_tokens=64) as served:
+        prompts = [text(3, seed=i) for i in range(4)]
+        requests = [served.ask(prompt, 6) for prompt in prompts]
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert await request.done() == continuation(prompt, 6)
+        assert served.scheduler.steps < 4 * 6
+        assert max(len(batch.works) for batch in served.model.batches) == 4
+
+
+# chunks
+
+
+@pytest.mark.asyncio
+async def test_a_step_computes_no_more_than_its_budget_and_decoding_goes_on() -> None:
+    async with serving(config(64), step_tokens=20, max_running=4) as served:
+        short = served.ask(text(1), 30)
+        await until(lambda: len(short.output) > 2)
+        long = served.ask(text(30, seed=1), 2)
+        await asyncio.gather(short.done(), long.done())
+        totals = [sum(work.stop - work.start for work in batch.works) for batch in served.model.batches]
+        assert max(totals) <= 20
+        mixed = [b for b in served.model.batches if any(w.stop - w.start > 1 for w in b.works) and len(b.works) == 2]
+        assert len(mixed) >= 5
+
+
+@pytest.mark.asyncio
+async def test_states_are_kept_where_chunks_end() -> None:
+    async with serving(config(64, mamba=16), step_tokens=16, max_running=4) as served:
+        await served.answer(text(12), 2)
+        kept = [w.checkpoint.position for b in served.model.batches for w in b.works if w.checkpoint is not None]
+        assert kept == [16, 32, 48]
+        branch = await served.answer([*text(9), 1, 2, 3], 2)
+        assert hits(branch).device == 32
+
+
+@pytest.mark.asyncio
+async def test_without_a_slot_for_it_a_checkpoint_is_left_out() -> None:
+    async with serving(config(64, mamba=2), step_tokens=16, max_running=4) as served:
+        await asyncio.gather(*(served.answer(text(12, seed=i), 6) for i in range(3)))
+
+
+@pytest.mark.asyncio
+async def test_a_long_output_holds_one_window() -> None:
+    window = 3 * PAGE
+    async with serving(config(64, swa=8, window=window), step_tokens=24) as served:
+        await served.answer(text(2), 40 * PAGE)
+        present = [int((w.swa_pages >= 0).sum()) for b in served.model.batches for w in b.works]
+        assert max(present) <= 8
+        assert max(present[50:]) <= 3 + 2 + 1
+
+
+# admission
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_longer_than_the_pools_is_refused_before_anything_is_taken() -> None:
+    async with serving(config(8)) as served:
+        with pytest.raises(CacheFull):
+            served.ask(text(8), 2)
+        await served.answer(text(8), 1)
+
+
+@pytest.mark.asyncio
+async def test_alone_a_request_is_admitted_beside_the_window_of_its_own_prefix() -> None:
+    """An SWA pool of two windows, one of them pinned by the request's own prefix: its formula asks for more than the
+    other one. Its chunk is cut, and the prefix is still a hit."""
+    window = 4 * PAGE
+    async with serving(config(64, swa=8, window=window), step_tokens=64) as served:
+        await served.answer(text(8), 1)
+        request = await served.answer([*text(8), *text(20, seed=1)], 4)
+        assert hits(request).device == 8 * PAGE
+        assert max(w.stop - w.start for w in served.model.batches[2].works) <= window
+
+
+@pytest.mark.asyncio
+async def test_the_important_one_goes_first() -> None:
+    async with serving(config(64), max_running=1, preempt=False) as served:
+        first = served.ask(text(2), 4)
+        async with held_up(served):
+            await until(served.model.entered.is_set)
+            order: list[str] = []
+            low, high = served.ask(text(2, seed=1), 1), served.ask(text(2, seed=2), 1, priority=1)
+        await asyncio.gather(*(_note(order, name, job) for name, job in (("low", low), ("high", high), ("a", first))))
+        assert order == ["a", "high", "low"]
+
+
+async def _note(order: list[str], name: str, request: Request) -> None:
+    await request.done()
+    order.append(name)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_a_running_request_gives_way_to_a_more_important_one_and_goes_on_later(more: Any) -> None:
+    async with serving(config(16, 64, **more), max_running=4) as served:
+        low = served.ask(text(6), 24)
+        await until(lambda: len(low.output) > 8)
+        high = await served.answer(text(10, seed=1), 4, priority=1)
+        assert high.retractions == 0
+        assert await low.done() == continuation(text(6), 24)
+        assert low.retractions >= 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_growth_beyond_the_device_retracts_the_newest_which_goes_on_from_the_cache(more: Any) -> None:
+    async with serving(config(16, 64, **more), max_running=2) as served:
+        old, new = served.ask(text(4), 40), served.ask(text(4, seed=1), 40)
+        assert await old.done() == continuation(text(4), 40)
+        assert await new.done() == continuation(text(4, seed=1), 40)
+        assert old.retractions == 0
+        assert new.retractions >= 1
+        again = [w for b in served.model.batches for w in b.works if w.request_id == 2 and w.start and w.tokens.size]
+        assert again
+        assert served.model.computed < 2 * (16 + 40) + 40, "it was computed anew"
+
+
+@pytest.mark.asyncio
+async def test_the_model_hears_who_is_gone() -> None:
+    async with serving(config(16, 64), max_running=2) as served:
+        requests = [served.ask(text(4, seed=i), 40) for i in range(2)]
+        await asyncio.gather(*(request.done() for request in requests))
+        told = [number for batch in served.model.batches for number in batch.ended]
+        assert told.count(2) == requests[1].retractions
+        await served.answer(text(1), 1)
+        assert set(served.model.batches[-1].ended) <= {1, 2}
+
+
+# storage
+
+
+@pytest.mark.asyncio
+async def test_storage_is_read_at_arrival() -> None:
+    store = MemoryBackend()
+    async with serving(config(32, 64), storage=store) as served:
+        await served.answer(text(20, extra=1), 2)
+        await served.cache.flush()
+    async with serving(config(32, 64), storage=store) as served:
+        request = await served.answer(text(20, extra=1), 2)
+        assert hits(request).storage == 20 * PAGE
+        assert served.model.computed == 2
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_prefetch_that_was_refused_for_now_is_tried_again() -> None:
+    """The quota lets one of these in at a time."""
+    store = MemoryBackend()
+    async with serving(config(32, 128), storage=store) as served:
+        for seed in range(3):
+            await served.answer(text(10, seed=seed, extra=1), 1)
+        await served.cache.flush()
+    slow = SlowBackend(store, 0.002)
+    async with serving(config(32, 24, prefetch_quota=0.5), storage=slow) as served:
+        requests = [served.ask(text(10, seed=seed, extra=1), 1) for seed in range(3)]
+        await asyncio.gather(*(request.done() for request in requests))
+        assert [hits(request).storage for request in requests] == [10 * PAGE] * 3
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_storage_is_overtaken_and_a_timeout_ends_its_waiting() -> None:
+    store = MemoryBackend()
+    async with serving(config(32, 64), storage=store) as served:
+        await served.answer(text(20, extra=1), 2)
+        await served.cache.flush()
+    slow = SlowBackend(store, 0.2)
+    patient: Any = {"prefetch_timeout_base": 0.05, "prefetch_timeout_per_1k": 0.0}
+    async with serving(config(32, 64, **patient), storage=slow) as served:
+        waiting = served.ask(text(20, extra=1), 2)
+        assert waiting.state is State.PREFETCHING
+        await served.answer(text(0, extra=3), 3)
+        assert waiting.state is State.PREFETCHING
+        assert await waiting.done() == continuation(text(20, extra=1), 2)
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_request_whose_pages_fail_to_arrive_enters_again() -> None:
+    device = CpuDevice(faults=Faults(fail_at=frozenset({1})))
+    async with serving(config(32, 64, write_policy="write_through"), device=device) as served:
+        await served.answer(text(10, extra=1), 1)
+        await push_out(served.cache)
+        request = await served.answer(text(10, extra=1), 4)
+        assert served.cache.statistics().core.failed_loads == 1
+        assert request.output == continuation(text(10, extra=1), 4)
+    await device.aclose()
+
+
+# aborts and ends
+
+
+@pytest.mark.asyncio
+async def test_an_abort_while_the_model_runs_gives_back_when_it_has_run() -> None:
+    async with serving(config(64)) as served:
+        request = served.ask(text(3), 30)
+        async with held_up(served):
+            await until(served.model.entered.is_set)
+            request.abort()
+            assert [token async for token in request] == request.output
+            await asyncio.sleep(0.002)
+            assert served.cache.statistics().leases == 1
+        await until(lambda: served.cache.statistics().leases == 0)
+        assert request.finish is Finish.ABORTED
+
+
+@pytest.mark.asyncio
+async def test_an_abort_in_the_queue_and_before_a_step() -> None:
+    async with serving(config(16), max_running=1) as served:
+        never = served.ask(text(3), 3)
+        never.abort()
+        never.abort()
+        assert await never.done() == []
+        first, second = served.ask(text(3), 8), served.ask(text(3, seed=1), 8)
+        second.abort()
+        await first.done()
+        assert second.output == []
+    assert served.model.computed == 12 + 7
+
+
+@pytest.mark.asyncio
+async def test_an_abort_while_it_waits_alone_in_line_lets_the_next_one_in() -> None:
+    async with serving(config(16)) as served:
+        async with served.cache.lease(text(12)):  # another user of the cache
+            big, small = served.ask(text(10, seed=1), 1), served.ask(text(2, seed=2), 1)
+            await until(lambda: served.cache.statistics().waiting == 1)
+            big.abort()
+            assert await small.done() == continuation(text(2, seed=2), 1)
+        assert big.finish is Finish.ABORTED
+
+
+@pytest.mark.asyncio
+async def test_the_loop_is_never_blocked_by_the_model() -> None:
+    async with serving(config(64)) as served:
+        request = served.ask(text(3), 2)
+        async with held_up(served):
+            await until(served.model.entered.is_set)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert request.output == []
+        await request.done()
+        assert served.model.threads.isdisjoint({threading.get_ident()})
+        assert len(served.model.threads) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_raises_ends_its_requests_and_nothing_else() -> None:
+    async with serving(config(64)) as served:
+        served.model.fail = RuntimeError("no more memory on this card")
+        request = served.ask(text(8), 2)
+        with pytest.raises(RuntimeError, match="this card"):
+            await request.done()
+        assert request.finish is Finish.FAILED
+        served.model.fail = None
+        assert sum(hits(await served.answer(text(8), 2))) == 0
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
+    async with serving(config(64), max_running=1) as served:
+        running, waiting = served.ask(text(3), 200 - 12), served.ask(text(3, seed=1), 3)
+        await until(lambda: len(running.output) > 2)
+        await served.scheduler.aclose()
+        assert running.finish is waiting.finish is Finish.ABORTED
+        with pytest.raises(CacheClosed):
+            served.ask(text(3), 1)
+        await served.scheduler.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -> None:
+    async with AsyncCache(config(64)) as cache:
+        scheduler = Scheduler(cache, PatternModel(cache), Settings(step_tokens=64, max_running=2))
+        await scheduler.__aenter__()
+        request = scheduler.submit(Request(text(3), Limits(200)))
+        await until(lambda: len(request.output) > 1)
+        await cache.aclose()
+        with pytest.raises(CacheClosed):
+            await request.done()
+        with pytest.raises(CacheClosed):
+            await scheduler.__aexit__(None, None, None)
+
+
+@pytest.mark.asyncio
+async def test_bad_input_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Request([])
+    with pytest.raises(ConfigError):
+        Request([1, -2])
+    with pytest.raises(ConfigError):
+        Request([1], Limits(0))
+    async with serving(config(64)) as served:
+        request = await served.answer(text(1), 1)
+        with pytest.raises(ConfigError):
+            served.scheduler.submit(request)
+        with pytest.raises(ConfigError):
+            Scheduler(served.cache, served.model, Settings(step_tokens=8, max_running=8))
