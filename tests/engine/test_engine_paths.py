@@ -20,13 +20,17 @@ RECURRENT = ("falcon_h1", "qwen3_next")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_prompt_shorter_than_the_window(family: str) -> None:
-    async with served(family) as engine:
+    storage = MemoryBackend()
+    async with served(family, host=40, storage=storage) as engine:
         short = prompt(PAGE + 3)
         assert len(short) < WINDOW
         assert (await engine.check(short)).cached == 0
         assert (await engine.check(short)).cached == PAGE
         await engine.empty_device()
         assert (await engine.check(short)).hits == (0, PAGE, 0)
+        await engine.empty_host()
+        assert (await engine.check(short)).hits == (0, 0, PAGE)
+    await storage.aclose()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,8 +47,8 @@ async def test_a_conversation_goes_on_where_its_answer_ended(family: str) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.asyncio
 async def test_a_split_inside_the_shared_prefix(family: str) -> None:
-    shared, whole = prompt(37), 37 // PAGE * PAGE
-    async with served(family, device=64) as engine:
+    shared, whole, storage = prompt(37), 37 // PAGE * PAGE, MemoryBackend()
+    async with served(family, device=64, host=80, storage=storage) as engine:
         await engine.check([*shared, *prompt(30, seed=1)])
         made = await engine.check([*shared, *prompt(30, seed=2)])
         assert made.cached == (0 if family in RECURRENT else whole)
@@ -52,13 +56,17 @@ async def test_a_split_inside_the_shared_prefix(family: str) -> None:
         await engine.empty_device()
         assert (await engine.check([*shared, *prompt(30, seed=4)])).hits == (0, whole, 0)
         assert (await engine.check([*shared, *prompt(30, seed=1)])).cached == (37 + 30) // PAGE * PAGE
+        await engine.empty_host()
+        assert (await engine.check([*shared, *prompt(30, seed=5)])).hits == (0, 0, whole)
+    await storage.aclose()
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.asyncio
 async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
     """What a long answer left of its window is never published: FULL is there, SWA is not."""
-    async with served(family, device=64) as engine:
+    storage = MemoryBackend()
+    async with served(family, device=64, host=80, storage=storage) as engine:
         text = prompt(30)
         made = await engine.check(text, 70)
         text = [*text, *made.tokens]
@@ -74,6 +82,10 @@ async def test_tombstones_in_the_middle_of_the_path(family: str) -> None:
         await engine.empty_device()
         assert (await engine.check(further)).hits == (0, len(inside), 0)
         assert (await engine.check(text)).cached == 96
+        await engine.empty_host()
+        assert (await engine.check([*further, 1])).hits == (0, 0, len(inside))
+        assert (await engine.check([*text, 1, 2])).hits.storage > 0
+    await storage.aclose()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
