@@ -20,7 +20,8 @@ NO_TOKEN = -1
 
 
 class Sampling(NamedTuple):
-    """How the next token is drawn. ``temperature`` 0: the likeliest one. The same ``seed`` draws the same tokens."""
+    """How the next token is drawn. ``temperature`` 0: the likeliest one. With a ``seed`` the draw is a function of it
+    and of the token's position, so that a request which was retracted goes on as it would have."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -104,8 +104,8 @@ async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
 
 
 async def finish_step(board: Board, works: list[tuple[Job, Work]], tokens: list[int]) -> None:
-    """Publish what was computed and hand out the tokens. Cancelling it may leave some of it for the next step to see:
-    nothing of that is lost but time."""
+    """Publish what was computed and hand out the tokens. Cancelling it leaves the rest of the results unused, and its
+    requests fit for release only."""
     for (job, work), token in zip(works, tokens, strict=True):
         job.computed = work.stop
         if job.over:

@@ -112,9 +112,10 @@ class Scheduler:
     async def step(self) -> bool:
         """One step; whether anything was computed. The loop calls it: by hand only where no loop was started.
 
-        Cancelling it while the model runs takes effect when the model has returned; what was computed is lost.
+        Cancelling it while the model runs takes effect when the model has returned and its results are applied.
         """
         board = self._board
+        await board.cache.step()
         self._reap()
         stops, budget = await grow_all(board)
         await admit(board, budget)
@@ -135,26 +136,29 @@ class Scheduler:
         board = self._board
         batch = Batch(tuple(work for _, work in works), tuple(board.ended))
         board.ended.clear()
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._model.forward, batch)
+        cancelled = await _returned(future)
         try:
-            tokens = await self._forward(batch)
+            tokens = _checked(batch, future.result())
         except Exception as error:
             for job, _ in works:
                 board.drop(job, Finish.FAILED, error)
-            return
-        self.steps += 1
-        await finish_step(board, works, tokens)
-
-    async def _forward(self, batch: Batch) -> list[int]:
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._model.forward, batch)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
+        else:
+            self.steps += 1
+            await finish_step(board, works, tokens)
         if cancelled is not None:
             raise cancelled
-        return _checked(batch, future.result())
+
+
+async def _returned(future: asyncio.Future[Sequence[int]]) -> asyncio.CancelledError | None:
+    """Return when the model has, whatever comes; the cancellation, if one came."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 def _checked(batch: Batch, tokens: Sequence[int]) -> list[int]:
