@@ -28,7 +28,7 @@ EVERYTHING = 1 << 60
 class Ask(NamedTuple):
     """What a request wants. ``limit`` caps the match; ``reserve`` and ``reserve_swa`` are the positions (tokens) up to
     which pages are taken, but no further than ``chunk`` and ``chunk_swa`` tokens beyond the match; ``states``: MAMBA
-    slots; ``load``: whether load_back may be used."""
+    slots; ``load``: whether load_back may be used; ``shorter``: whether less than the longest match will do."""
 
     space: bytes
     key: bytes
@@ -39,6 +39,7 @@ class Ask(NamedTuple):
     load: bool = True
     chunk: int = EVERYTHING
     chunk_swa: int = EVERYTHING
+    shorter: bool = True
 
 
 class Lease:
@@ -157,7 +158,7 @@ class Leases:
             targets.insert(0, ends.union)
         if targets[-1] and not self.active and not self._world.ledger.ops:
             targets.append(0)
-        return targets
+        return targets if ask.shorter else targets[:1]
 
     def _try(
         self, ask: Ask, root: Node, path: list[Node], ends: Ends, target: int

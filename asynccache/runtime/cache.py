@@ -248,6 +248,7 @@ class AsyncCache:
         states: int | None = None,
         chunk: int | None = None,
         swa_chunk: int | None = None,
+        shorter: bool = True,
     ) -> Lease:
         """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
         reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
@@ -256,9 +257,10 @@ class AsyncCache:
         ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
-        window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case.
+        window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter`` False:
+        it does not get in with less than all that is cached, where that does not fit.
         """
-        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk)
+        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
         return Lease(self._opened(), terms)
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:

@@ -38,6 +38,7 @@ class Terms(NamedTuple):
     states: int | None = None
     chunk: int | None = None
     swa_chunk: int | None = None
+    shorter: bool = True
 
 
 def ask_for(machine: Machine, terms: Terms) -> Ask:
@@ -46,7 +47,7 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     Raises:
         ConfigError: the tokens or a term are unusable.
     """
-    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk = terms
+    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter = terms
     key = as_key(tokens)
     if not key:
         raise ConfigError("tokens: a lease needs at least one")
@@ -65,7 +66,7 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     length = len(key) // TOKEN_BYTES
     reserve = length + new_tokens
     swa = reserve if machine.has_swa else 0
-    return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk)
+    return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
 
 
 def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
