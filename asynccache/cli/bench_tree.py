@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from asynccache.core.cache import Ask, CacheCore, Grant, Lease
 from asynccache.core.holds import drop_hold, take_hold
-from asynccache.core.plan import More, Outcome, Plan, Publish, Status, Wait
+from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
 from asynccache.core.settings import SLICE_STEPS, ComponentKind, ComponentSlots, CoreConfig
 from asynccache.core.tree import Node
 from asynccache.errors import ConfigError
@@ -129,7 +129,7 @@ class Bed:
     def settle(self, plan: Plan) -> None:
         """Answer every effect, and those that follow."""
         while plan.effects:
-            ops = [effect.op for effect in plan.effects if not isinstance(effect, Publish)]
+            ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
     def lease(self, key: bytes) -> Lease:

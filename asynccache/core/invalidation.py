@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from asynccache.core.ledger import DEVICE, HOST
-from asynccache.core.plan import More, Plan
+from asynccache.core.plan import Cleared, More, Plan
 from asynccache.core.room import RoomMaker
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import World
@@ -25,10 +25,14 @@ class Invalidation:
     def invalidate(self, space: bytes | None) -> Plan | More:
         """See ``CacheCore.invalidate``."""
         world = self._world
+        if space is None and world.roots and world.config.publish:
+            world.effect(Cleared())
+            for root in world.dead_roots:
+                root.mute = True
         for key in [space] if space is not None else list(world.roots):
             root = world.roots.pop(key, None)
             if root is not None:
-                root.dead = True
+                root.dead, root.mute = True, space is None
                 world.dead_roots.append(root)
                 self._pass = self._dead_nodes()
         return More(world.plan()) if self.sweep() else world.plan()

@@ -81,16 +81,24 @@ class Retire(NamedTuple):
 
 class Publish(NamedTuple):
     """A KV event. ``stored``: pages appeared on ``medium`` (``parent``: the hash before them, b"" at the root;
-    ``tokens``: their int32 bytes); else they left it."""
+    ``tokens``: their int32 bytes); else they left it. ``space``: the digest of their namespace.
+
+    STORAGE: they were written to it or read from it, as far as that went; the store itself knows which are there."""
 
     medium: Medium
     stored: bool
     parent: bytes
     hashes: bytes
     tokens: bytes
+    space: bytes
 
 
-Effect = BackupHost | LoadBack | Clone | BackupStorage | Retire | Publish
+class Cleared(NamedTuple):
+    """A KV event: all that was published of every medium is forgotten."""
+
+
+Event = Publish | Cleared
+Effect = BackupHost | LoadBack | Clone | BackupStorage | Retire | Event
 
 
 class Ended(NamedTuple):

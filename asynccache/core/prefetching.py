@@ -353,6 +353,7 @@ class Prefetches:
         node.stored |= 1 << c
         if c == 0:
             self._world.publish(Medium.CPU, True, node)
+            self._world.publish(Medium.STORAGE, True, node)
 
     def _grow(self, fetch: Fetch, last: Node, stop: int, key: bytes, hashes: bytes) -> Node:
         """Host-only nodes for what the tree does not have, cut where the window begins."""

@@ -268,17 +268,18 @@ class Transfers:
         fragments = list(op.fragments)
         self._world.uncover(op)
         self._world.end(op, op.status)
-        if op.kind is BACKUP_STORAGE and done:
-            self._stored(fragments)
+        if op.kind is BACKUP_STORAGE:
+            self._stored(fragments, done)
         elif op.kind is CLONE and not done:
             self._fail_leases(op, 0)
         for place, slots in enumerate(op.slots):
             self._world.shelves[place].slots.give(slots)
         return True
 
-    def _stored(self, fragments: Sequence[Fragment]) -> None:
+    def _stored(self, fragments: Sequence[Fragment], done: bool) -> None:
+        """Some pages may be in storage also where not all of them are."""
         for node, moves, _ in fragments:
-            node.stored |= moves
+            node.stored |= moves if done else 0
             if moves & 1:
                 self._world.publish(Medium.STORAGE, True, node)
 

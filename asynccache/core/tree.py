@@ -64,15 +64,16 @@ class Node:
 
 
 class Root(Node):
-    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1). ``dead``: invalidated. ``holders``:
-    leases and prefetches that may hang something below it."""
+    """The start of one namespace. Its ``hashes`` are the namespace's digest, H(-1). ``dead``: invalidated. ``mute``:
+    with all others, so no event tells of its pages any more. ``holders``: leases and prefetches that may hang something
+    below it."""
 
-    __slots__ = ("dead", "holders")
+    __slots__ = ("dead", "holders", "mute")
 
     def __init__(self, space: bytes, components: int) -> None:
         super().__init__(b"", 0, None, components)
         self.hashes = space
-        self.dead = False
+        self.dead = self.mute = False
         self.holders = 0
 
 

@@ -112,10 +112,11 @@ class World:
 
     def publish(self, medium: Medium, stored: bool, node: Node) -> None:
         """Announce that ``node``'s FULL pages appeared on ``medium`` or left it."""
-        if self.config.publish and node.hashes:
+        root = node.root
+        if self.config.publish and node.hashes and not root.mute:
             parent = node.parent
             before = parent.hashes[-HASH_BYTES:] if parent is not None and parent.parent is not None else b""
-            self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b""))
+            self.effect(Publish(medium, stored, before, node.hashes, node.key if stored else b"", root.hashes))
 
     def enter(self, space: bytes) -> Root:
         """The root of a namespace, made if there is none, for one more holder; see ``leave``."""

@@ -17,7 +17,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 from asynccache.core.cache import CacheCore
-from asynccache.core.plan import BackupHost, BackupStorage, Effect, More, Outcome, Plan, Publish, Retire, Status
+from asynccache.core.plan import (
+    BackupHost,
+    BackupStorage,
+    Cleared,
+    Effect,
+    More,
+    Outcome,
+    Plan,
+    Publish,
+    Retire,
+    Status,
+)
 from asynccache.errors import CacheClosed
 from asynccache.ranks import Agreement
 from asynccache.runtime.line import Line
@@ -139,7 +150,7 @@ class Driver:
             self.prefetch_line.wake()
 
     def _begin(self, effect: Effect, retiring: list[int] | None) -> None:
-        if isinstance(effect, Publish):
+        if isinstance(effect, (Publish, Cleared)):
             sink = self._sinks.get(Publish)
             if sink is not None:
                 sink(effect)

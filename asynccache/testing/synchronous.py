@@ -20,6 +20,7 @@ from asynccache.core.cache import Ask, CacheCore, Grant, Lease, Match
 from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
+    Cleared,
     Clone,
     Effect,
     LoadBack,
@@ -333,6 +334,8 @@ class SynchronousRuntime:
         match effect:
             case Publish():
                 self._publish(effect)
+            case Cleared():
+                self.index = {medium: Counter() for medium in Medium}
             case BackupStorage():
                 reads: dict[Place, bytes] = {}
                 for place, digest in _stored(effect):
