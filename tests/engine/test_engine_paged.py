@@ -123,10 +123,12 @@ def test_units_of_any_stride_come_back(stride: int, units: int) -> None:
 
 def test_units_without_a_page_are_left_out() -> None:
     track = Track.of("p", "swa", 1, {"a": torch.empty(4)})
-    slots = Slots(track, torch.zeros((3, track.page_bytes(PAGE)), dtype=torch.uint8), PAGE)
+    memory = torch.zeros((4, track.page_bytes(PAGE)), dtype=torch.uint8)
+    slots = Slots(track, memory, PAGE)
     values = torch.randn(3 * PAGE, 4)
     slots.write(numbers(-1, 2, 0), 0, {"a": values})
     assert torch.equal(slots.read(numbers(-1, 2, 0), PAGE, 3 * PAGE)["a"], values[PAGE:])
+    assert not memory[[1, 3]].any()
     with pytest.raises(IndexError, match="no page"):
         slots.read(numbers(-1, 2, 0), PAGE - 1, 3 * PAGE)
 

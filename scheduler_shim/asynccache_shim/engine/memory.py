@@ -108,7 +108,7 @@ class Slots:
         slots = table[self._pages(first, stop)]
         if (slots < 0).any():
             raise IndexError(f"pool {self._track.pool!r}: no page for units {first} to {stop}")
-        found = self._fields(self._memory.index_select(0, _index(slots)))
+        found = self._fields(self._memory.index_select(0, self._index(slots)))
         skip = first % self._per_page
         units = {name: view.flatten(0, 1)[skip : skip + stop - first] for name, view in found.items()}
         return {field.name: units[field.name].reshape(stop - first, *field.shape) for field in self._track.fields}
@@ -118,8 +118,8 @@ class Slots:
         units = np.arange(first, first + len(next(iter(values.values()))))
         slots = table[self._page_of(units)]
         kept = slots >= 0
-        where = (_index(slots[kept]), _index(units[kept] % self._per_page))
-        rows = torch.from_numpy(kept)
+        where = (self._index(slots[kept]), self._index(units[kept] % self._per_page))
+        rows = self._index(np.flatnonzero(kept))
         for field in self._track.fields:
             self._views[field.name][where] = values[field.name].flatten(1)[rows]
 
@@ -135,6 +135,5 @@ class Slots:
     def _page_of(self, units: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return ((units + 1) * self._track.stride - 1) // self._page_size
 
-
-def _index(numbers: npt.NDArray[np.integer]) -> torch.Tensor:
-    return torch.from_numpy(numbers.astype(np.int64))
+    def _index(self, numbers: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._memory.device)

@@ -76,6 +76,8 @@ class PagedModel:
         self._keep_tail(cache, work)
         if work.checkpoint is not None:
             self._copy_state(int(work.states[0]), work.checkpoint.slot)
+        if logits.is_cuda:  # copies of these pages run on other streams
+            torch.cuda.current_stream(logits.device).synchronize()
         return logits
 
     def _next_token(self, work: Work) -> int:
