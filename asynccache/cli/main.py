@@ -21,6 +21,7 @@ BENCHES = {
     "tree": "the core: time and memory per operation",
     "runtime": "what an await adds to a call of the core",
 }
+STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
 _COMMANDS: dict[Literal["replay", "stress"], str] = {
     "replay": "serve the requests of a recorded trace, and verify every page",
     "stress": "serve made-up conversations, with faults and cancellations if wanted, and verify every page",
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
+    if arguments[:1] == ["store"]:
+        return _store(arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
         return _run(arguments)
     _parser().parse_args(arguments or ["--help"])
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in _COMMANDS.items():
         _fill(commands.add_parser(name, help=text, description=text), name)
+    commands.add_parser("store", help=STORE, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
 
@@ -86,6 +90,14 @@ def _run(arguments: list[str]) -> int:
     from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
 
     return execute(settings)
+
+
+def _store(arguments: list[str]) -> int:
+    from asynccache.cli import store
+
+    parser = _Parser(prog="asynccache store", description=STORE[0].upper() + STORE[1:] + ".")
+    store.add_arguments(parser)
+    return store.execute(parser.parse_args(arguments or ["--help"]))
 
 
 def _bench(arguments: list[str]) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asynccache.errors import BackendError, ConfigError, Timeout
@@ -23,6 +24,7 @@ from asynccache.storage.breaker import REFUSED, Breaker, Permit
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.records import seal, verify
+from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
 from asynccache.storage.settle import settled
 from asynccache.storage.workers import Workers
 
@@ -116,6 +118,30 @@ class CheckedStore:
         """
         await self._whole("flush", self.backend.flush)
 
+    async def scrub(
+        self, rate: float | None = None, tell: Callable[[Scrubbed], object] = lambda so_far: None
+    ) -> Scrubbed:
+        """Read all that is stored, and forget what does not verify; at most ``rate`` bytes a second. ``tell`` hears
+        after every few MiB what has been done so far.
+
+        Raises:
+            ConfigError: this backend cannot do it.
+            BackendError: it failed. Cancelling it stops after the part that is being read.
+        """
+        backend = self.backend
+        if not isinstance(backend, Scrubbable):
+            raise ConfigError(f"{backend!r} cannot be read through: its pages cannot be listed")
+        loop = asyncio.get_running_loop()
+        began, done = loop.time(), Scrubbed()
+        for part in backend.parts():
+            found = await self._whole("scrub", partial(backend.scrub, part, self._verdicts))
+            self._counts["corrupt_pages"] += found.bad
+            done = done.plus(found)
+            tell(done)
+            if rate is not None:
+                await asyncio.sleep(pause(done.bytes, rate, loop.time() - began))
+        return done
+
     def register(self, pool: str, memory: memoryview) -> None:
         """Tell the backend where the payloads of ``pool`` lie."""
         self.backend.register(pool, memory)
@@ -162,14 +188,20 @@ class CheckedStore:
         """Turn every HIT that does not verify into CORRUPT."""
         hit = Result.HIT  # an Enum's member costs 0.2 µs to look up, more than all else that is done for a page here
         hits = [i for i, result in enumerate(results) if result is hit]
-        verdicts = await self._in_batches(verify, [keys[i] for i in hits], [records[i] for i in hits])
-        good = [ok for batch in verdicts for ok in batch]
+        good = await self._verdicts([keys[i] for i in hits], [records[i] for i in hits])
         for i, ok in zip(hits, good, strict=True):
             if not ok:
                 results[i] = Result.CORRUPT
 
+    async def _verdicts(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
+        """Whether each record verifies."""
+        return [good for batch in await self._in_batches(verify, keys, records) for good in batch]
+
     async def _in_batches(
-        self, work: Callable[[Sequence[PageKey], Sequence[Record]], _T], keys: Sequence[PageKey], records: list[Record]
+        self,
+        work: Callable[[Sequence[PageKey], Sequence[Record]], _T],
+        keys: Sequence[PageKey],
+        records: Sequence[Record],
     ) -> list[_T]:
         if self._workers is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
             return [work(keys, records)]
@@ -202,12 +234,12 @@ class CheckedStore:
         self._counts["failed_pages"] += results.count(Result.FAILED)
         return results
 
-    async def _whole(self, name: str, call: Callable[[], Awaitable[None]]) -> None:
+    async def _whole(self, name: str, call: Callable[[], Awaitable[_T]]) -> _T:
         """A call that somebody asked for by name: made also where the breaker refuses it, which then hears nothing."""
         permit = self.breaker.allow(self._now())
         try:
             async with asyncio.timeout(self._timeout):
-                await call()
+                result = await call()
         except Exception as error:
             self._failed(permit, error)
             if isinstance(error, BackendError):
@@ -219,6 +251,7 @@ class CheckedStore:
             self.breaker.abandon(permit)
             raise
         self.breaker.success(permit)
+        return result
 
     def _failed(self, permit: Permit, error: Exception) -> None:
         self.last_error = error

@@ -24,21 +24,25 @@ from asynccache.storage import (
     Breaker,
     PageKey,
     ParsedUrl,
+    Part,
     Permit,
     Record,
     Result,
+    Scrubbed,
     StoreLayout,
+    Verify,
     completed,
     settled,
 )
 from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
-from asynccache_backends.file.folder import FolderLock, claim, load_manifest
+from asynccache_backends.file.folder import FolderLock, claim, load_manifest, must_exist
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.operations import Operations
 from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
-from asynccache_backends.file.segments import Segment, supports_direct
+from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
+from asynccache_backends.file.segments import Segment, segment_path, supports_direct
 from asynccache_backends.file.state import StoreState, Writing
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
@@ -76,7 +80,8 @@ class FileBackend:
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Open or make the store in the folder ``url.path``.
+        """Open or make the store in the folder ``url.path``. A layout without pools means that it is only looked at:
+        it must be there, and nothing leaves it for want of room.
 
         Raises:
             ConfigError: an option is unknown or unusable.
@@ -88,6 +93,8 @@ class FileBackend:
         capacity, segment_bytes = sizes(url, layout)
         direct = url.choice("direct", ("auto", "on", "off"))
         folder = Path(url.path)
+        if not layout.page_bytes:
+            must_exist(folder)
         lock = claim(folder)
         io = ThreadIO()
         store: Self | None = None
@@ -156,15 +163,7 @@ class FileBackend:
         """
         with self._operations:
             found = [self._state.index.forget(key.key) for key in keys]
-            deaths: dict[Group, int] = {}
-            for group, page in filter(None, found):
-                deaths[group] = deaths.get(group, 0) | 1 << page
-            if not deaths:
-                return [MISS] * len(keys)
-            self._state.counts["deleted"] += len(keys) - found.count(None)
-            error = await self._janitor.log_deaths(list(deaths.items()))
-            self._state.counts["errors"] += error is not None
-            outcome = HIT if error is None else FAILED
+            outcome = await self._bury([place for place in found if place is not None])
             return [MISS if place is None else outcome for place in found]
 
     async def clear(self) -> None:
@@ -175,6 +174,32 @@ class FileBackend:
         """
         with self._operations:
             await self._janitor.clear()
+
+    def parts(self) -> list[Part]:
+        """A part for every group that was written; pages of this call's time only."""
+        groups = ((group, len(group.live())) for group in self._state.index.groups())
+        return [Part(group.length, count, group) for group, count in groups if count]
+
+    async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
+        """Read a group from its file. If its header block is not intact, all of its pages are bad.
+
+        Cancelling it returns after what is being read or verified; nothing more is forgotten.
+        """
+        with self._operations:
+            group: Group = part.place
+            try:
+                data = await completed(read_group(segment_path(self._state.folder, group.segment), group))
+            except OSError as error:
+                self._state.counts["errors"] += not is_gone(error)
+                return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))
+            pages = group.live()
+            good = [False] * len(pages)
+            if is_intact(group, data, self._state.seed):
+                good = await verify(*stored_records(group, pages, data))
+            bad = [page for page, is_good in zip(pages, good, strict=True) if not is_good]
+            dropped = [place for page in bad if (place := self._state.index.forget_at(group, page))]
+            await self._bury(dropped)
+            return Scrubbed(len(pages), len(pages) * group.length, len(dropped), 0)
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Nothing to do: whether buffers are aligned shows when they are used."""
@@ -217,6 +242,18 @@ class FileBackend:
             await self._janitor.close()
         finally:
             _let_go(self._state, self._state.io, self._lock)
+
+    async def _bury(self, dead: Sequence[tuple[Group, int]]) -> Result:
+        """Make it outlive a restart that pages were forgotten. FAILED: a crash may bring them back."""
+        if not dead:
+            return HIT
+        masks: dict[Group, int] = {}
+        for group, page in dead:
+            masks[group] = masks.get(group, 0) | 1 << page
+        self._state.counts["deleted"] += len(dead)
+        error = await self._janitor.log_deaths(list(masks.items()))
+        self._state.counts["errors"] += error is not None
+        return HIT if error is None else FAILED
 
     def _begin_read(self, batch: ReadBatch, segment: Segment) -> asyncio.Future[Moved]:
         segment.enter()
@@ -348,14 +385,19 @@ class FileBackend:
         if isinstance(found, OSError):
             raise found
         state.index = found.found
-        await self._janitor.trim()
-        last = next(reversed(state.log.segments.values()), None)
-        if last is not None and last.tail < state.segment_bytes:
-            await self._janitor.reuse(last)
+        if self._page_bytes:
+            await self._make_ready()
         if found.scanned or found.stale_deaths:
             await self._janitor.save()
         state.counts["scanned_groups"] = found.scanned
         state.counts["open_ms"] = round((time.monotonic() - started) * 1000)
+
+    async def _make_ready(self) -> None:
+        """For writing: within the capacity, and with the last segment open if it has room."""
+        await self._janitor.trim()
+        last = next(reversed(self._state.log.segments.values()), None)
+        if last is not None and last.tail < self._state.segment_bytes:
+            await self._janitor.reuse(last)
 
 
 COUNTERS = (

@@ -55,6 +55,10 @@ class Group:
         """Where the next group starts."""
         return self.offset + group_bytes(self.length, self.count)
 
+    def live(self) -> list[int]:
+        """The pages that were not forgotten."""
+        return [page for page in range(self.count) if not self.dead >> page & 1]
+
     def keys(self) -> list[bytes]:
         """Every page's key."""
         return [self.directory[at : at + KEY_BYTES] for at in range(0, len(self.directory), ENTRY_BYTES)]

@@ -18,6 +18,7 @@ from asynccache_backends.file.segments import list_segments
 
 FORMAT = "asynccache file store"
 VERSION = 1
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,12 @@ class FolderLock:
             self._fd = -1
 
 
+def must_exist(folder: Path) -> None:
+    """Raises Unavailable if there is no store in ``folder``."""
+    if not (folder / MANIFEST).exists():
+        raise Unavailable(f"store folder {str(folder)!r} holds no store")
+
+
 def claim(folder: Path) -> FolderLock:
     """Make the folder if need be, and lock it.
 
@@ -75,7 +82,7 @@ async def load_manifest(folder: Path, schema: bytes) -> Manifest:
     Raises:
         Unavailable: it is damaged, or was written by another format or schema; nothing is touched then.
     """
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     if not path.exists():
         return await _new_manifest(folder, path, schema)
     async with aiofiles.open(path, "rb") as file:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asynccache.storage import PageKey
+from asynccache.storage import KEY_BYTES, PageKey
 from asynccache_backends.file.blocks import MAX_PAGES, Group
 
 _PAGE_BITS = 6
@@ -75,6 +75,12 @@ class Index:
         group.dead |= 1 << page
         self.bytes -= group.length
         return group, page
+
+    def forget_at(self, group: Group, page: int) -> tuple[Group, int] | None:
+        """Drop the key of a page, if that is where its page still lies."""
+        key = group.entry(page)[:KEY_BYTES]
+        slot = self._slots.get(key)
+        return None if slot is None or self.at(slot) != (group, page) else self.forget(key)
 
     def drop_segment(self, segment: int) -> None:
         """Forget a segment with all that is left in it."""
