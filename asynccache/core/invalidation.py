@@ -27,8 +27,8 @@ class Invalidation:
         world = self._world
         if space is None and world.roots and world.config.publish:
             world.effect(Cleared())
-            for root in world.dead_roots:
-                root.mute = True
+            for dead in world.dead_roots:
+                dead.mute = True
         for key in [space] if space is not None else list(world.roots):
             root = world.roots.pop(key, None)
             if root is not None:
