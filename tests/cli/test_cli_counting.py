@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from asynccache.cli import meter
 from asynccache.cli.display import Silence
 from asynccache.cli.main import main
 from asynccache.cli.options import settle
+from asynccache.cli.request import Request
+from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.memory.faults import Faults
 from asynccache.testing.faulty_backend import DELAY
@@ -166,3 +169,23 @@ def test_faults_show_in_the_report(tmp_path: Path) -> None:
 
 def test_loop_lag_is_the_lateness_of_five_milliseconds() -> None:
     assert meter.TICK == 0.005
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_so_many_requests_run_at_the_same_time_and_no_more(
+    places: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve, running, most = Server.serve, 0, 0
+
+    async def counted(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            await serve(self, request, places)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(Server, "serve", counted)
+    stress(tmp_path, f"--requests 30 --concurrency {places}")
+    assert most == places
