@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache.storage import StorageBackend
+from asynccache.storage import StorageBackend, Watchable
 
 
 class Borrowed:
@@ -18,6 +18,8 @@ class Borrowed:
         self.register = backend.register
         self.stats = backend.stats
         self.flush = backend.flush
+        if isinstance(backend, Watchable):
+            self.watch = backend.watch
 
     def __repr__(self) -> str:
         return f"Borrowed({self._backend!r})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asynccache.storage import PageKey, Record, Result, StorageBackend
+from asynccache.storage import PageKey, Record, Result, StorageBackend, Watchable
 
 
 class WrappedBackend:
@@ -12,6 +12,8 @@ class WrappedBackend:
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
+        if isinstance(inner, Watchable):
+            self.watch = inner.watch
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"

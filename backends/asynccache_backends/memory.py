@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, Workers, settled
+from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, Tell, Workers, settled
 
 BATCH_BYTES = 2 << 20
 INLINE_BYTES = 128 << 10
@@ -32,6 +32,7 @@ class MemoryBackend:
         self._counts: Counter[str] = Counter()
         self._workers = Workers(2, "asynccache-memory")
         self._closed = False
+        self._tell: Tell | None = None
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
@@ -78,11 +79,17 @@ class MemoryBackend:
 
     async def clear(self) -> None:
         """Forget everything. Never waits."""
+        self._changed(False, [key.key for key in self._stored])
         self._stored.clear()
         self._bytes = 0
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Nothing to do: any memory will do."""
+
+    def watch(self, tell: Tell | None) -> None:
+        """``tell`` hears of every key that is there, and of every change; None: of nothing any more."""
+        self._tell = tell
+        self._changed(True, [key.key for key in self._stored])
 
     def stats(self) -> Mapping[str, int | float]:
         """Pages and bytes held, and how many records left for want of room."""
@@ -113,14 +120,22 @@ class MemoryBackend:
             return
         self._stored[key] = data
         self._bytes += data.nbytes
+        self._changed(True, (key.key,))
         while self._capacity is not None and self._bytes > self._capacity:
             self._drop(next(iter(self._stored)))
             self._counts["evicted"] += 1
 
     def _drop(self, key: PageKey) -> bool:
         data = self._stored.pop(key, None)
-        self._bytes -= 0 if data is None else data.nbytes
-        return data is not None
+        if data is None:
+            return False
+        self._bytes -= data.nbytes
+        self._changed(False, (key.key,))
+        return True
+
+    def _changed(self, there: bool, keys: Sequence[bytes]) -> None:
+        if self._tell is not None and keys:
+            self._tell(there, keys)
 
     async def _copy(
         self, work: Callable[[Sequence[tuple[Record, _Bytes]]], None], pairs: Sequence[tuple[Record, _Bytes]]

@@ -30,6 +30,7 @@ from asynccache.storage import (
     Result,
     Scrubbed,
     StoreLayout,
+    Tell,
     Verify,
     completed,
     settled,
@@ -203,6 +204,12 @@ class FileBackend:
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Nothing to do: whether buffers are aligned shows when they are used."""
+
+    def watch(self, tell: Tell | None) -> None:
+        """``tell`` hears of every key that is there, and of every change; None: of nothing any more."""
+        self._state.index.tell = tell
+        if tell is not None:
+            tell(True, self._state.index.keys())
 
     def stats(self) -> Mapping[str, int | float]:
         """Counters. ``write_amplification`` is bytes written, rewritten ones included, per byte put."""

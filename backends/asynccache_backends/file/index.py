@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from asynccache.storage import KEY_BYTES, PageKey
+from asynccache.storage import KEY_BYTES, PageKey, Tell
 from asynccache_backends.file.blocks import MAX_PAGES, Group
 
 _PAGE_BITS = 6
@@ -17,10 +17,11 @@ assert MAX_PAGES <= _PAGE_MASK  # so that no slot is followed by one of the next
 
 
 class Index:
-    """``pages`` and ``bytes`` count live pages and their payloads."""
+    """``pages`` and ``bytes`` count live pages and their payloads. ``tell`` hears of keys that come and leave."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.tell: Tell | None = None
         self._slots: dict[bytes, int] = {}
         self._groups: dict[int, Group] = {}
         self._segments: dict[int, list[int]] = {}
@@ -60,14 +61,28 @@ class Index:
         self._groups[self._next] = group
         self._segments.setdefault(group.segment, []).append(self._next)
         self._next += 1
+        fresh = []
         for page, key in enumerate(group.keys()):
             if not group.dead >> page & 1:
-                self.forget(key)
+                if self._drop(key) is None:
+                    fresh.append(key)
                 self._slots[key] = base + page
                 self.bytes += group.length
+        if self.tell is not None:
+            self.tell(True, fresh)
+
+    def keys(self) -> list[bytes]:
+        """Every key that is there."""
+        return list(self._slots)
 
     def forget(self, key: bytes) -> tuple[Group, int] | None:
         """Drop a key; its page is dead from now on."""
+        place = self._drop(key)
+        if place is not None and self.tell is not None:
+            self.tell(False, (key,))
+        return place
+
+    def _drop(self, key: bytes) -> tuple[Group, int] | None:
         slot = self._slots.pop(key, None)
         if slot is None:
             return None
@@ -84,12 +99,16 @@ class Index:
 
     def drop_segment(self, segment: int) -> None:
         """Forget a segment with all that is left in it."""
+        left = []
         for number in self._segments.pop(segment, ()):
             group = self._groups.pop(number)
             for page, key in enumerate(group.keys()):
                 if not group.dead >> page & 1:
                     del self._slots[key]
+                    left.append(key)
                     self.bytes -= group.length
+        if self.tell is not None:
+            self.tell(False, left)
 
     def kill(self, deaths: Iterable[tuple[int, int, int]]) -> int:
         """Apply (segment, offset, dead pages) to groups; for recovery. How many name a group that is not there."""
