@@ -248,7 +248,10 @@ class FileBackend:
             await self._operations.close()
             await self._janitor.close()
         finally:
-            _let_go(self._state, self._state.io, self._lock)
+            try:
+                await self._janitor.stop()
+            finally:
+                _let_go(self._state, self._state.io, self._lock)
 
     async def _bury(self, dead: Sequence[tuple[Group, int]]) -> Result:
         """Make it outlive a restart that pages were forgotten. FAILED: a crash may bring them back."""

@@ -98,7 +98,7 @@ class Index:
         return None if slot is None or self.at(slot) != (group, page) else self.forget(key)
 
     def drop_segment(self, segment: int) -> None:
-        """Forget a segment with all that is left in it."""
+        """Forget a segment with all that is left in it: its pages are dead also for those who hold a group of it."""
         left = []
         for number in self._segments.pop(segment, ()):
             group = self._groups.pop(number)
@@ -107,6 +107,7 @@ class Index:
                     del self._slots[key]
                     left.append(key)
                     self.bytes -= group.length
+            group.dead = (1 << group.count) - 1
         if self.tell is not None:
             self.tell(False, left)
 

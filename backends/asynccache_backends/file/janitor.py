@@ -120,17 +120,20 @@ class Janitor:
             await settled([future])
         return future.result()
 
-    async def close(self) -> None:
-        """End the tasks, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
-        state = self._state
-        if self._saver is not None:
-            await settled([self._saver])
-        if self._next is not None:
-            await settled([self._next])
-            segment = self._next.result()
+    async def stop(self) -> None:
+        """End the tasks; a segment that nobody has taken is given back. Cancelling it waits for the end first."""
+        try:
+            await settled([task for task in (self._saver, self._next) if task is not None])
+        finally:
+            unused = None if self._next is None else self._next.result()
             self._next = None
-            if isinstance(segment, Segment):
-                await self._unlink(segment)
+            if isinstance(unused, Segment):
+                await self._unlink(unused)
+
+    async def close(self) -> None:
+        """Stop, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
+        await self.stop()
+        state = self._state
         if (active := state.log.active) is not None:
             await self._call(cut, active, active.tail)
             active.size = active.tail

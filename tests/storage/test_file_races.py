@@ -1,0 +1,189 @@
+"""The file store when things happen at once: clearing while pages are moved, closing while segments are made; and
+folders that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from asynccache_backends.file import FileBackend
+from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
+
+from asynccache.errors import Unavailable
+from asynccache.storage import CheckedStore, PageKey, Result, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, content, keys_of, page_key
+
+FULL = LAYOUT.page_bytes["full"]
+
+
+async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
+    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
+
+
+async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
+    return await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
+
+
+async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
+    """Read keys; every hit must be right."""
+    pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
+    results = await store.get(keys, pages)
+    for key, page, result in zip(keys, pages, results, strict=True):
+        assert result is not Result.HIT or page == content(key, page.nbytes)
+    return results
+
+
+def backend_of(store: CheckedStore) -> FileBackend:
+    assert isinstance(store.backend, FileBackend)
+    return store.backend
+
+
+class HeldReads(ThreadIO):
+    """Real I/O whose reads are answered when the test says so."""
+
+    def __init__(self, backend: FileBackend) -> None:
+        super().__init__(2)
+        self.asked = asyncio.Event()
+        self.gate = asyncio.Event()
+        backend._state.io.close()
+        backend._state.io = self
+
+    def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+        done = super().read(files, runs)
+
+        async def held() -> Moved:
+            self.asked.set()
+            await self.gate.wait()
+            return await done
+
+        return asyncio.ensure_future(held())
+
+
+@pytest.mark.asyncio
+async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    backend, keys = backend_of(store), keys_of(40)
+    state = backend._state
+    await put(store, keys)
+    io = HeldReads(backend)
+    group = state.index.groups()[0]
+    moving = asyncio.ensure_future(
+        backend._janitor._move(state.log.segments[1], group, list(range(10)), aligned(10 * FULL))
+    )
+    await io.asked.wait()
+    await store.clear()
+    assert await put(store, [page_key("after")]) == [Result.HIT]
+    io.gate.set()
+    await moving
+    assert await store.exists(keys) == [Result.MISS] * 40
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await store.exists([*keys, page_key("after")]) == [Result.MISS] * 40 + [Result.HIT]
+    await store.aclose()
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process has open under ``folder``."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [path for path in found if str(folder) in path]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("turns", range(0, 12, 2))
+async def test_a_close_that_is_cancelled_leaves_no_task_and_no_file_open(tmp_path: Path, turns: int) -> None:
+    store = await open_at(tmp_path / "s")
+    backend = backend_of(store)
+    for batch in range(3):
+        await put(store, [page_key(f"{batch}/{i}") for i in range(50)])
+    reading = HeldReads(backend)
+    getting = asyncio.ensure_future(get(store, [page_key("0/1")]))
+    await reading.asked.wait()
+    backend._janitor._prepare_task()
+    closing = asyncio.ensure_future(backend.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    reading.gate.set()
+    await asyncio.wait([closing, getting])
+    assert closing.cancelled()
+    assert open_files(tmp_path) == []
+    assert [task.get_name() for task in asyncio.all_tasks() if "asynccache" in task.get_name()] == []
+    await store.aclose()
+    store = await open_at(tmp_path / "s")
+    assert await get(store, [page_key(f"0/{i}") for i in range(50)]) == [Result.HIT] * 50
+    await store.aclose()
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nothing can be made or written in ``folder`` meanwhile, not even by root."""
+    if os.geteuid():
+        folder.chmod(0o555)
+        try:
+            yield
+        finally:
+            folder.chmod(0o755)
+        return
+    bound = subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True)
+    if bound.returncode:
+        pytest.skip("root can write everywhere, and mounting is not permitted here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("used", [True, False])
+async def test_a_read_only_folder_is_refused_by_name_and_nothing_stays_open(tmp_path: Path, used: bool) -> None:
+    folder = tmp_path / "s"
+    folder.mkdir()
+    if used:
+        store = await open_at(folder)
+        await put(store, keys_of(20))
+        await store.aclose()
+    with read_only(folder):
+        with pytest.raises(Unavailable, match=f"store folder '{folder}': .*(Read-only|Permission)"):
+            await open_at(folder)
+        assert open_files(tmp_path) == []
+    store = await open_at(folder)
+    assert set(await get(store, keys_of(20))) == {Result.HIT if used else Result.MISS}
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_file_in_place_of_the_folder_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("not a folder")
+    with pytest.raises(Unavailable, match=f"store folder '{tmp_path}/s'"):
+        await open_at(tmp_path / "s")
+
+
+@pytest.mark.asyncio
+async def test_capacity_and_segment_size_may_change_from_run_to_run(tmp_path: Path) -> None:
+    """Nothing is lost by a larger capacity or other segments, only the oldest by a smaller one."""
+    keys = keys_of(900)
+    there = 0
+    for run, options in enumerate(("capacity=8MiB&segment=1MiB", "capacity=64MiB&segment=4MiB", "capacity=32MiB&"
+                                   "segment=512KiB", "capacity=6MiB&segment=2MiB")):
+        store = await open_at(tmp_path / "s", options)
+        found = [result is Result.HIT for result in await get(store, keys[: 200 * run])]
+        assert found == sorted(found)
+        assert sum(found) == (there if run < 3 else store.stats()["pages"])
+        assert await put(store, keys[200 * run : 200 * run + 200]) == [Result.HIT] * 200
+        stats = store.stats()
+        assert stats["disk_bytes"] <= stats["capacity_bytes"]
+        assert stats["errors"] == 0
+        there += 200
+        await store.aclose()
