@@ -65,7 +65,7 @@ class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
     ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
-    ``on_event`` is told of every KV event, in order, from the loop; it must be quick.
+    ``on_event`` is told of everything that ``asynccache.events`` publishes, in order, from the loop; it must be quick.
     """
 
     def __init__(
@@ -168,6 +168,8 @@ class AsyncCache:
             self._keeper.close()
         finally:
             await machine.supervisor.stop()
+            if machine.events is not None and machine.supervisor.error is None:
+                machine.events.hand_on()  # what the last acks announced
             machine.close(None)
             await self._close_resources()
 
@@ -257,8 +259,8 @@ class AsyncCache:
         ``wait`` False: ``CacheFull`` instead of waiting. ``timeout``: seconds of waiting, then ``TimeoutError``.
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
-        window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter`` False:
-        it does not get in with less than all that is cached, where that does not fit.
+        window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
+        False: where all that is cached does not fit, it does not get in with less.
         """
         terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
         return Lease(self._opened(), terms)

@@ -19,9 +19,11 @@ from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import CacheClosed
+from asynccache.events import Notice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement
 from asynccache.runtime.acks import Freezer, run_acks
+from asynccache.runtime.announcing import Announcing
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
@@ -40,7 +42,7 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.storage import CheckedStore
 
 Task = asyncio.Task[object]
-OnEvent = Callable[[Publish], None]
+OnEvent = Callable[[Notice], None]
 
 CHECKPOINTS = 2
 
@@ -85,8 +87,10 @@ class Machine:
         self.driver.route(LoadBack, self.load_back.put)
         self.driver.route(Clone, self.load_back.put)
         self.events = EventStage(on_event) if on_event is not None else None
+        self.announcing: Announcing | None = None
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
+            self.announcing = Announcing(self.events.put, self.config.page_size, self.pools, self.store)
         self.backup_storage: BackupStorageStage | None = None
         self.clearing: Clearing | None = None
         self.prefetching: PrefetchStage | None = None
@@ -124,6 +128,8 @@ class Machine:
         """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
         if self.driver.closed is None:
             self.driver.close(cause)
+            if self.announcing is not None:
+                self.announcing.stop()
             if self.prefetching is not None:
                 self.prefetching.fail(self.driver.closed_error)
 
@@ -157,7 +163,10 @@ class Machine:
     def space(self, extra_key: str | bytes | None) -> bytes:
         """The digest of a namespace, as of its last invalidation."""
         epoch = self.epochs[extra_key] if self.epochs else 0
-        return namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
+        space = namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
+        if self.announcing is not None and extra_key is not None:
+            self.announcing.extra_keys[space] = extra_key
+        return space
 
     # prefetch
 

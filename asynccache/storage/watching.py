@@ -7,7 +7,7 @@ answers show: a key is there once a put, a get or an exists has hit it, and gone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend

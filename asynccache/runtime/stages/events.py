@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asynccache.core.plan import Publish
+from asynccache.events import Notice
 from asynccache.runtime.stages.queue import Inbox
 
 
 class EventStage:
-    """A queue of ``Publish`` effects and the worker that hands them on. A subscriber that raises closes the cache."""
+    """A queue of notices and the worker that hands them on. A subscriber that raises closes the cache."""
 
-    def __init__(self, on_event: Callable[[Publish], None]) -> None:
+    def __init__(self, on_event: Callable[[Notice], None]) -> None:
         self._on_event = on_event
-        self._inbox: Inbox[Publish] = Inbox()
+        self._inbox: Inbox[Notice] = Inbox()
 
-    def put(self, effect: Publish) -> None:
-        """Queue the event."""
-        self._inbox.put(effect)
+    def put(self, notice: Notice) -> None:
+        """Queue the notice."""
+        self._inbox.put(notice)
 
     async def run(self) -> None:
-        """Hand on events as they come, for ever. Cancelling it drops those that wait."""
+        """Hand on notices as they come, for ever. Cancelling it leaves those that wait."""
         while True:
             await self._inbox.filled()
-            for effect in self._inbox.take():
-                self._on_event(effect)
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Hand on all that waits."""
+        for notice in self._inbox.take():
+            self._on_event(notice)
