@@ -29,6 +29,7 @@ class Kept:
 
     def release(self) -> None:
         """Unpin. Idempotent, synchronous."""
+        self._keeper.check_thread()
         if self._timer is not None:
             self._timer.cancel()
         lease, self._lease = self._lease, None
@@ -41,6 +42,7 @@ class Keeper:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        self.check_thread = machine.check_thread
         self._kept: set[Kept] = set()
         self._size = machine.config.page_size
         self._cap = int(machine.config.pools()[0].device_pages * machine.config.kept_fraction) * self._size

@@ -215,6 +215,7 @@ class Lease:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
+        self._machine.check_thread()
         core = self._held()
         for op in core.loads:
             await self._machine.driver.ops.any((op,))
@@ -235,6 +236,7 @@ class Lease:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
+        self._machine.check_thread()
         core = self._held()
         for op in core.loads:
             copying = self._machine.load_back.copying(op)

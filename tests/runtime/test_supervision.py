@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 
@@ -103,16 +104,51 @@ async def test_cancelling_aclose_stops_the_waiting_and_closing_goes_on() -> None
 
 @pytest.mark.asyncio
 async def test_another_threads_call_raises() -> None:
-    async with opened(settings()) as cache:
-        lease = cache.lease(text(1))
-        async with lease:
-            calls = [
-                lambda: cache.prefetch(text(1)), lambda: lease.release(), lambda: lease.advance(4),
-                lambda: lease.truncate(4), lambda: cache.match(text(1)).send(None), lambda: lease.adopt(),
-            ]  # fmt: skip
-            for call in calls:
-                with pytest.raises(RuntimeError, match="thread"):
+    async with opened(settings(host=16)) as cache:
+        await serve(cache, text(2))
+        kept, handle, left = await cache.keep(text(2)), cache.prefetch(text(1)), cache.lease(text(1))
+        async with cache.lease(text(1)) as lease:
+            calls: dict[str, Callable[[], object]] = {
+                "match": lambda: cache.match(text(1)).send(None),
+                "prefetch": lambda: cache.prefetch(text(1)),
+                "keep": lambda: cache.keep(text(1)).send(None),
+                "aclose": lambda: cache.aclose().send(None),
+                "enter": lambda: left.__aenter__().send(None),
+                "loaded": lambda: lease.loaded().send(None),
+                "layer": lambda: lease.layer(0).send(None),
+                "extend": lambda: lease.extend(1).send(None),
+                "commit": lambda: lease.commit(text(1)).send(None),
+                "adopt": lease.adopt,
+                "advance": lambda: lease.advance(4),
+                "truncate": lambda: lease.truncate(4),
+                "release": lease.release,
+                "await a handle": lambda: next(handle.__await__()),
+                "cancel a handle": handle.cancel,
+                "release what is kept": kept.release,
+            }  # fmt: skip
+            for name, call in calls.items():
+                with pytest.raises(RuntimeError, match="thread") as caught:
                     await asyncio.to_thread(call)
+                assert "belongs to" in str(caught.value), name
+        kept.release()
+
+
+@pytest.mark.asyncio
+async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> None:
+    async with opened(settings()) as cache:
+        async with cache.lease(text(2)) as lease:
+            spawn = machine(cache).supervisor.spawn
+
+            def stillborn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
+                task = spawn(work, name)
+                assert task is not None
+                task.cancel()
+                return task
+
+            machine(cache).supervisor.spawn = stillborn  # type: ignore[method-assign]
+            future = lease.commit_threadsafe(text(2))
+            await until(future.done)
+            assert isinstance(future.exception(), CacheClosed)
 
 
 @pytest.mark.asyncio
