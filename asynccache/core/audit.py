@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from asynccache.core.cache import CacheCore
+from asynccache.core.claims import run
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Kind
 from asynccache.core.prefetching import run_nodes
 from asynccache.core.slots import SLOT_BYTES
@@ -156,6 +157,11 @@ def _pins_are_exact(core: CacheCore) -> None:
             pins[id(fetch.anchor), tier * count] += 1
             for node in run_nodes(fetch):
                 pins[id(node), tier * count + fetch.swa] += 1
+    for claim in core.active_claims():
+        pins[id(claim.end), count] += 1
+        for component in world.components[1:]:
+            for node in run(claim.end, claim.lows[component.index], component.divides):
+                pins[id(node), count + component.index] += 1
     for node in _nodes(core):
         for place, count_of in enumerate(node.pins):
             expected = pins[id(node), place]
@@ -212,6 +218,7 @@ def _operations_cover_live_nodes(core: CacheCore) -> None:
 
 def _idle(core: CacheCore) -> None:
     _require(not core.active_leases(), "leases are left", core.active_leases())
+    _require(not core.active_claims(), "claims are left", core.active_claims())
     _require(not core.world.ledger.ops, "operations are left", list(core.world.ledger.ops.values()))
     for node in _nodes(core):
         _require(not any(node.pins), node, "is pinned by nobody")

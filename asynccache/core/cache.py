@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
@@ -17,7 +18,18 @@ from asynccache.core.leases import EVERYTHING, Ask, Grant, Lease, Leases
 from asynccache.core.ledger import Kind
 from asynccache.core.matching import Match, Matching
 from asynccache.core.plan import More, Outcome, Plan, Wait
-from asynccache.core.prefetching import Fetch, Join, Opened, Prefetches, Shape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.prefetching import (
+    Begin,
+    Fetch,
+    Join,
+    Opened,
+    Prefetches,
+    Shape,
+    Skip,
+    Taken,
+    needed_pages,
+    usable_end,
+)
 from asynccache.core.settings import CoreConfig
 from asynccache.core.states import PRESENT
 from asynccache.core.transfers import Transfers
@@ -143,32 +155,50 @@ class CacheCore:
         self._invalidation.sweep()
         return self.world.plan()
 
-    def prefetch_open(self, space: bytes, key: bytes) -> Opened | Wait | Join | Skip:
+    def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
         """Begin to fetch what storage has of ``key`` beyond what the host has."""
-        return self._prefetches.open(space, key)
+        return self._prefetches.open(space, key, begin)
 
-    def prefetch_take_full(self, op: int, pages: int) -> Taken | More:
-        """Host slots for the next ``pages`` FULL pages from the anchor; fewer if the host is short."""
-        return self._prefetches.take_full(op, pages)
+    def prefetch_take_full(self, op: int, pages: int, later: int = 0) -> Taken | More:
+        """Host slots for the next ``pages`` FULL pages from the anchor; fewer if the host is short. ``later``: how many
+        it will want after these."""
+        return self._prefetches.take_full(op, pages, later)
 
     def prefetch_take_aux(self, op: int, end: int) -> Taken | More:
         """Host slots for the auxiliary pages that ``end`` needs, all or none; those of an earlier end go back."""
         return self._prefetches.take_aux(op, end)
 
-    def prefetch_commit(self, op: int, end: int, hashes: bytes) -> Plan | Wait:
+    def prefetch_commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int] = ()) -> Plan | Wait:
         """Hang the fetched pages up to ``end`` (tokens) into the tree as it is now; the rest goes back.
 
-        ``hashes``: 32 bytes a page from the anchor to ``end``.
+        ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: who claims them; see ``claim``.
         """
-        blockers = self._prefetches.commit(op, end, hashes)
-        if blockers:
-            return Wait(self.world.plan(), blockers)
-        self._invalidation.sweep()
-        return self.world.plan()
+        blockers = self._prefetches.commit(op, end, hashes, holders)
+        return Wait(self.world.plan(), blockers) if blockers else self._gave_back()
 
     def prefetch_revoke(self, op: int) -> Plan:
         """Give all slots back. Only after the I/O let go of their buffers."""
         self._prefetches.revoke(op)
+        return self._gave_back()
+
+    def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
+        """Pin what the host has of the match of ``key``, for the request with this number, until ``drop_claim``; or
+        until somebody could not go on otherwise. A claim that it has is replaced."""
+        root = self.world.roots.get(space)
+        path, reached = walk(root, key, 0, self.world.page_bytes) if root is not None else ([], 0)
+        if path:
+            self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
+        return self._gave_back()
+
+    def confirm_claim(self, holder: int, firm: bool) -> None:
+        """Whether that request stands in line for its lease: its claim is among the last to be taken away."""
+        self._transfers.claims.confirm(holder, firm)
+
+    def drop_claim(self, holder: int) -> Plan:
+        """Unpin; nothing, if there is no such claim (any more)."""
+        if holder not in self._transfers.claims.held:
+            return self.world.plan()
+        self._transfers.claims.drop(holder)
         return self._gave_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
@@ -208,7 +238,7 @@ class CacheCore:
     def invalidate(self, space: bytes | None) -> Plan | More:
         """Forget a namespace (None: all of them) on device and host. Leases, and what is in flight, finish undisturbed
         in a part of the tree that nobody matches any more, and go when they are released."""
-        return self._invalidation.invalidate(space)
+        return self._invalidation.invalidate(space, self._transfers.claims)
 
     def statistics(self) -> Statistics:
         """Counts of now; cheap."""
@@ -233,6 +263,10 @@ class CacheCore:
         """Leases that are not released, for the audit and for tools."""
         return tuple(self._leases.active.values())
 
+    def active_claims(self) -> tuple[Claim, ...]:
+        """What is pinned on the host for requests to come, for the audit."""
+        return tuple(self._transfers.claims.held.values())
+
     def active_fetches(self) -> tuple[Fetch, ...]:
         """Prefetches in flight, for the audit."""
         return tuple(self._prefetches.active.values())
@@ -240,5 +274,5 @@ class CacheCore:
 
 __all__ = [
     "EVERYTHING", "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape",
-    "Skip", "Statistics", "Taken", "Unsaved", "Wait", "needed_pages", "usable_end",
+    "Skip", "Statistics", "Taken", "Begin", "Unsaved", "Wait", "needed_pages", "usable_end",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from asynccache.core.claims import Claims
 from asynccache.core.ledger import DEVICE, HOST
 from asynccache.core.plan import Cleared, More, Plan
 from asynccache.core.room import RoomMaker
@@ -22,7 +23,7 @@ class Invalidation:
         self._room = room
         self._pass = self._dead_nodes()
 
-    def invalidate(self, space: bytes | None) -> Plan | More:
+    def invalidate(self, space: bytes | None, claims: Claims) -> Plan | More:
         """See ``CacheCore.invalidate``."""
         world = self._world
         if space is None and world.roots and world.config.publish:
@@ -35,6 +36,7 @@ class Invalidation:
                 root.dead, root.mute = True, space is None
                 world.dead_roots.append(root)
                 self._pass = self._dead_nodes()
+        claims.drop_dead()
         return More(world.plan()) if self.sweep() else world.plan()
 
     def sweep(self) -> bool:

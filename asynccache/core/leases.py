@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
-from asynccache.core.ledger import BACKUP_HOST, CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
+from asynccache.core.ledger import CLONE, DEVICE, HOST, LOAD_BACK, PINNED_TIERS, RETIRE
 from asynccache.core.matching import Ends, Matching
 from asynccache.core.plan import More, Plan, Retire, Wait
 from asynccache.core.room import Room
@@ -124,6 +124,8 @@ class Leases:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
                 return More(self._world.plan())
+            if room is Room.SAVING:  # it will fit soon: a shorter match now would be computed again
+                return Wait(self._world.plan())
 
     def check_possible(self, ask: Ask) -> None:
         """See ``CacheCore.check_possible``."""
@@ -293,7 +295,7 @@ class Leases:
         if room is Room.SLICE:
             return More(self._world.plan())
         if room is not Room.FREE:
-            return Wait(self._world.plan(), self._backups())
+            return Wait(self._world.plan(), self._transfers.room.busy())
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -317,10 +319,6 @@ class Leases:
             split_at(self._world, node, first)
         drop_until(self._world, hold, first)
         return True
-
-    def _backups(self) -> tuple[int, ...]:
-        """The operations that make room when they end: what is being copied to the host stays until then."""
-        return tuple(op.id for op in self._world.ledger.ops.values() if op.kind is BACKUP_HOST)
 
     def advance(self, lease: Lease, position: int) -> Plan:
         """See ``CacheCore.advance``."""

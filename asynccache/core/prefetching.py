@@ -1,12 +1,14 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
 A prefetch hangs below the root or an anchor whose FULL path is on the host. It pins the anchor, and the unbroken run
-of SWA that ends there, until it commits or is revoked. Its slots are its own until then.
+of SWA that ends there, until it commits or is revoked. Its slots are its own until then. It begins when the host has
+room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from asynccache.core.keys import HASH_BYTES, common_pages
@@ -74,6 +76,14 @@ def usable_end(
     return shape.covered
 
 
+class Begin(Enum):
+    """Whether a prefetch may begin. A place with others can be had at any turn."""
+
+    LATER = "others wait before it"
+    NEXT = "it may, but waits for room"
+    NOW = "it waited long enough: it takes what can be had"
+
+
 class Opened(NamedTuple):
     """A prefetch began."""
 
@@ -104,11 +114,11 @@ class Taken(NamedTuple):
 
 
 class Fetch:
-    """One prefetch in flight."""
+    """One prefetch in flight. ``wants``: slots that it may still take, by component."""
 
-    __slots__ = ("anchor", "aux_end", "held", "key", "low", "op", "shape", "spare", "swa", "tiers", "total")
+    __slots__ = ("anchor", "aux_end", "held", "key", "low", "op", "shape", "spare", "swa", "tiers", "total", "wants")
 
-    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: Shape) -> None:
+    def __init__(self, op: Operation, anchor: Node, key: bytes, shape: Shape, components: int) -> None:
         self.op = op
         self.anchor = anchor
         self.key = key
@@ -120,6 +130,7 @@ class Fetch:
         self.tiers: tuple[int, ...] = (HOST,)
         self.low = 0
         self.swa = 0
+        self.wants = [0] * components
 
     def take(self, size: int) -> bytes:
         """The next ``size`` bytes of FULL slots, in page order."""
@@ -149,21 +160,21 @@ class Prefetches:
 
     # open
 
-    def open(self, space: bytes, key: bytes) -> Opened | Wait | Join | Skip:
+    def open(self, space: bytes, key: bytes, begin: Begin) -> Opened | Wait | Join | Skip:
         """See ``CacheCore.prefetch_open``."""
         if not self._world.config.storage:
             return Skip("no storage")
         root = self._world.enter(space)
-        answer = self._open(root, key)
+        answer = self._open(root, key, begin)
         if not isinstance(answer, Opened):
             self._world.leave(root)
         return answer
 
-    def _open(self, root: Node, key: bytes) -> Opened | Wait | Join | Skip:
+    def _open(self, root: Node, key: bytes, begin: Begin) -> Opened | Wait | Join | Skip:
         world, page = self._world, self._world.page_bytes
         key = key[: len(key) // page * page]
         path, reached = walk(root, key, 0, page)
-        blocked = self._not_on_host(path)
+        blocked = self._not_on_host(path, begin)
         if blocked is not None:
             return blocked
         covered = world.valid_end(path, reached // page, True)
@@ -173,24 +184,65 @@ class Prefetches:
         join = self._same(root, key, reached // page, total)
         if join is not None:
             return join
+        anchor = reached // page
         in_flight = sum(f.total - f.shape.anchor // self._size for f in self.active.values())
         quota = world.config.max_prefetch_pages
-        if in_flight and in_flight + total - reached // page > quota:
-            return Wait(world.plan(), tuple(self.active))
-        total = min(total, reached // page + quota)
-        return self._begin(root, path, reached // page, covered, key[: total * page])
+        if begin is Begin.LATER or (in_flight and in_flight + total - anchor > quota):
+            return Wait(world.plan())
+        total = min(total, anchor + quota)
+        if not self._has_room(path, self._wants(anchor, total), begin):
+            return Wait(world.plan())
+        return self._begin(root, path, anchor, covered, key[: total * page])
 
-    def _not_on_host(self, path: Sequence[Node]) -> Wait | Skip | None:
+    def _wants(self, anchor: int, total: int) -> list[int]:
+        """Slots that a prefetch of pages ``anchor`` to ``total`` may take at most, by component."""
+        host = [shelf.slots.capacity for shelf in self._world.shelves[self._world.count :]]
+        wants = {ComponentKind.FULL: total - anchor, ComponentKind.SWA: min(total, self._window_pages()),
+                 ComponentKind.MAMBA: 1}  # fmt: skip
+        rooms = [max(0, host[0] - anchor), *host[1:]]
+        return [min(wants[component.kind], room) for component, room in zip(self._world.components, rooms, strict=True)]
+
+    def _has_room(self, path: Sequence[Node], wants: Sequence[int], begin: Begin) -> bool:
+        """Whether the host has room for ``wants`` below ``path``, beside what other prefetches may still take; or is
+        too small for it, whoever goes; or shall not be waited for."""
+        world = self._world
+        if path:
+            world.pin_full(path[-1], HOST)
+        while not (fits := self._fits(wants)) and begin is Begin.NOW and self._transfers.claims.let_go(False):
+            pass
+        if path:
+            world.unpin_full(path[-1], HOST)
+        return fits or begin is Begin.NOW or not self._something_ends()
+
+    def _something_ends(self) -> bool:
+        """Whether anything has pages of the host that it will give back or let go of."""
+        return self._transfers.room.host_is_busy() or bool(self._transfers.claims.held)
+
+    def _fits(self, wants: Sequence[int]) -> bool:
+        shelves, promised = self._world.shelves[self._world.count :], self._transfers.promised
+        return all(wants[c] + promised[c] <= shelf.reachable() for c, shelf in enumerate(shelves))
+
+    def _promise(self, fetch: Fetch, wants: list[int]) -> None:
+        """From now on ``fetch`` may still take so many slots."""
+        promised = self._transfers.promised
+        for c, want in enumerate(wants):
+            promised[c] += want - fetch.wants[c]
+        fetch.wants = wants
+
+    def _not_on_host(self, path: Sequence[Node], begin: Begin) -> Wait | Skip | None:
         """The path's FULL must be on the host; where it is not, its backup goes first."""
         place = self._world.count
-        for node in reversed(path):
-            if node.state[place] == PRESENT:
-                return None
-            if node.state[place] == ABSENT and (node.unsavable or not self._transfers.save(node)):
-                return Skip("the anchor cannot be backed up now")
-            ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
-            return Wait(self._world.plan(), ops) if ops else Skip("the host is too small for the anchor")
-        return None
+        node = path[-1] if path else None
+        if node is None or node.state[place] == PRESENT:
+            return None
+        if node.state[place] == ABSENT:
+            if node.unsavable:
+                return Skip("the anchor cannot be backed up")
+            if not self._transfers.save(node):
+                waits = begin is not Begin.NOW and self._something_ends()
+                return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
+        ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
+        return Wait(self._world.plan(), ops) if ops else Skip("the host is too small for the anchor")
 
     def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
         page = self._world.page_bytes
@@ -215,7 +267,8 @@ class Prefetches:
             size, anchor * size, covered * size, len(key) // world.page_bytes * size, window, run * size,
             ComponentKind.MAMBA in self._index,
         )  # fmt: skip
-        fetch = Fetch(op, node, key, shape)
+        fetch = Fetch(op, node, key, shape, world.count)
+        self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
         self._hold(fetch, run)
         return Opened(op.id, shape, world.plan())
@@ -232,7 +285,8 @@ class Prefetches:
         return end - max(node.end, low)
 
     def _window_pages(self) -> int:
-        return -(-self._world.config.components[self._index[ComponentKind.SWA]].window // self._size)
+        swa = self._index.get(ComponentKind.SWA)
+        return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
 
     def _hold(self, fetch: Fetch, run: int) -> None:
         """Pin the anchor, and its run of SWA on whichever tiers hold it."""
@@ -251,6 +305,7 @@ class Prefetches:
 
     def _drop(self, fetch: Fetch, status: Status) -> None:
         """Unpin, give back what is held, and leave the ledger."""
+        self._promise(fetch, [0] * self._world.count)
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
         for tier in fetch.tiers:
             for node in run_nodes(fetch):
@@ -268,7 +323,7 @@ class Prefetches:
 
     # slots
 
-    def take_full(self, op: int, pages: int) -> Taken | More:
+    def take_full(self, op: int, pages: int, later: int) -> Taken | More:
         """See ``CacheCore.prefetch_take_full``."""
         world, fetch = self._world, self.active[op]
         needs = [0] * world.count
@@ -279,6 +334,7 @@ class Prefetches:
         count = min(needs[0], world.shelves[world.count].slots.left)
         slots = world.shelves[world.count].slots.take(count)
         fetch.held[0] = fetch.held.get(0, b"") + slots
+        self._promise(fetch, [later, *fetch.wants[1:]])
         return Taken(slots, {}, world.plan())
 
     def take_aux(self, op: int, end: int) -> Taken | More:
@@ -286,6 +342,7 @@ class Prefetches:
         world, fetch = self._world, self.active[op]
         for c in [c for c in fetch.held if c]:
             self._give(c, fetch.held.pop(c))
+        self._promise(fetch, [0] * world.count)
         needs = [0] * world.count
         for component in world.components[1:]:
             needs[component.index] = len(needed_pages(fetch.shape, component.kind, end))
@@ -308,7 +365,7 @@ class Prefetches:
         if op in self.active:
             self._drop(self.active[op], Status.FAILED)
 
-    def commit(self, op: int, end: int, hashes: bytes) -> tuple[int, ...]:
+    def commit(self, op: int, end: int, hashes: bytes, holders: Sequence[int]) -> tuple[int, ...]:
         """See ``CacheCore.prefetch_commit``. The backups that must end first; then nothing was done."""
         world, fetch = self._world, self.active[op]
         if fetch.anchor.root.dead:
@@ -330,6 +387,8 @@ class Prefetches:
         if last.parent is not None:
             for c in range(world.count):
                 world.policy.touch(last, c)
+            for holder in holders:
+                self._transfers.claims.take(holder, [last], last.end)
         self._drop(fetch, Status.DONE)
         return ()
 

@@ -1,7 +1,8 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
-Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; dropping an
-only copy is the last resort, and counted. Host: what is off the device first, then copies of what is on it.
+Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; where the host
+has no room for those, what storage has goes without, what is in flight is awaited, and then claims are let go. Dropping
+an only copy is the last resort, and counted. Host: what is off the device first, then copies of what is on it.
 Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from asynccache.core.ledger import BACKUP_HOST, HOST
+from asynccache.core.claims import Claims
+from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -19,24 +21,28 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
+# What has pages of the host, or pins some there, and ends by itself.
+_ON_HOST = (BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, PREFETCH)
+
 
 class Room(Enum):
     """What came of asking for room."""
 
     FREE = "the slots are free"
     SHORT = "not now: too much is pinned"
-    SAVING = "not now: backups were started, or are in flight, that will make room"
+    SAVING = "not now: backups were started, or wait for host pages that operations in flight have"
     SLICE = "not yet: the step budget is used up"
 
 
 class RoomMaker:
     """Frees slots by eviction. ``save`` starts the backup of a node; false if it cannot start now."""
 
-    __slots__ = ("_save", "_world")
+    __slots__ = ("_claims", "_save", "_world")
 
-    def __init__(self, world: World, save: Save) -> None:
+    def __init__(self, world: World, save: Save, claims: Claims) -> None:
         self._world = world
         self._save = save
+        self._claims = claims
 
     def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
         """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: of what the
@@ -81,15 +87,37 @@ class RoomMaker:
         world = self._world
         missing = need - world.shelves[place].slots.left
         while missing > 0 and (node := self.coldest(place, LATE)) is not None:
-            if not self._wants_backup(node):
+            if not self._may_save(node, place):
                 world.offer(node, place)
                 return False
             saved = self._save(node)
             world.offer(node, place)
-            if not saved:
+            if saved:
+                missing -= world.pages(node, place)
+            elif self._is_stored(node, place):
+                return False
+            elif self.host_is_busy() or not self._claims.let_go(True):
                 break
-            missing -= world.pages(node, place)
-        return world.ledger.count[BACKUP_HOST] > 0
+        return self.host_is_busy()
+
+    def _is_stored(self, node: Node, place: int) -> bool:
+        """Whether storage has all that would leave the device with this cell."""
+        first = 0 if self._world.is_candidate(node, 0) else place
+        return all(node.stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
+
+    def host_is_busy(self) -> bool:
+        """Whether anything is in flight that will give host pages back, or let go of some."""
+        return any(self._world.ledger.count[kind] for kind in _ON_HOST)
+
+    def busy(self) -> tuple[int, ...]:
+        """The operations that will."""
+        return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in _ON_HOST])
+
+    def _may_save(self, node: Node, place: int) -> bool:
+        """Whether its backup is wanted and could ever fit."""
+        host = self._world.shelves[self._world.count :]
+        fits = node.end <= host[0].slots.capacity and self._world.pages(node, place) <= host[place].slots.capacity
+        return fits and self._wants_backup(node)
 
     def _wants_backup(self, node: Node) -> bool:
         selective = self._world.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE
@@ -138,6 +166,6 @@ class RoomMaker:
             world.counters.evicted_host += pages
             return
         world.counters.evicted_device += pages
-        only = world.has_host and node.state[world.count + component] == ABSENT
-        if only and not node.root.dead and (self._wants_backup(node) or node.unsavable):
+        saved = node.state[world.count + component] != ABSENT or node.stored >> component & 1
+        if world.has_host and not saved and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages

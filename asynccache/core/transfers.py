@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import gt
 
+from asynccache.core.claims import Claims
 from asynccache.core.holds import shorten_hold
 from asynccache.core.ledger import (
     BACKUP_HOST,
@@ -37,14 +38,17 @@ _SLICE = 128
 
 
 class Transfers:
-    """The transfers of one world. ``deferred``: nodes whose backup could not start yet."""
+    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``promised``: host slots that
+    prefetches in flight may still take, by component: no backup takes them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._count = world.count
         self._kinds = [c.kind for c in world.components]
         self._rooms = [shelf.slots.capacity for shelf in world.shelves[world.count :]]
-        self.room = RoomMaker(world, self.save)
+        self.claims = Claims(world)
+        self.promised = [0] * world.count
+        self.room = RoomMaker(world, self.save, self.claims)
         self.deferred: dict[Node, None] = {}
         self._walk: list[Node] = []
 
@@ -163,12 +167,15 @@ class Transfers:
 
     def _has_host_room(self, end: Node, needs: Sequence[int], gently: bool) -> bool:
         """Make room on the host, if there is none, but not at the cost of what ``end`` hangs on."""
-        place = self._count
-        for need in needs:
-            if need > self._world.shelves[place].slots.left:
-                break
+        place, crowded = self._count, False
+        for need, promised in zip(needs, self.promised, strict=True):
+            shelf = self._world.shelves[place]
+            if need > shelf.slots.left - promised:
+                if need and need + promised > shelf.reachable():
+                    return False
+                crowded |= need > shelf.slots.left
             place += 1
-        else:
+        if not crowded:
             return True
         self._world.pin(end, HOST, 0)
         room = self.room.make(HOST, needs, _UNBOUNDED, gently=gently)

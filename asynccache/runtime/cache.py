@@ -166,6 +166,7 @@ class AsyncCache:
     async def _stop(self, machine: Machine) -> None:
         try:
             self._keeper.close()
+            self._opened().claims.drop_all()
         finally:
             await machine.supervisor.stop()
             if machine.events is not None and machine.supervisor.error is None:
@@ -179,6 +180,7 @@ class AsyncCache:
             handle.tell(Wish.CANCEL)
         for handle in handles:
             await handle
+        machine.claims.drop_all()
         await drain(machine)
 
     async def _open_store(self) -> CheckedStore | None:
@@ -232,11 +234,17 @@ class AsyncCache:
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``; call it when a request arrives.
 
+        What it brings, and what the host had, stays there until the lease that takes the handle is granted, the handle
+        is cancelled or dropped, or others could not go on.
+
         Raises:
             ConfigError: the tokens are unusable.
         """
         machine = self._ready()
-        return machine.prefetch(machine.space(extra_key), as_key(tokens))
+        handle = machine.prefetch(machine.space(extra_key), as_key(tokens))
+        if handle.done():
+            handle.claim()
+        return handle
 
     def lease(
         self,

@@ -104,6 +104,9 @@ class Entry:
         self._own_handle = machine.stores and terms.wait and terms.prefetch is None
         if self._own_handle:
             self.handle = machine.prefetch(ask.space, ask.key)
+        if self.handle is not None:
+            self.handle.take()
+        self._granted = False
         self._line = machine.driver.line
         self._ticket = self._line.ticket()
         self._place: Place | None = None
@@ -111,20 +114,27 @@ class Entry:
 
     async def run(self, granted: Granted) -> None:
         """Return when ``granted`` was called. Cancelling it gives up the place in line and a prefetch of its own."""
+
+        def entered(grant: Grant) -> None:
+            granted(grant)
+            self._granted = True
+
         try:
-            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, granted):
+            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, entered):
                 return
             if self._timeout is None:
-                await self._run(granted)
+                await self._run(entered)
             else:
                 async with asyncio.timeout(self._timeout):
-                    await self._run(granted)
+                    await self._run(entered)
         finally:
             self._leave()
 
     async def _run(self, granted: Granted) -> None:
         self._machine.core.check_possible(self._ask)
         if self.handle is not None:
+            if self._own_handle and self.handle.done():
+                self.handle.claim()
             await self._beside(self.handle)
         await self._in_line(granted)
 
@@ -132,8 +142,10 @@ class Entry:
         """Leave the line; nobody needs this request's own prefetch any more."""
         if self._place is not None:
             self._line.leave(self._place)
-        if self._own_handle and self.handle is not None:
-            self.handle.tell(Wish.CANCEL)
+        if self.handle is not None:
+            self.handle.let_go(self._granted)
+            if self._own_handle:
+                self.handle.give_up()
 
     async def _beside(self, handle: PrefetchHandle) -> None:
         policy = self._machine.config.prefetch_policy

@@ -24,6 +24,7 @@ from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement
 from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
+from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
@@ -62,6 +63,7 @@ class Machine:
         self.driver = Driver(self.core, agreement)
         self.supervisor = Supervisor(self.close)
         self.driver.on_failure = self.supervisor.fail
+        self.claims = Claims(self.driver)
         self.pools = PoolMap(config.pools(), config.page_size, mover.host_pools)
         self.readiness = Readiness()
         self.commits = 0
@@ -180,7 +182,7 @@ class Machine:
         match = self.core.match(space, key)
         handle = PrefetchHandle(
             space, key, Chain(space, self.config.page_size), Held(match.device, match.host), self.loop.time(),
-            self.driver.prefetch_line.ticket(), self.check_thread,
+            self.driver.prefetch_line.ticket(), self.check_thread, self.claims,
         )  # fmt: skip
         whole = len(key) // TOKEN_BYTES // self.config.page_size * self.config.page_size
         if self.prefetching is None:

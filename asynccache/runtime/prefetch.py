@@ -1,8 +1,9 @@
 """What a user holds of a prefetch: a handle that can be awaited by many, stopped by a lease, and cancelled.
 
 Law: a handle states a *wish*; the fetch that serves it looks at the wish between two I/Os and acts then, so no buffer
-is given back while I/O still owns it. Handles that want the same cold pages share one fetch: any of them may stop it
-(it keeps what it has, and the others fetch the rest), only the last of them can cancel it.
+is given back while I/O still owns it. Once it has ended it keeps a claim on what the host has, until its lease is
+granted. Handles that want the same cold pages share one fetch: any of them may stop it (it keeps what it has, and the
+others fetch the rest), only the last of them can cancel it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ class Shared(Protocol):
     def told(self, handle: PrefetchHandle) -> None: ...
 
 
+class Claiming(Protocol):
+    """The part of ``Claims`` that a handle uses."""
+
+    def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None: ...
+    def note(self, ticket: int, leases: int) -> None: ...
+    def holds(self, ticket: int) -> bool: ...
+    def drop(self, ticket: int) -> None: ...
+    def abandon(self, ticket: int) -> None: ...
+
+
 class PrefetchHandle:
     """One request's interest in a stored prefix. ``await handle`` gives a ``PrefetchResult``.
 
@@ -62,7 +73,7 @@ class PrefetchHandle:
 
     def __init__(
         self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
-        check: Callable[[], None],
+        check: Callable[[], None], claims: Claiming,
     ) -> None:
         self.space = space
         self.key = key
@@ -77,6 +88,8 @@ class PrefetchHandle:
         self.asleep: asyncio.Future[Any] | None = None
         self.fetch: Shared | None = None
         self._check = check
+        self._claims = claims
+        self._leases = 0
         self._waiters: list[asyncio.Future[PrefetchResult]] = []
 
     def __repr__(self) -> str:
@@ -100,9 +113,15 @@ class PrefetchHandle:
         return self.result is not None
 
     def cancel(self) -> None:
-        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it."""
+        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it; what it brought may
+        be evicted."""
         self._check()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """``cancel``, from within."""
         self.tell(Wish.CANCEL)
+        self._claims.drop(self.ticket)
 
     def tell(self, wish: Wish) -> None:
         """Raise the wish, and wake whoever acts on it."""
@@ -113,6 +132,39 @@ class PrefetchHandle:
             self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
+
+    def claim(self) -> None:
+        """Keep what device and host have of the key on the host, for the lease to come."""
+        if self.wish is not Wish.CANCEL:
+            self._claims.take(self.ticket, self.space, self.key, self._leases)
+
+    def claimed(self) -> None:
+        """The core has claimed for it what was committed."""
+        self._claims.note(self.ticket, self._leases)
+
+    def unclaim(self) -> None:
+        """Keep nothing while it waits."""
+        self._claims.drop(self.ticket)
+
+    def take(self) -> None:
+        """A lease stands in line with it. ``let_go`` must follow."""
+        self._leases += 1
+        self._note()
+
+    def let_go(self, granted: bool) -> None:
+        """That lease is granted, or gives up."""
+        self._leases -= 1
+        if granted:
+            self._claims.drop(self.ticket)
+        else:
+            self._note()
+
+    def _note(self) -> None:
+        if self._claims.holds(self.ticket):
+            self._claims.note(self.ticket, self._leases)
+
+    def __del__(self) -> None:
+        self._claims.abandon(self.ticket)
 
     def reach(self, end: int) -> None:
         """A fetch that served this handle was committed up to ``end`` tokens."""

@@ -6,9 +6,9 @@ test may do anything else to the tree. Slots hold garbage until their page was r
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from asynccache.core.cache import Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
+from asynccache.core.cache import Begin, Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.testing.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
 
@@ -74,7 +74,7 @@ class Fetch:
         stored = self.runtime.storage.get((component, digest)) if good else None
         self.runtime.memory[HOST, component, slot] = stored or self.runtime.garbage()
 
-    def finish(self, limit: int | None = None) -> int:
+    def finish(self, limit: int | None = None, holders: Sequence[int] = ()) -> int:
         """Fetch everything up to ``limit`` that can be had and commit it; the end reached, or 0 after a revoke."""
         end = self.usable(limit)
         while end > self.shape.covered:
@@ -88,18 +88,18 @@ class Fetch:
             if not self.take_aux(end):
                 break
             if self.usable(end) == end:
-                self.commit(end)
+                self.commit(end, holders)
                 return end
             end = self.usable(end)
         self.revoke()
         return 0
 
-    def commit(self, end: int) -> Plan:
-        """Hang the fetched pages into the tree."""
+    def commit(self, end: int, holders: Sequence[int] = ()) -> Plan:
+        """Hang the fetched pages into the tree; ``holders`` claim them."""
         size = self.shape.page_size
         hashes = b"".join(self.chain[self.anchor : end // size])
         for _ in range(100):
-            answer = self.runtime.core.prefetch_commit(self.op, end, hashes)
+            answer = self.runtime.core.prefetch_commit(self.op, end, hashes, holders)
             if not isinstance(answer, Wait):
                 self.runtime.perform(answer)
                 return answer
@@ -113,10 +113,11 @@ class Fetch:
 
 
 def open_fetch(
-    runtime: SynchronousRuntime, key: bytes, space: bytes = SPACE, unreadable: Collection[tuple[int, int]] = ()
+    runtime: SynchronousRuntime, key: bytes, space: bytes = SPACE, unreadable: Collection[tuple[int, int]] = (),
+    begin: Begin = Begin.NEXT,
 ) -> Fetch | Wait | Join | Skip:
     """Open a prefetch; what the core says where it does not begin."""
-    answer = runtime.core.prefetch_open(space, key)
+    answer = runtime.core.prefetch_open(space, key, begin)
     if isinstance(answer, Opened):
         fetch = Fetch(runtime, answer, key, space, unreadable)
         runtime.perform(answer.plan)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asynccache.core.cache import Match
+from asynccache.core.cache import Begin, Match
 from asynccache.core.plan import More, Plan, Status, Wait
 from asynccache.errors import CacheFull
 from asynccache.testing.fetching import Fetch, open_fetch
@@ -22,8 +22,11 @@ from asynccache.testing.synchronous import FULL, MAMBA, SWA, Running, Slots, Syn
 
 SPACES = (b"one".ljust(32), b"two".ljust(32))
 
+HOLDERS = range(1, 5)
+
 texts = st.text(alphabet="ab", min_size=1, max_size=9)
 spaces = st.sampled_from(SPACES)
+holders = st.sampled_from(HOLDERS)
 
 
 class Model:
@@ -221,14 +224,29 @@ class CacheMachine(RuleBasedStateMachine):
         ops = data.draw(st.lists(st.sampled_from(self.run.in_flight()), unique=True, min_size=2, max_size=5))
         self.run.complete(*ops)
 
-    @rule(text=texts, space=spaces, bad=st.integers(0, 30))
-    def prefetch(self, text: str, space: bytes, bad: int) -> None:
-        """A prefetch begins."""
+    @rule(text=texts, space=spaces, holder=holders)
+    def claim(self, text: str, space: bytes, holder: int) -> None:
+        """A request that is to come claims what the host has for it."""
+        self.run.perform(self.run.core.claim(holder, space, spell(text, self.run.page)))
+
+    @rule(holder=holders, firm=st.booleans())
+    def confirm(self, holder: int, firm: bool) -> None:
+        """It stands in line, or not any more."""
+        self.run.core.confirm_claim(holder, firm)
+
+    @rule(holder=holders)
+    def drop_claim(self, holder: int) -> None:
+        """It is granted, or gone."""
+        self.run.perform(self.run.core.drop_claim(holder))
+
+    @rule(text=texts, space=spaces, bad=st.integers(0, 30), begin=st.sampled_from(Begin))
+    def prefetch(self, text: str, space: bytes, bad: int, begin: Begin) -> None:
+        """A prefetch begins, if it may."""
         if not self.run.config.storage:
             return
         known = sorted(self.keys[space])
         text = known[len(text) % len(known)] + text if known and bad % 2 else text
-        fetch = open_fetch(self.run, spell(text, self.run.page), space, {(FULL, bad), (SWA, bad - 2)})
+        fetch = open_fetch(self.run, spell(text, self.run.page), space, {(FULL, bad), (SWA, bad - 2)}, begin)
         if isinstance(fetch, Fetch):
             self.fetches.append(fetch)
 
@@ -242,12 +260,12 @@ class CacheMachine(RuleBasedStateMachine):
             fetch.take_full(min(left, pages))
 
     @precondition(lambda self: self.fetches)
-    @rule(data=st.data(), limit=st.integers(4, 60))
-    def fetch_finish(self, data: st.DataObject, limit: int) -> None:
+    @rule(data=st.data(), limit=st.integers(4, 60), holder=holders)
+    def fetch_finish(self, data: st.DataObject, limit: int, holder: int) -> None:
         """It commits what can be had up to some limit, or is revoked."""
         fetch = data.draw(st.sampled_from(self.fetches))
         self.fetches.remove(fetch)
-        fetch.finish(limit)
+        fetch.finish(limit, [holder])
 
     @precondition(lambda self: self.fetches)
     @rule(data=st.data())
@@ -310,6 +328,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Release everything, let everything end: nothing is left, and an invalidation empties every tier."""
+        for holder in HOLDERS:
+            self.run.perform(self.run.core.drop_claim(holder))
         for fetch in self.fetches:
             fetch.revoke()
         for request in self.requests:

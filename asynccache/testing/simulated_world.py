@@ -320,6 +320,13 @@ class Request:
             AssertionError: it was not served, or with wrong bytes.
         """
         handle = self._prefetch()
+        try:
+            await self._serve_with(handle)
+        finally:
+            if handle is not None:
+                handle.cancel()
+
+    async def _serve_with(self, handle: PrefetchHandle | None) -> None:
         for _ in range(_ATTEMPTS):
             try:
                 if await self._attempt(handle):

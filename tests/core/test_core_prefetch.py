@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.core.cache import Grant, Join, Shape, Skip, needed_pages, usable_end
+from asynccache.core.cache import Begin, Grant, Join, Shape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
 from asynccache.testing.fetching import Fetch, open_fetch
 from asynccache.testing.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
@@ -229,8 +229,9 @@ def test_the_anchor_is_pinned() -> None:
     run.insert("stuvwxyz")
     run.settle()
     assert run.reach("abcd")[1] == 4
-    fetch.commit(32)
+    fetch.commit(32, holders=[1])
     assert run.reach(TEXT)[1] == 8
+    run.perform(run.core.drop_claim(1))
     assert_idle(run)
 
 
@@ -470,7 +471,7 @@ def test_the_host_short_of_states_takes_none() -> None:
     run = fresh(run, components=slots)
     run.insert("xyz", checkpoint=3)
     run.complete(*run.in_flight(BackupHost))
-    fetch = opened(run)
+    fetch = opened(run, begin=Begin.NOW)
     fetch.take_full(8)
     assert not fetch.take_aux(32)
     fetch.revoke()

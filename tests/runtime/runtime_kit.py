@@ -59,6 +59,7 @@ async def opened(
         async with AsyncCache(config, device=device or own, storage=storage, **more) as cache:
             yield cache
             if idle:
+                machine(cache).claims.drop_all()
                 await settled(cache)
                 check(machine(cache).core, idle=True)
     finally:

@@ -203,7 +203,7 @@ async def test_best_effort_does_not_stop_while_the_pages_are_not_there() -> None
 
 @pytest.mark.asyncio
 async def test_timeout_stops_when_its_time_is_over() -> None:
-    config = policy(PrefetchPolicy.TIMEOUT, prefetch_timeout_base=0.02, prefetch_timeout_per_1k=0)
+    config = policy(PrefetchPolicy.TIMEOUT, prefetch_timeout_base=0.2, prefetch_timeout_per_1k=0)
     async with stored() as storage, opened(config, storage=storage) as cache:
         storage.hold()
         entering = asyncio.create_task(cache.lease(text(6, extra=1)).__aenter__())

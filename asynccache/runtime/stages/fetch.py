@@ -167,7 +167,7 @@ class Fetch:
         batch = max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, self._pools.weight(FULL))))
         while page < last and self.wish is Wish.RUN:
             wanted = min(batch, last - page)
-            slots = await self._take_full(wanted)
+            slots = await self._take_full(wanted, last - page - wanted)
             held = len(slots) // SLOT_BYTES
             pages = range(page, page + held)
             failed = await self._get(FULL, pages, slots)
@@ -210,9 +210,9 @@ class Fetch:
 
     # the core
 
-    async def _take_full(self, pages: int) -> bytes:
+    async def _take_full(self, pages: int, later: int) -> bytes:
         core = self._driver.core
-        return (await self._take(lambda: core.prefetch_take_full(self.op, pages))).slots
+        return (await self._take(lambda: core.prefetch_take_full(self.op, pages, later))).slots
 
     async def _take_aux(self, end: int) -> Taken:
         core = self._driver.core
@@ -226,10 +226,13 @@ class Fetch:
         while self._open:
             async with self._driver.lock:
                 self._driver.settle()
-                answer = self._driver.core.prefetch_commit(self.op, end, hashes)
+                holders = [sharer.ticket for sharer in self.sharers]
+                answer = self._driver.core.prefetch_commit(self.op, end, hashes, holders)
                 if not isinstance(answer, Wait):
                     self.end = end
                     self._close(answer)
+                    for sharer in self.sharers:
+                        sharer.claimed()
                     return
                 self._driver.perform(answer.plan)
             await self._driver.ops.any(answer.ops)

@@ -1,15 +1,19 @@
 """prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle.
 
-Law: a refused prefetch waits in a line of its own and is tried again; one that meets pages on their way joins them.
+Law: a refused prefetch waits in a line of its own, first come, first served, and is tried again; one that meets pages
+on their way joins them. Who waits there claims nothing. At the head of the line it waits for room on the host for
+``PATIENCE`` seconds and then takes what it can get: what has the room may be claims of requests that wait for leases.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from math import inf
 from typing import Any
 
-from asynccache.core.cache import Join, Opened, Skip
+from asynccache.core.cache import Begin, Join, Opened, Skip
 from asynccache.core.plan import Wait
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.line import Place
@@ -17,6 +21,8 @@ from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
 from asynccache.runtime.stages.fetch import Fetch, Store
 from asynccache.runtime.stats import Meter
+
+PATIENCE = 0.5
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 
@@ -77,6 +83,10 @@ class PrefetchStage:
     def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
         self.handles.discard(handle)
         self.meter.took(self._clock() - handle.began)
+        if status is PrefetchStatus.CANCELLED:
+            handle.unclaim()
+        else:
+            handle.claim()
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
@@ -128,31 +138,32 @@ class PrefetchStage:
         """Ask the core until it answers; None if the wish changed first."""
         line = self._driver.prefetch_line
         place: Place | None = None
+        begin, until = Begin.NEXT, inf
         try:
             while handle.wish is Wish.RUN:
                 async with self._driver.lock:
                     self._driver.settle()
                     if handle.wish is not Wish.RUN:  # told while it waited for the lock
                         return None
-                    answer = self._try(handle)
+                    answer = self._try(handle, Begin.LATER if line.must_wait(handle.ticket) else begin)
                     if not isinstance(answer, Wait):
                         return answer
                     place = self._give_way(handle, place, answer)
                 if place is None:
                     await self._asleep(handle, answer.ops)
-                else:
-                    await self._in_line(handle, place)
+                    continue
+                if line.is_head(place) and until == inf:
+                    until = asyncio.get_running_loop().time() + PATIENCE
+                if not await self._in_line(handle, place, until if begin is Begin.NEXT else inf):
+                    begin = Begin.NOW
             return None
         finally:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: PrefetchHandle) -> Opened | Join | Skip | Wait:
-        """Under the lock, with no await: whoever is first in line asks the core."""
-        line = self._driver.prefetch_line
-        if line.must_wait(handle.ticket):
-            return Wait()
-        answer = self._driver.core.prefetch_open(handle.space, handle.key)
+    def _try(self, handle: PrefetchHandle, begin: Begin) -> Opened | Join | Skip | Wait:
+        """Under the lock, with no await."""
+        answer = self._driver.core.prefetch_open(handle.space, handle.key, begin)
         if isinstance(answer, (Opened, Wait)):
             self._driver.perform(answer.plan)
         if isinstance(answer, Opened):
@@ -168,6 +179,7 @@ class PrefetchStage:
         """In line for what anybody may free; out of it while waiting for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
+            handle.unclaim()
             place = place or line.join(handle.ticket)
             line.sleep(place)
             return place
@@ -187,12 +199,17 @@ class PrefetchStage:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: PrefetchHandle, place: Place) -> None:
+    async def _in_line(self, handle: PrefetchHandle, place: Place, until: float) -> bool:
+        """Return when it was woken, or the wish has changed; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
-            await self._driver.prefetch_line.woken(place)
+            async with asyncio.timeout_at(until if until < inf else None):
+                await self._driver.prefetch_line.woken(place)
+        except TimeoutError:
+            return False
         finally:
             handle.asleep = None
+        return True
 
 
 def _status(handle: PrefetchHandle, fetch: Fetch) -> PrefetchStatus:
@@ -201,5 +218,3 @@ def _status(handle: PrefetchHandle, fetch: Fetch) -> PrefetchStatus:
     if not fetch.end:
         return PrefetchStatus.MISS
     return PrefetchStatus.COMPLETE if fetch.end == fetch.shape.length else PrefetchStatus.PARTIAL
-
-

@@ -1,0 +1,114 @@
+"""Claims: what a prefetch brought stays on the host until its request is granted its lease.
+
+Law: nothing waits for a claim for good. Whoever could not go on otherwise takes claims away (``let_go``), and a request
+that lost its claim only computes what it would have found. A claim pins nodes whose FULL is PRESENT on the host, so it
+never outlives them; on splits it is counted like a lease's hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.core.ledger import HOST
+from asynccache.core.states import PRESENT
+from asynccache.core.tree import Node
+from asynccache.core.world import World
+
+
+class Claim:
+    """Pins on the host for a match that ends in ``end``. ``lows[c]``: component c is pinned on the nodes from there (a
+    node's border, in pages) to the end. ``firm``: its request stands in line for its lease."""
+
+    __slots__ = ("end", "firm", "lows")
+
+    def __init__(self, end: Node, lows: list[int]) -> None:
+        self.end = end
+        self.lows = lows
+        self.firm = False
+
+
+class Claims:
+    """The claims of one world, by their holders' numbers, oldest first."""
+
+    __slots__ = ("_world", "held")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.held: dict[int, Claim] = {}
+
+    def take(self, holder: int, path: Sequence[Node], target: int) -> None:
+        """Pin what the host has of a match of ``path`` that ends at page ``target``, instead of what ``holder`` had
+        pinned before."""
+        before = self.held.pop(holder, None)
+        end = self._on_host(path, target)
+        if end is not None:
+            claim = self.held[holder] = self._pin(end, min(target, end.end))
+            claim.firm = before is not None and before.firm
+        if before is not None:
+            self._unpin(before)
+
+    def _on_host(self, path: Sequence[Node], target: int) -> Node | None:
+        """The node that ``target`` lies in, or the last one before it whose FULL is on the host."""
+        for node in reversed(path):
+            start = node.parent.end  # type: ignore[union-attr]
+            if start < target and node.state[self._world.count] == PRESENT:
+                return node
+        return None
+
+    def confirm(self, holder: int, firm: bool) -> None:
+        """Whether the request stands in line."""
+        claim = self.held.get(holder)
+        if claim is not None:
+            claim.firm = firm
+
+    def drop(self, holder: int) -> None:
+        """Unpin; nothing, if it was taken away already."""
+        claim = self.held.pop(holder, None)
+        if claim is not None:
+            self._unpin(claim)
+
+    def drop_dead(self) -> None:
+        """Nobody matches what was invalidated."""
+        for holder in [holder for holder, claim in self.held.items() if claim.end.root.dead]:
+            self.drop(holder)
+
+    def let_go(self, firm: bool) -> bool:
+        """Take one claim away; false if there is none. The oldest goes first: it may have been forgotten. Then
+        (``firm``) those of requests in line, the youngest first: it is the last that would get in."""
+        holder = next((holder for holder, claim in self.held.items() if not claim.firm), None)
+        if holder is None and firm:
+            holder = next(reversed(self.held), None)
+        if holder is None:
+            return False
+        self.drop(holder)
+        return True
+
+    def _pin(self, end: Node, target: int) -> Claim:
+        world = self._world
+        world.pin_full(end, HOST)
+        lows = [end.end] * world.count
+        for component in world.components[1:]:
+            for node in run(end, component.first_page(target), component.divides):
+                world.pin_cell(node, world.count + component.index)
+                lows[component.index] = node.parent.end  # type: ignore[union-attr]
+        return Claim(end, lows)
+
+    def _unpin(self, claim: Claim) -> None:
+        world = self._world
+        for component in reversed(world.components[1:]):
+            for node in run(claim.end, claim.lows[component.index], component.divides):
+                world.unpin_cell(node, world.count + component.index)
+        world.unpin_full(claim.end, HOST)
+        world.freed = True
+
+
+def run(end: Node, low: int, divides: bool) -> list[Node]:
+    """The nodes from ``end`` upwards that end after page ``low``; ``end`` alone of what does not divide."""
+    nodes = []
+    node = end
+    while node.parent is not None and node.end > low:
+        nodes.append(node)
+        if not divides:
+            break
+        node = node.parent
+    return nodes
