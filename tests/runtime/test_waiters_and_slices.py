@@ -15,7 +15,7 @@ from asynccache.core.plan import More
 from asynccache.runtime import hashing
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import Held, PrefetchHandle
-from tests.runtime.runtime_kit import PAGE, compute, machine, opened, settings, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, text, turns, until
 
 
 @pytest.mark.asyncio
@@ -118,3 +118,18 @@ async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_pre
         go.set()
         await handle
     await storage.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
+    async with opened(settings(device=8)) as cache:
+        await serve(cache, text(2))
+        sliced = Sliced(cache, "lease")
+        keeping = asyncio.create_task(cache.keep(text(2)))
+        await asyncio.sleep(0)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        assert keeping.cancelled()
+        assert not sliced.slices
+        assert cache.statistics().kept_tokens == 0
+        assert cache.statistics().leases == 0
