@@ -11,8 +11,12 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
+from asynccache.core.cache import CacheCore
 from asynccache.core.plan import More
+from asynccache.ranks import SingleRank
 from asynccache.runtime import hashing
+from asynccache.runtime.claims import Claims
+from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, text, turns, until
@@ -20,7 +24,8 @@ from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, set
 
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
-    handle = PrefetchHandle(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None)
+    claims = Claims(Driver(CacheCore(settings().core()), SingleRank()))
+    handle = PrefetchHandle(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims)
 
     async def wait() -> PrefetchResult:
         return await handle
