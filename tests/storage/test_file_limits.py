@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from asynccache_backends.file import FileBackend
-from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
+from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO, read_runs
 from asynccache_backends.file.backend import usual_segment
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.index import Index
@@ -416,3 +416,39 @@ def _target(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return ""
+
+
+def test_an_error_in_one_run_is_told_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(range(200)) * 100)
+    fd = os.open(path, os.O_RDONLY)
+    buffers = [memoryview(bytearray(5000)) for _ in range(3)]
+    runs = [Run(at, 5000, [buffer]) for at, buffer in zip((0, -5, 18000), buffers, strict=True)]
+    moved = read_runs(Files(fd, None), runs)
+    os.close(fd)
+    assert moved.bytes == [5000, 0, 2000]
+    assert moved.error is not None
+    assert (moved.error.errno, moved.misaligned) == (errno.EINVAL, False)
+    assert buffers[2][:2000] == (bytes(range(200)) * 10)
+
+
+@pytest.mark.asyncio
+async def test_pages_of_a_batch_that_met_an_error_are_failed_and_not_corrupt(tmp_path: Path) -> None:
+    store = await open_at(tmp_path / "s")
+    keys = keys_of(6)
+    await put(store, keys)
+    backend = _backend(store)
+
+    class OneBad(ThreadIO):
+        def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
+            (run,) = runs
+            future: asyncio.Future[Moved] = asyncio.get_running_loop().create_future()
+            future.set_result(Moved([run.length // 2], OSError(errno.EIO, "bad sector"), False))
+            return future
+
+    backend._state.io.close()
+    backend._state.io = OneBad(1)
+    results = await backend.get(keys, [blank(key) for key in keys])
+    assert results == [Result.HIT] * 3 + [Result.FAILED] * 3
+    assert await store.exists(keys) == [Result.HIT] * 6
+    await store.aclose()

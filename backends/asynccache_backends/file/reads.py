@@ -61,15 +61,21 @@ def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[
     limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
     batches: list[ReadBatch] = []
     segment = length = room = 0
-    for group, page, which in stretches:
-        while which:
-            if room < group.length or length != group.length or segment != group.segment:
-                segment, length, room = group.segment, group.length, max(limit, group.length)
-                batches.append(ReadBatch(segment, length, [], []))
-            now, which = which[: room // length], which[room // length :]
-            size = len(now) * length
-            batches[-1].stretches.append(Stretch(group, page, now))
-            batches[-1].runs.append(Run(group.payload_offset(page), size, [records[i].payload for i in now]))
-            page += len(now)
-            room -= size
+    left = list(reversed(stretches))
+    while left:
+        stretch = left.pop()
+        group, page, which = stretch
+        if room < group.length or length != group.length or segment != group.segment:
+            segment, length, room = group.segment, group.length, max(limit, group.length)
+            batch = ReadBatch(segment, length, [], [])
+            batches.append(batch)
+        size = len(which) * length
+        if size > room:
+            fits = room // length
+            left.append(Stretch(group, page + fits, which[fits:]))
+            stretch = Stretch(group, page, which[:fits])
+            which, size = stretch.which, fits * length
+        batch.stretches.append(stretch)
+        batch.runs.append(Run(group.payload_offset(page), size, [records[i].payload for i in which]))
+        room -= size
     return batches
