@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 
 import zmq
 
-from asynccache.core.plan import Publish
+from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
 from asynccache.events.announcer import Announcer
 from asynccache.events.notices import Notice
@@ -86,9 +86,8 @@ class ZmqPublisher:
         self._clock = clock
         self._announcer = Announcer()
         self._backlog: deque[Notice] = deque()
-        self._woken = self._closing = False
-        self._lost = self._told_lost = 0
-        self._number = self._events = self._bytes = self._replays = 0
+        self._woken = self._closing = self._losing = False
+        self._lost = self._number = self._events = self._bytes = self._replays = 0
         self.error: BaseException | None = None
         self._context = zmq.Context()
         self._wake, self._awaken = socket.socketpair()
@@ -108,9 +107,16 @@ class ZmqPublisher:
 
     def __call__(self, notice: Notice) -> None:
         """Publish this soon. Never blocks, never raises."""
-        if self._closing or self.error is not None or (len(self._backlog) >= self._limit and type(notice) is Publish):
+        if self._closing or self.error is not None:
             self._lost += 1
             return
+        full = len(self._backlog) >= self._limit and type(notice) is Publish
+        if full:
+            self._lost += 1
+            if self._losing:
+                return
+            notice = Cleared()  # stands for all that is lost from here on
+        self._losing = full
         self._backlog.append(notice)
         if not self._woken:
             self._woken = True
@@ -165,13 +171,8 @@ class ZmqPublisher:
                 self._answer(self._router)
 
     def _send_all(self) -> None:
-        """Everything that waits. What was lost came after it, and is announced after it."""
-        lost = self._lost
         while notices := self._take(BATCH_EVENTS):
             self._send(self._announcer.announce(notices))
-        if lost != self._told_lost:
-            self._told_lost = lost
-            self._send([self._announcer.forget()])
 
     def _take(self, count: int) -> list[Notice]:
         backlog = self._backlog

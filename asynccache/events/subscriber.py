@@ -20,7 +20,11 @@ class Received(NamedTuple):
 
 
 class Subscriber:
-    """Reads one publisher. Not thread-safe. ``patience``: seconds to wait for a replay before giving its batches up."""
+    """Reads one publisher. Not thread-safe. ``patience``: seconds to wait for a replay before giving its batches up.
+
+    A publisher that began anew is known by a number that was there before; where its numbers have outrun those of its
+    former life nothing tells the two apart.
+    """
 
     def __init__(
         self, endpoint: str, replay: str | None = None, *, topic: str = "", layout: Layout | str = Layout.MAP,
@@ -29,6 +33,7 @@ class Subscriber:
         self._decoder = Decoder(Layout(layout))
         self._patience = patience
         self._next = 0
+        self._latest = 0.0
         self._replay_endpoint = replay
         self._context = zmq.Context()
         self._sub: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
@@ -59,23 +64,19 @@ class Subscriber:
             yield from self._in_order(int.from_bytes(number, "big"), payload)
 
     def _in_order(self, number: int, payload: bytes) -> Iterator[Received]:
-        if number < self._next and (number == 0 or self._restarted(payload)):
-            self._next = 0  # the publisher began anew
         if number < self._next:
-            return  # it came by replay already
+            if self._decoder.decode(payload).ts <= self._latest:
+                return  # it came by replay already
+            self._next = 0  # the publisher began anew
         if number > self._next:
             yield from self._replayed(number)
         if number == self._next:
             yield self._take(number, payload)
 
-    def _restarted(self, payload: bytes) -> bool:
-        """A cache that begins says so first."""
-        events = self._decoder.decode(payload).events
-        return bool(events) and isinstance(events[0], AllBlocksCleared)
-
     def _take(self, number: int, payload: bytes) -> Received:
-        self._next = number + 1
-        return Received(number, self._decoder.decode(payload))
+        batch = self._decoder.decode(payload)
+        self._next, self._latest = number + 1, batch.ts
+        return Received(number, batch)
 
     def _replayed(self, until: int | None) -> Iterator[Received]:
         """What was missed before ``until``; what cannot be had is told to be lost."""
@@ -105,6 +106,7 @@ class Subscriber:
 
     def _kept(self, number: int, payload: bytes) -> Iterator[Received]:
         """One replayed batch. The first may stand for those that the publisher does not have any more."""
-        if number > self._next and not self._restarted(payload):
+        events = self._decoder.decode(payload).events
+        if number > self._next and not (events and isinstance(events[0], AllBlocksCleared)):
             yield Received(number - 1, EventBatch(time.time(), [AllBlocksCleared()]))
         yield self._take(number, payload)

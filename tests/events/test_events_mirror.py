@@ -1,4 +1,4 @@
-"""Whoever keeps a set of blocks per tier, by the events alone, has what the tree and the store have, after every step."""
+"""Whoever keeps a set of blocks per tier by the events alone has what tree and store have, after every step."""
 
 from __future__ import annotations
 

@@ -1,0 +1,272 @@
+"""The stream over real sockets: in order, replayed from any number, and never in the cache's way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache import AsyncCache, ConfigError
+from asynccache.core.plan import Medium, Publish
+from asynccache.events import (
+    AllBlocksCleared,
+    BlockStored,
+    Layout,
+    Mirror,
+    Opened,
+    Received,
+    Subscriber,
+    ZmqPublisher,
+)
+from asynccache.events.publisher import END, History
+from asynccache.memory.cpu import CpuDevice
+from tests.runtime.runtime_kit import compute, settings, settled, text
+
+LOCAL = "tcp://127.0.0.1:*"
+PATIENCE = 10.0
+
+
+def page(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def stored(number: int) -> Publish:
+    return Publish(Medium.GPU, True, page(number - 1) if number else b"", page(number), bytes(8), b"")
+
+
+@pytest.fixture
+def publisher() -> Iterator[ZmqPublisher]:
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0, keep=100, topic="kv") as publisher:
+        publisher(Opened(2, None, lambda space: None))
+        yield publisher
+
+
+def sent(publisher: ZmqPublisher, events: int) -> None:
+    """Return when so many events have left."""
+    until = time.monotonic() + PATIENCE
+    while publisher.stats().events < events:
+        assert time.monotonic() < until, publisher.stats()
+        assert publisher.error is None
+        time.sleep(0.001)
+
+
+def one_by_one(publisher: ZmqPublisher, first: int, last: int) -> None:
+    """A batch each."""
+    for number in range(first, last):
+        publisher(stored(number))
+        sent(publisher, number + 2)
+
+
+def joined(publisher: ZmqPublisher, replay: bool = True) -> Subscriber:
+    return Subscriber(publisher.endpoint, publisher.replay if replay else None, topic="kv")
+
+
+def read(subscriber: Subscriber, until: int) -> list[Received]:
+    """The batches up to number ``until``."""
+    batches: list[Received] = []
+    end = time.monotonic() + PATIENCE
+    while not batches or batches[-1].number < until:
+        assert time.monotonic() < end, batches
+        batches += subscriber.receive(0.01)
+    return batches
+
+
+def test_a_late_subscriber_gets_everything_by_replay(publisher: ZmqPublisher) -> None:
+    one_by_one(publisher, 0, 8)
+    with joined(publisher) as subscriber:
+        batches = list(subscriber.catch_up())
+    assert [batch.number for batch in batches] == list(range(len(batches)))
+    events = [event for _, batch in batches for event in batch.events]
+    assert events[0] == AllBlocksCleared()
+    assert [event.block_hashes for event in events[1:] if isinstance(event, BlockStored)] == [[i] for i in range(8)]
+
+
+def test_a_gap_is_filled_before_what_comes_after_it(publisher: ZmqPublisher) -> None:
+    with joined(publisher) as subscriber:
+        list(subscriber.catch_up())
+        one_by_one(publisher, 0, 5)  # some of it before the subscription has arrived, for all we know
+        list(subscriber.catch_up())
+        subscriber._next = 3  # what came after number 2 is lost
+        one_by_one(publisher, 5, 6)
+        batches = read(subscriber, publisher.stats().batches - 1)
+    assert [batch.number for batch in batches] == list(range(3, publisher.stats().batches))
+
+
+def test_a_publisher_that_began_anew_is_read_from_its_beginning() -> None:
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0) as first:
+        first(Opened(2, None, lambda space: None))
+        one_by_one(first, 0, 60)
+        endpoint, replay = first.endpoint, first.replay
+        subscriber = Subscriber(endpoint, replay)
+        assert len(list(subscriber.catch_up())) > 3
+    with subscriber, ZmqPublisher(endpoint, replay, gather=0.0) as second:
+        second(Opened(2, None, lambda space: None))
+        number, batches = 0, list[Received]()
+        while not batches:
+            one_by_one(second, number, number + 1)
+            number += 1
+            batches += subscriber.receive(0.02)
+    assert batches[0].batch.events[0] == AllBlocksCleared()
+    assert [batch.number for batch in batches] == list(range(len(batches)))
+
+
+def test_without_replay_a_gap_is_told(publisher: ZmqPublisher) -> None:
+    one_by_one(publisher, 0, 3)
+    with joined(publisher, replay=False) as subscriber:
+        number = 3
+        batches: list[Received] = []
+        while not batches:
+            one_by_one(publisher, number, number + 1)
+            number += 1
+            batches += subscriber.receive(0.02)
+    assert batches[0].batch.events == [AllBlocksCleared()]
+    assert batches[1].number == batches[0].number + 1
+
+
+def test_what_is_not_kept_any_more_is_told_by_the_publisher() -> None:
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0, keep=4) as publisher:
+        publisher(Opened(2, None, lambda space: None))
+        one_by_one(publisher, 0, 10)
+        with Subscriber(publisher.endpoint, publisher.replay) as subscriber:
+            batches = list(subscriber.catch_up())
+    assert batches[0].batch.events == [AllBlocksCleared()]
+    assert [batch.number for batch in batches] == list(range(batches[0].number, batches[0].number + 5))
+    last = batches[-1].batch.events[-1]
+    assert isinstance(last, BlockStored)
+    assert last.block_hashes == [9]
+
+
+def test_frames_are_those_that_routers_expect(publisher: ZmqPublisher) -> None:
+    """PUB: topic, number, payload. ROUTER: asked for a number, (empty, number, payload)... (empty, -1, nothing)."""
+    context = zmq.Context()
+    try:
+        sub, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
+        sub.connect(publisher.endpoint)
+        number = 0
+        while not sub.poll(20):
+            one_by_one(publisher, number, number + 1)
+            number += 1
+        topic, sequence, payload = sub.recv_multipart()
+        assert topic == b"kv"
+        assert len(sequence) == 8
+        assert len(msgspec.msgpack.decode(payload)) == 3
+        assert publisher.replay is not None
+        asking.connect(publisher.replay)
+        asking.send_multipart((b"", sequence))
+        assert asking.poll(10_000)
+        assert asking.recv_multipart() == [b"", sequence, payload]
+        while (frames := asking.recv_multipart())[1] != END:
+            assert int.from_bytes(frames[1], "big") > int.from_bytes(sequence, "big")
+        assert frames == [b"", END, b""]
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_dead_subscriber_costs_nothing_and_a_live_one_gets_all() -> None:
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0, high_water=4) as publisher:
+        publisher(Opened(2, None, lambda space: None))
+        context = zmq.Context()
+        dead = context.socket(zmq.SUB)
+        dead.set_hwm(1)
+        dead.setsockopt(zmq.RCVBUF, 1024)
+        dead.setsockopt_string(zmq.SUBSCRIBE, "")
+        dead.connect(publisher.endpoint)
+        try:
+            slowest = 0.0
+            for number in range(3000):
+                began = time.perf_counter()
+                publisher(stored(number))
+                slowest = max(slowest, time.perf_counter() - began)
+            sent(publisher, 3001)
+            assert publisher.stats().lost == 0
+            with Subscriber(publisher.endpoint, publisher.replay) as subscriber:
+                events = [event for _, batch in subscriber.catch_up() for event in batch.events]
+            assert len(events) == 3001
+        finally:
+            context.destroy(linger=0)
+
+
+def test_a_publisher_that_falls_behind_says_so() -> None:
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.05, backlog=50) as publisher:
+        publisher(Opened(2, None, lambda space: None))
+        for number in range(200):
+            publisher(stored(number))
+        sent(publisher, 51)
+        assert publisher.stats().lost >= 150
+        publisher(stored(1000))
+        sent(publisher, 52)
+        with Subscriber(publisher.endpoint, publisher.replay) as subscriber:
+            events = [event for _, batch in subscriber.catch_up() for event in batch.events]
+    assert events[-2] == AllBlocksCleared()
+    assert isinstance(events[-1], BlockStored)
+    assert events[-1].block_hashes == [1000]
+
+
+def test_a_replay_request_that_makes_no_sense_is_ignored(publisher: ZmqPublisher) -> None:
+    context = zmq.Context()
+    try:
+        asking = context.socket(zmq.DEALER)
+        assert publisher.replay is not None
+        asking.connect(publisher.replay)
+        asking.send_multipart((b"what", b"is", b"this"))
+        asking.send_multipart((b"", b"short"))
+        asking.send_multipart((b"", bytes(8)))
+        assert asking.poll(10_000)
+        assert publisher.error is None
+    finally:
+        context.destroy(linger=0)
+
+
+def test_an_endpoint_that_cannot_be_bound_is_refused() -> None:
+    with ZmqPublisher(LOCAL) as publisher, pytest.raises(ConfigError, match="cannot bind"):
+        ZmqPublisher(publisher.endpoint)
+
+
+def test_closing_sends_what_waits_and_is_idempotent(tmp_path: Path) -> None:
+    publisher = ZmqPublisher(LOCAL, gather=0.001)
+    publisher(Opened(2, None, lambda space: None))
+    publisher(stored(0))
+    publisher.close()
+    publisher.close()
+    assert publisher.stats().events == 2
+    publisher(stored(1))
+    assert publisher.stats().lost == 1
+
+
+def test_history_is_bounded_by_bytes_too() -> None:
+    history = History(keep=100, keep_bytes=10)
+    for number in range(5):
+        history.add(number, b"1234")
+    assert list(history.since(0, lambda: b"gone")) == [(2, b"gone"), (3, b"1234"), (4, b"1234")]
+    assert list(history.since(4, lambda: b"gone")) == [(4, b"1234")]
+    history.add(5, b"far more than ten bytes")
+    assert list(history.since(5, lambda: b"gone")) == [(5, b"far more than ten bytes")]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layout", Layout)
+async def test_a_cache_tells_the_world(layout: Layout) -> None:
+    """From the cache to a mirror over sockets: every tier, then a reset."""
+    backend, device = MemoryBackend(), CpuDevice()
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0, layout=layout, rank=2) as publisher:
+        async with AsyncCache(settings(host=16), device=device, storage=backend, on_event=publisher) as cache:
+            async with cache.lease(text(4)) as lease:
+                compute(cache, lease, text(4))
+                await lease.commit(text(4))
+            await cache.flush()
+            await settled(cache)
+        with Subscriber(publisher.endpoint, publisher.replay, layout=layout) as subscriber:
+            mirror = Mirror()
+            while any(len(held) < 4 for held in mirror.blocks.values()):
+                for _, batch in await asyncio.to_thread(lambda: list(subscriber.catch_up())):
+                    assert batch.data_parallel_rank == 2
+                    mirror.apply(batch)
+    await backend.aclose()
+    await device.aclose()
