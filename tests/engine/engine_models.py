@@ -34,7 +34,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": ("DeepseekV4Config", {
         "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 32,
         "o_groups": 2, "o_lora_rank": 16, "sliding_window": WINDOW, "moe_intermediate_size": 32, "n_routed_experts": 4,
-        "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 4,
         "num_hash_layers": 1, "hc_mult": 2, "hc_sinkhorn_iters": 3,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
         "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
@@ -53,7 +53,7 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "deepseek_v32": ("DeepseekV32Config", {
         "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 6,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }),
