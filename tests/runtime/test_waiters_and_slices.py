@@ -12,7 +12,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
 from asynccache.core.cache import CacheCore
-from asynccache.core.plan import More
+from asynccache.core.plan import More, Status, Wait
 from asynccache.ranks import SingleRank
 from asynccache.runtime import hashing
 from asynccache.runtime.claims import Claims
@@ -138,3 +138,26 @@ async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
         assert not sliced.slices
         assert cache.statistics().kept_tokens == 0
         assert cache.statistics().leases == 0
+
+
+@pytest.mark.asyncio
+async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_waits_for_has_ended() -> None:
+    async with opened(settings(device=8)) as cache:
+        driver, core = machine(cache).driver, machine(cache).core
+        commit, asked = core.commit, 0
+
+        def waiting(*args: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return Wait(ops=(999,)) if 999 in driver.ops else commit(*args)
+
+        core.commit = waiting  # type: ignore[method-assign,assignment]
+        async with cache.lease(text(2)) as lease:
+            driver.ops.open(999)
+            committing = asyncio.create_task(lease.commit(text(2)))
+            await turns()
+            assert (asked, driver.lock.locked(), committing.done()) == (1, False, False)
+            driver.ops.end(999, Status.DONE)
+            await asyncio.wait_for(committing, 10)
+        assert asked == 2
+        assert (await cache.match(text(2))).device == 2 * PAGE
