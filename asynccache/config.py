@@ -6,7 +6,7 @@ read. Imports neither torch nor anything that does I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
@@ -70,13 +70,17 @@ POOL_NAME = {ComponentKind.FULL: "full", ComponentKind.SWA: "swa", ComponentKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds."""
+    """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds.
+
+    ``indices_from``: a component's pool or another sidecar. ``hit_policy`` follows from it (None); what is given is
+    checked against it. ``replicated``: every rank holds the same bytes, so one of them stores the pages for all.
+    """
 
     name: str
     indices_from: str
     bytes_per_page: int
     layers: int = 1
-    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    hit_policy: HitPolicy | None = None
     replicated: bool = False
     dtype: str = "uint8"
 
@@ -86,7 +90,8 @@ class PoolSpec:
     """One pool, resolved. ``bytes_per_page`` covers all ``layers``; 0: logical (slots, no buffer, no stored object).
 
     ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
-    ``device_pages`` and ``host_pages`` are that component's slot counts.
+    ``device_pages`` and ``host_pages`` are that component's slot counts. ``shard`` names the part of every page that
+    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it.
     """
 
     name: str
@@ -99,6 +104,14 @@ class PoolSpec:
     indices_from: str | None = None
     replicated: bool = False
     dtype: str = "uint8"
+    shard: str = "replicated"
+    writes: bool = True
+
+    def on_rank(self, rank: int, ranks: int) -> PoolSpec:
+        """The pool as rank ``rank`` of ``ranks`` holds it: a part of every page, or all of it, stored by the first."""
+        if self.replicated or ranks == 1:
+            return replace(self, writes=rank == 0)
+        return replace(self, shard=f"tp {rank}/{ranks}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +179,8 @@ class CacheConfig:
         """Every pool: the components' own, in component order, then the sidecars in the order given.
 
         Raises:
-            ConfigError: a sidecar's name is taken, its source is unknown, or sources form a cycle.
+            ConfigError: a sidecar's name is taken, its source is unknown, sources form a cycle, or a hit policy is not
+                that of the component it leads to.
         """
         own = {spec.name: spec for spec in map(self._component_pool, self.components)}
         sidecars = {s.name: s for s in self.sidecars}
@@ -205,10 +219,25 @@ def _slots(component: Component, page_size: int, *, host: bool) -> int:
 
 
 def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
-    _positive(f"sidecar {spec.name!r}: layers", spec.layers)
-    _positive(f"sidecar {spec.name!r}: bytes_per_page", spec.bytes_per_page)
+    where = f"sidecar {spec.name!r}"
+    if not spec.name:
+        raise ConfigError(f"{where}: a pool needs a name")
+    _positive(f"{where}: layers", spec.layers)
+    _positive(f"{where}: bytes_per_page", spec.bytes_per_page)
     if spec.bytes_per_page % spec.layers:
-        raise ConfigError(f"sidecar {spec.name!r}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers")
+        raise ConfigError(f"{where}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers={spec.layers}")
+    root = _root(spec, own, sidecars)
+    if spec.hit_policy is not None:
+        _check_policy(where, parse_enum(f"{where}: hit_policy", spec.hit_policy, HitPolicy), root)
+    return PoolSpec(
+        name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
+        device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
+        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype,
+    )
+
+
+def _root(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
+    """The component's pool that the sources of ``spec`` lead to."""
     source, seen = spec.indices_from, {spec.name}
     while source not in own:
         if source in seen:
@@ -217,12 +246,15 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
             raise ConfigError(f"sidecar {spec.name!r}: indices_from={source!r} is no pool")
         seen.add(source)
         source = sidecars[source].indices_from
-    root = own[source]
-    return PoolSpec(
-        name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
-        device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=spec.hit_policy,
-        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype,
-    )
+    return own[source]
+
+
+def _check_policy(where: str, policy: HitPolicy, root: PoolSpec) -> None:
+    if policy is not root.hit_policy:
+        raise ConfigError(
+            f"{where}: hit_policy={policy.value!r}, but its slots are those of {root.name!r}, "
+            f"which is needed as {root.hit_policy.value!r}"
+        )
 
 
 def _positive(name: str, value: float) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from asynccache.core.settings import ComponentKind
 from asynccache.events import Notice, Opened, StorageReport
 from asynccache.storage import CheckedStore, watch
 
 if TYPE_CHECKING:
     from asynccache.runtime.poolmap import PoolMap
-
-FULL = int(ComponentKind.FULL)
 
 
 class Announcing:
@@ -54,8 +51,8 @@ class Announcing:
 
 
 def _key_of(pools: PoolMap) -> Callable[[bytes], bytes] | None:
-    """Where a page's FULL data is stored; None if FULL has no stored object."""
-    if not pools.of[FULL]:
+    """Where the last part of a page's FULL data is stored; None if FULL has no stored object."""
+    if not pools.lead:
         return None
-    name = pools.of[FULL][0].name
+    name = pools.lead[-1].name
     return lambda page_hash: pools.key(name, page_hash).key

@@ -1,6 +1,8 @@
 """Which pools hold a component's pages, what they weigh, and under which keys they are stored.
 
 A component's slots index its own pool and every sidecar derived from it; a logical pool has no bytes and is left out.
+FULL *is* its own pool or, where that is logical, all pools that derive from it (``lead``); what else derives from it
+(``follow``) is stored before it and read after it.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from asynccache.config import POOL_NAME, PoolSpec
+from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.hashing import HASH_BYTES
 from asynccache.storage import PageKey, pool_digest, storage_key
 
 SLOT_BYTES = 4
-FULL_POOL = POOL_NAME[ComponentKind.FULL]
+FULL = int(ComponentKind.FULL)
 
 Entry = tuple[PageKey, memoryview]
 
@@ -29,12 +31,20 @@ class HostPages(Protocol):
 
 
 class PoolMap:
-    """The pools with bytes, by component index."""
+    """The pools with bytes, by component index.
+
+    ``written``: what this rank stores, in two steps: the auxiliary components with what derives from them and what
+    follows FULL, in the order of the configuration; then FULL.
+    """
 
     def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
         solid = [spec for spec in specs if spec.bytes_per_page]
         self.components = tuple(sorted({int(spec.component) for spec in specs}))
         self.of = {c: tuple(spec for spec in solid if spec.component == c) for c in self.components}
+        own = tuple(spec for spec in self.of[FULL] if spec.indices_from is None)
+        self.lead = own or self.of[FULL]
+        self.follow = tuple(spec for spec in self.of[FULL] if spec not in self.lead)
+        self.written = (_to_write({**self.of, FULL: self.follow}), _to_write({FULL: self.lead}))
         self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
         self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
         self._host = host
@@ -46,6 +56,10 @@ class PoolMap:
         """Every pool that has stored objects, and its component."""
         return [(spec.name, c) for c, pools in self.of.items() for spec in pools]
 
+    def counts(self, pool: str) -> bool:
+        """Whether a page of ``pool`` stands for a page of FULL, of which it is the last part to be stored."""
+        return bool(self.lead) and pool == self.lead[-1].name
+
     def weight(self, component: int) -> int:
         """Bytes of one page of ``component`` in all of its pools."""
         return self._weights[component]
@@ -56,7 +70,7 @@ class PoolMap:
         for move in moves:
             count = len(move.src) // SLOT_BYTES
             pages += count
-            full_pages += count if move.component == ComponentKind.FULL else 0
+            full_pages += count if move.component == FULL else 0
             size += count * self._weights[move.component]
         return pages, full_pages, size
 
@@ -71,6 +85,5 @@ class PoolMap:
             yield self.key(pool, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), host.page(slot)
 
 
-def is_own_full_pool(spec: PoolSpec) -> bool:
-    """Whether this is FULL's own pool, which is stored last."""
-    return spec.name == FULL_POOL
+def _to_write(pools: Mapping[int, tuple[PoolSpec, ...]]) -> Mapping[int, tuple[PoolSpec, ...]]:
+    return {c: tuple(spec for spec in specs if spec.writes) for c, specs in pools.items()}

@@ -1,16 +1,18 @@
 """backup_storage: host to storage. Several batches in flight; an operation is DONE only if every page of it is stored.
 
-Auxiliary components and sidecars go before FULL: an order that helps a reader who looks at FULL alone, never a proof.
+Auxiliary components and sidecars go before FULL (``PoolMap.written``): an order that helps a reader who looks at FULL
+alone, never a proof. Of an operation that has failed, nothing more is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+from asynccache.config import PoolSpec
 from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.runtime.poolmap import FULL_POOL, PoolMap, is_own_full_pool
+from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.stages.queue import Inbox
 from asynccache.runtime.stats import Meter
 from asynccache.storage import PageKey, Result
@@ -68,8 +70,8 @@ class BackupStorageStage:
 
     async def _store_batch(self, batch: Sequence[Queued]) -> None:
         failed: set[int] = set()
-        for full in (False, True):
-            pages = self._pages(batch, failed, full)
+        for pools in self._pools.written:
+            pages = self._pages(batch, failed, pools)
             while part := list(islice(pages, BATCH_PAGES)):
                 await self._put(part, failed)
         now = self._clock()
@@ -83,17 +85,17 @@ class BackupStorageStage:
         results = await self._store.put([page.key for page in part], [page.payload for page in part])
         for page, result in zip(part, results, strict=True):
             if result is Result.HIT:
-                self.meter.count(0, 1, int(page.key.pool == FULL_POOL), page.payload.nbytes)
+                self.meter.count(0, 1, int(self._pools.counts(page.key.pool)), page.payload.nbytes)
             else:
                 failed.add(page.op)
 
-    def _pages(self, batch: Sequence[Queued], failed: set[int], full: bool) -> Iterator[Page]:
-        """FULL's own pages, or all others; of operations that have not failed yet."""
+    def _pages(
+        self, batch: Sequence[Queued], failed: set[int], pools: Mapping[int, Sequence[PoolSpec]]
+    ) -> Iterator[Page]:
+        """The pages of ``pools``, by component; of operations that have not failed yet."""
         for effect, _ in batch:
             for component, hashes, slots in effect.pages:
-                for spec in self._pools.of[component]:
-                    if is_own_full_pool(spec) is full and effect.op not in failed:
+                for spec in pools.get(component, ()):
+                    if effect.op not in failed:
                         for key, payload in self._pools.entries(spec.name, hashes, slots):
                             yield Page(effect.op, key, payload)
-
-

@@ -1,6 +1,7 @@
 """One fetch: storage to host, from the first question to commit or revoke.
 
-ask what is there -> FULL pages in batches -> the final end -> auxiliary and sidecar pages -> commit, or revoke.
+ask what is there -> FULL pages in batches -> the final end -> FULL's sidecars -> auxiliary components with theirs, by
+the end that all before left -> commit, or revoke.
 
 Law: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
 shorter end at which every pool has what it needs. Nothing is given back before its I/O has let go.
@@ -17,7 +18,7 @@ from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
-from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap, is_own_full_pool
+from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
 from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
 from asynccache.runtime.stats import Meter
 from asynccache.storage import PageKey, Result
@@ -54,6 +55,7 @@ class Fetch:
         self._meter = meter
         self._threshold = max(threshold, shape.page_size)
         self._hashes = b""
+        self._slots = b""
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
@@ -100,6 +102,8 @@ class Fetch:
         if not self._worth(end) or not self._wanted():
             return 0
         end = self._usable(await self._fetch_full(end))
+        if self._worth(end) and self._wanted():
+            end = self._usable(await self._fetch_sidecars(end))
         while self._worth(end) and self._wanted():
             taken = await self._take_aux(end)
             if taken.aux is None:
@@ -162,36 +166,57 @@ class Fetch:
     # fetching
 
     async def _fetch_full(self, end: int) -> int:
-        """Read FULL and what derives from it, up to ``end`` or a stop, a shortage or a failed page; how far it got."""
+        """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
-        batch = max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, self._pools.weight(FULL))))
+        batch = _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
             wanted = min(batch, last - page)
             slots = await self._take_full(wanted, last - page - wanted)
-            held = len(slots) // SLOT_BYTES
-            pages = range(page, page + held)
-            failed = await self._get(FULL, pages, slots)
-            page = min((*failed, page + held))
-            if failed or held < wanted:
-                break
+            self._slots += slots
+            held = page + len(slots) // SLOT_BYTES
+            reached = await self._get_run(self._pools.lead, range(page, held))
+            if reached < page + wanted:
+                return reached * self.shape.page_size
+            page = reached
         return page * self.shape.page_size
+
+    async def _fetch_sidecars(self, end: int) -> int:
+        """Read what follows FULL, whose pages up to ``end`` are here; how far it got. A stop that comes meanwhile ends
+        it; one that came before has set ``end`` already."""
+        page, last, wish = self._pages_of(self.shape.anchor), self._pages_of(end), self.wish
+        batch = _batch(self._pools.follow)
+        while page < last and self.wish is wish:
+            wanted = min(last, page + batch)
+            reached = await self._get_run(self._pools.follow, range(page, wanted))
+            if reached < wanted:
+                return reached * self.shape.page_size
+            page = reached
+        return page * self.shape.page_size
+
+    async def _get_run(self, specs: Sequence[PoolSpec], pages: range) -> int:
+        """Read ``pages`` of FULL in each of ``specs``; the first page that one of them could not give, or their end."""
+        first, stop = self._pages_of(self.shape.anchor), pages.stop
+        for spec in specs:
+            slots = self._slots[(pages.start - first) * SLOT_BYTES : (stop - first) * SLOT_BYTES]
+            stop = min((stop, *await self._get(spec, range(pages.start, stop), slots)))
+        return stop
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
         """Read the auxiliary pages that ``end`` needs; False, and the map knows which, if one is not to be had."""
         failed: list[int] = []
         for component, slots in aux.items():
             pages = needed_pages(self.shape, component, end)
-            failed += await self._get(component, pages, slots)
+            for spec in self._pools.of[component]:
+                failed += await self._get(spec, pages, slots)
         return not failed
 
-    async def _get(self, component: int, pages: Sequence[int], slots: bytes) -> list[int]:
-        """Read ``pages`` of every pool of ``component`` into ``slots``; the pages that failed."""
+    async def _get(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> list[int]:
+        """Read ``pages`` of one pool into ``slots``; the pages that failed."""
         failed: list[int] = []
-        for spec in self._pools.of[component]:
-            for start in range(0, len(pages), BATCH_PAGES):
-                part = pages[start : start + BATCH_PAGES]
-                entries = list(self._entries(spec, part, slots[start * SLOT_BYTES :]))
-                failed += await self._get_part(spec, part, entries)
+        for start in range(0, len(pages), BATCH_PAGES):
+            part = pages[start : start + BATCH_PAGES]
+            entries = list(self._entries(spec, part, slots[start * SLOT_BYTES :]))
+            failed += await self._get_part(spec, part, entries)
         return failed
 
     def _entries(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> Iterator[Entry]:
@@ -204,7 +229,7 @@ class Fetch:
         for page in failed:
             self._present[spec.name][page] = 0
         good = len(pages) - len(failed)
-        self._meter.count(0, good, good if is_own_full_pool(spec) else 0, good * spec.bytes_per_page)
+        self._meter.count(0, good, good if self._pools.counts(spec.name) else 0, good * spec.bytes_per_page)
         self._meter.errors += len(failed)
         return failed
 
@@ -246,3 +271,8 @@ class Fetch:
 
     def _pages_of(self, tokens: int) -> int:
         return tokens // self.shape.page_size
+
+
+def _batch(specs: Sequence[PoolSpec]) -> int:
+    """How many pages to read between two looks at what is wished."""
+    return max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, sum(spec.bytes_per_page for spec in specs))))
