@@ -243,8 +243,9 @@ class Transfers:
         wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is BACKUP_HOST) if wanted > 0 else 0
         while wanted > 0 and (node := self.room.coldest(0, LATE)) is not None:
             wanted -= world.pages(node, 0)
-            if node.unsavable or not self.save(node):
-                world.offer(node, 0)
+            saved = not node.unsavable and self.save(node)
+            world.offer(node, 0)  # it may be what the host could never hold, and was left out of its backup
+            if not saved:
                 return
 
     # outcomes
