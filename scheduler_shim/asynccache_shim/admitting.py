@@ -4,6 +4,7 @@ Laws:
 * In order of rank; nobody overtakes who waits for pages. Who waits for storage is overtaken.
 * While anybody holds pages, nobody waits for pages: it is tried again in the next step. When nobody does, the first in
   line waits for backups and other users of the cache, with a chunk that fits.
+* Nobody gives up what is cached of it because room for load_back is a moment away.
 * Who was retracted does not come back before pages were given back.
 """
 
@@ -41,7 +42,7 @@ async def _end_patience(board: Board, job: Job) -> None:
     if job.patient or job.handle is None or job.handle.done():
         return
     try:
-        async with _lease(board, job, Offer(1, 1, 0), wait=False):
+        async with _lease(board, job, Offer(1, 1, 0), wait=False, shorter=False):
             return  # it came to its end just now
     except CacheFull:
         return
@@ -75,14 +76,28 @@ async def _match(board: Board, job: Job) -> Matched:
 
 
 async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
-    """The largest chunk that fits now, or else the smallest as soon as it fits."""
+    """The largest chunk that fits now; or else, as soon as it fits, the largest with all that is cached, unless other
+    users of the cache are in the way; or else the smallest."""
     if job.over or await _try(board, job, offers):
         return not job.over
-    lease = _lease(board, job, offers[-1], wait=True)
     try:
-        await _wait_in_line(job, lease)
+        alone = not board.cache.statistics().leases
+        return (alone and await _wait_for(board, job, offers[0], shorter=False)) or (
+            not job.over and await _wait_for(board, job, offers[-1], shorter=True)
+        )
     except CacheFull as error:
         board.drop(job, Finish.FAILED, error)
+        return False
+
+
+async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
+    """Whether it is in. Raises ``CacheFull`` if the shortest match does not fit either."""
+    lease = _lease(board, job, terms, wait=True, shorter=shorter)
+    try:
+        await _wait_in_line(job, lease)
+    except CacheFull:
+        if shorter:
+            raise
         return False
     except BaseException:
         lease.release()
@@ -113,7 +128,7 @@ async def _wait_in_line(job: Job, lease: Lease) -> None:
 async def _try(board: Board, job: Job, offers: list[Offer]) -> bool:
     for terms in offers:
         try:
-            lease = await _lease(board, job, terms, wait=False).__aenter__()
+            lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
         except CacheFull:
             continue
         _entered(board, job, lease)
@@ -121,10 +136,10 @@ async def _try(board: Board, job: Job, offers: list[Offer]) -> bool:
     return False
 
 
-def _lease(board: Board, job: Job, terms: Offer, *, wait: bool) -> Lease:
+def _lease(board: Board, job: Job, terms: Offer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
         job.tokens, new_tokens=job.more, extra_key=job.request.extra_key, prefetch=job.handle, wait=wait,
-        states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk,
+        states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 
 

@@ -172,6 +172,37 @@ async def test_a_long_output_holds_one_window() -> None:
         assert max(present[50:]) <= 3 + 2 + 1
 
 
+@pytest.mark.asyncio
+async def test_while_decoding_a_state_is_kept_now_and_then() -> None:
+    async with serving(config(64, mamba=16), checkpoint_every=20) as served:
+        await served.answer(text(3), 80)
+        kept = [w.checkpoint.position for b in served.model.batches for w in b.works if w.checkpoint is not None]
+        assert kept == [12, 32, 52, 72]
+
+
+@pytest.mark.asyncio
+async def test_decoding_goes_on_beside_the_prefill_of_a_more_important_one() -> None:
+    async with serving(config(64), step_tokens=20, max_running=4) as served:
+        low = served.ask(text(1), 60)
+        await until(lambda: len(low.output) > 2)
+        await served.answer(text(30, seed=1), 2, priority=1)
+        beside = [b for b in served.model.batches if any(w.request_id == 2 for w in b.works)]
+        assert len(beside) >= 6
+        assert all(any(w.request_id == 1 for w in b.works) for b in beside)
+
+
+@pytest.mark.asyncio
+async def test_what_two_computed_at_once_is_kept_once() -> None:
+    async with serving(config(32), max_running=2) as served:
+        both = [served.ask(text(8), 30) for _ in range(2)]
+        await until(lambda: all(len(request.output) > 2 for request in both))
+        statistics = served.cache.statistics()
+        assert statistics.core.operations["retire"] == 0
+        assert statistics.device["full"].free >= 32 - 8 - 2 * 3
+        for request in both:
+            request.abort()
+
+
 # admission
 
 
@@ -233,9 +264,10 @@ async def test_growth_beyond_the_device_retracts_the_newest_which_goes_on_from_t
         assert await new.done() == continuation(text(4, seed=1), 40)
         assert old.retractions == 0
         assert new.retractions >= 1
-        again = [w for b in served.model.batches for w in b.works if w.request_id == 2 and w.start and w.tokens.size]
-        assert again
-        assert served.model.computed < 2 * (16 + 40) + 40, "it was computed anew"
+        once = 2 * (16 + 40 - 1)
+        assert served.model.computed >= once
+        if "mamba" not in more:  # a state is there where it was kept, not where it was taken from
+            assert served.model.computed <= once + new.retractions * (PAGE + 1), "it was computed anew"
 
 
 @pytest.mark.asyncio
@@ -325,6 +357,7 @@ async def test_an_abort_while_the_model_runs_gives_back_when_it_has_run() -> Non
             assert served.cache.statistics().leases == 1
         await until(lambda: served.cache.statistics().leases == 0)
         assert request.finish is Finish.ABORTED
+        assert hits(await served.answer(text(3, extra=1), 1)).device == 3 * PAGE  # what it had computed is not lost
 
 
 @pytest.mark.asyncio
