@@ -31,17 +31,10 @@ from asynccache.core.prefetching import (
     usable_end,
 )
 from asynccache.core.settings import CoreConfig
-from asynccache.core.states import PRESENT
+from asynccache.core.surveys import Survey, Unsaved
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import walk
 from asynccache.core.world import World
-
-
-class Unsaved(NamedTuple):
-    """FULL pages that a close would lose: with no host copy, and on the host but not in storage."""
-
-    host: int
-    storage: int
 
 
 class ShelfStatistics(NamedTuple):
@@ -221,19 +214,9 @@ class CacheCore:
         goes_on = self._transfers.save_everything()
         return More(self.world.plan()) if goes_on else self.world.plan()
 
-    def unsaved(self) -> Unsaved:
-        """What would be lost if the process ended now."""
-        host = storage = 0
-        count = self.world.count
-        for node in self._invalidation.nodes():
-            pages = self.world.pages(node, 0)
-            if node.stored & 1:
-                continue
-            if node.state[count] != PRESENT:
-                host += pages
-            else:
-                storage += pages
-        return Unsaved(host, storage if self.config.storage else 0)
+    def survey(self, space: bytes | None = None) -> Survey:
+        """A question to every live node of a namespace (None: of all), in slices: what is unsaved, or the hashes."""
+        return Survey(self.world, space)
 
     def invalidate(self, space: bytes | None) -> Plan | More:
         """Forget a namespace (None: all of them) on device and host. Leases, and what is in flight, finish undisturbed

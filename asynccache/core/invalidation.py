@@ -81,8 +81,3 @@ class Invalidation:
             place = tier * self._world.count
             if node.parent is not None and self._world.is_candidate(node, place):
                 self._room.evict(node, place)
-
-    def nodes(self) -> Iterator[Node]:
-        """Every live node of every namespace."""
-        for root in self._world.roots.values():
-            yield from self._leaves(root)

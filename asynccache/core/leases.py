@@ -28,7 +28,8 @@ EVERYTHING = 1 << 60
 class Ask(NamedTuple):
     """What a request wants. ``limit`` caps the match; ``reserve`` and ``reserve_swa`` are the positions (tokens) up to
     which pages are taken, but no further than ``chunk`` and ``chunk_swa`` tokens beyond the match; ``states``: MAMBA
-    slots; ``load``: whether load_back may be used; ``shorter``: whether less than the longest match will do."""
+    slots; ``load``: whether anything may be moved for it, by load_back or as a private copy; ``shorter``: whether less
+    than the longest match will do."""
 
     space: bytes
     key: bytes
@@ -254,7 +255,8 @@ class Leases:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
         self._matching.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
-        self._clone(lease, path)
+        if ask.load:
+            self._clone(lease, path)
         self._transfers.save_coldest()
         return lease
 

@@ -22,7 +22,7 @@ from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle, Wish
-from asynccache.runtime.saving import drain, forget, forget_all
+from asynccache.runtime.saving import drain, forget, forget_all, unsaved
 from asynccache.runtime.stats import StageStats
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, open_store, store_layout
@@ -149,10 +149,10 @@ class AsyncCache:
         try:
             if machine.driver.closed is None:
                 await self._save(machine, deadline)
-            unsaved = machine.core.unsaved()
+            left = await unsaved(machine)
         finally:
             await self._stop(machine)
-        return CloseReport(unsaved.host, unsaved.storage, machine.supervisor.error)
+        return CloseReport(left.host, left.storage, machine.supervisor.error)
 
     async def _save(self, machine: Machine, deadline: float) -> None:
         try:

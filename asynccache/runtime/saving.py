@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asynccache.core.cache import Unsaved
 from asynccache.core.plan import More, Plan, Status
-from asynccache.runtime.hashing import HASH_BYTES
 from asynccache.runtime.prefetch import Wish
 
 if TYPE_CHECKING:
     from asynccache.runtime.clearing import Clearing
+    from asynccache.runtime.driver import Driver
     from asynccache.runtime.machine import Machine
     from asynccache.storage import PageKey
+
+T = TypeVar("T")
 
 DELETE_BATCH = 128
 HOPELESS_ROUNDS = 3
@@ -34,7 +36,24 @@ async def drain(machine: Machine) -> Unsaved:
             break
         statuses = await driver.ops.all(tuple(driver.saving))
         failures = 0 if Status.DONE in statuses else failures + 1
-    return machine.core.unsaved()
+    return await unsaved(machine)
+
+
+async def unsaved(machine: Machine) -> Unsaved:
+    """What would be lost if the process ended now. Cancelling it does nothing."""
+    return await _survey(machine.driver, machine.core.survey().unsaved)
+
+
+async def _survey(driver: Driver, ask: Callable[[], T | More]) -> T:
+    """Every slice under one hold of the lock; also when the cache is closed."""
+    async with driver.lock:
+        if driver.closed is None:
+            driver.settle()
+        answer: T
+        answer, cancelled = await driver.slices(ask)
+    if cancelled is not None:
+        raise cancelled
+    return answer
 
 
 async def forget(machine: Machine, space: bytes) -> None:
@@ -43,7 +62,7 @@ async def forget(machine: Machine, space: bytes) -> None:
     Leases finish undisturbed and publish nothing more. Cancelling it may leave stored pages undeleted.
     """
     _cancel_prefetches(machine, space)
-    stored = list(_hashes(machine, space)) if machine.store is not None else []
+    stored = await _survey(machine.driver, machine.core.survey(space).hashes) if machine.store is not None else []
     await machine.driver.transact(lambda: machine.core.invalidate(space))
     if machine.store is not None:
         await machine.driver.ops.all(tuple(machine.driver.saving))
@@ -85,16 +104,6 @@ def _cancel_prefetches(machine: Machine, space: bytes | None) -> None:
         for handle in tuple(machine.prefetching.handles):
             if space is None or handle.space == space:
                 handle.tell(Wish.CANCEL)
-
-
-def _hashes(machine: Machine, space: bytes) -> Iterator[bytes]:
-    """The prefix hash of every page that the tree has in ``space``."""
-    root = machine.core.world.roots.get(space)
-    nodes = list((root.children or {}).values()) if root is not None else []
-    while nodes:
-        node = nodes.pop()
-        nodes.extend((node.children or {}).values())
-        yield from (node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES))
 
 
 async def _delete(machine: Machine, hashes: list[bytes]) -> None:

@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from asynccache.core import audit
-from asynccache.core.cache import Ask, CacheCore, Grant, Lease, Match
+from asynccache.core.cache import Ask, CacheCore, Grant, Lease, Match, Unsaved
 from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
@@ -423,6 +423,13 @@ class SynchronousRuntime:
         while isinstance(answer := self.core.drain(), More):
             self.perform(answer.plan)
         self.perform(answer)
+
+    def unsaved(self) -> Unsaved:
+        """What would be lost now."""
+        survey = self.core.survey()
+        while isinstance(answer := survey.unsaved(), More):
+            self.perform(answer.plan)
+        return answer
 
     def flush(self) -> None:
         """Until everything that can be saved is saved."""

@@ -122,12 +122,15 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
     fetch = opened(run)
     assert (fetch.shape.anchor, fetch.shape.swa_run) == (16, 16)
     fetch.take_full(2)
-    push_out(run)
+    insert(run, *OTHERS[:4])
     assert run.reach("abcd") == (0, 4), "on the device it is gone, and without the pin it were on the host, too"
-    assert run.reach(OTHERS[0]) == (0, 0)
+    assert run.lease(b"", new=16 * run.page) is None, "only the fetch can make room for the backups it waits for"
     assert fetch.take_aux(24)
-    fetch.commit(24)
-    assert_read_back(run, TEXT)
+    fetch.commit(24, holders=[1])
+    run.settle()
+    assert run.reach(TEXT) == (0, 6)
+    run.perform(run.core.drop_claim(1))
+    assert_nothing_leaked(run)
 
 
 def test_an_anchors_part_goes_once_the_fetch_was_revoked() -> None:

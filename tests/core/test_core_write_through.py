@@ -262,7 +262,7 @@ def test_a_flushed_path_is_in_the_store_in_every_pool() -> None:
     assert stored(run, "abcdXYZ", SWA)[4:] == [True] * 3
     assert stored(run, "abcdefgh", MAMBA)[7]
     assert stored(run, "abcdXYZ", MAMBA)[6]
-    assert run.core.unsaved() == (0, 0)
+    assert run.unsaved() == (0, 0)
 
 
 # policies

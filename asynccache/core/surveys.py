@@ -1,0 +1,61 @@
+"""Surveys: a question to every live node, answered in slices.
+
+Law: whoever asks holds the tree lock from the first slice to the last. Meanwhile nodes may leave, and a pass goes on;
+nothing splits, so none is asked twice or left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import More
+from asynccache.core.states import PRESENT
+from asynccache.core.tree import Node
+from asynccache.core.world import World
+
+_SLICE = 512
+
+
+class Unsaved(NamedTuple):
+    """FULL pages that a close would lose: with no host copy, and on the host but not in storage."""
+
+    host: int
+    storage: int
+
+
+class Survey:
+    """One pass over the nodes of a namespace, or of all (None). Ask one question of it, until it answers."""
+
+    def __init__(self, world: World, space: bytes | None) -> None:
+        self._world = world
+        roots = world.roots.values() if space is None else [r for r in (world.roots.get(space),) if r is not None]
+        self._todo: list[Node] = list(roots)
+        self._unsaved = [0, 0]
+        self._hashes: list[bytes] = []
+
+    def unsaved(self) -> Unsaved | More:
+        """What would be lost if the process ended now."""
+        for node in self._some():
+            if not node.stored & 1:
+                self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
+        if self._todo:
+            return More(self._world.plan())
+        host, storage = self._unsaved
+        return Unsaved(host, storage if self._world.config.storage else 0)
+
+    def hashes(self) -> list[bytes] | More:
+        """The prefix hash of every page."""
+        for node in self._some():
+            self._hashes += [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
+        return More(self._world.plan()) if self._todo else self._hashes
+
+    def _some(self) -> list[Node]:
+        """The next nodes."""
+        nodes: list[Node] = []
+        while self._todo and len(nodes) < _SLICE:
+            node = self._todo.pop()
+            self._todo.extend((node.children or {}).values())
+            if node.parent is not None:
+                nodes.append(node)
+        return nodes

@@ -1,0 +1,59 @@
+"""Questions to every node come in slices, and are right also when nodes leave between two."""
+
+from __future__ import annotations
+
+from asynccache.core.cache import Ask, Grant
+from asynccache.core.plan import Clone, More
+from asynccache.core.surveys import _SLICE
+from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+
+TEXTS = 2 * _SLICE + 1
+
+
+def wide(**options: int) -> SynchronousRuntime:
+    """So many nodes that one slice does not do."""
+    run = SynchronousRuntime(core_config(device=2 * TEXTS, host=64, publish=False, **options))  # type: ignore[arg-type]
+    for i in range(TEXTS):
+        answer = run.core.lease(Ask(SPACE, spell(chr(1000 + i)), 0, 4, 4))
+        assert isinstance(answer, Grant)
+        run.core.commit(answer.lease, spell(chr(1000 + i)), i.to_bytes(32, "little"))
+        run.core.release(answer.lease)
+    return run
+
+
+def test_what_is_unsaved_is_counted_in_slices() -> None:
+    survey = wide(write_policy="write_back").core.survey()  # type: ignore[arg-type]
+    slices = 1
+    while isinstance(answer := survey.unsaved(), More):
+        slices += 1
+    assert slices >= 3
+    assert answer == (TEXTS, 0)
+
+
+def test_hashes_are_listed_in_slices_though_nodes_leave_between_them() -> None:
+    run = wide(write_policy="write_back")  # type: ignore[arg-type]
+    survey = run.core.survey(SPACE)
+    assert isinstance(survey.hashes(), More)
+    while isinstance(run.core.invalidate(SPACE), More):
+        pass
+    while isinstance(answer := survey.hashes(), More):
+        pass
+    assert _SLICE <= len(answer) == len(set(answer)) < TEXTS
+    assert wide(write_policy="write_back").core.survey(b"other".ljust(32)).hashes() == []  # type: ignore[arg-type]
+
+
+def test_a_probe_copies_nothing() -> None:
+    run = SynchronousRuntime(core_config("full,mamba"))
+    run.insert("abcd", checkpoint=4)
+    run.settle()
+    ask = run.ask(spell("abcdX"))
+    for load, clones in ((False, 0), (True, 1)):
+        answer = run.core.lease(ask._replace(load=load))
+        assert isinstance(answer, Grant)
+        assert answer.lease.cached == 16
+        assert sum(isinstance(effect, Clone) for effect in answer.plan.effects) == clones
+        run.perform(answer.plan)
+        run.settle()
+        run.perform(run.core.release(answer.lease))
+    run.settle()
+    run.audit(idle=True)
