@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
+from asynccache.core.explaining import Explaining, Explanation
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.leases import EVERYTHING, Ask, Grant, Lease, Leases
@@ -74,10 +75,15 @@ class CacheCore:
         self._commits = Commits(self.world, self._transfers, self._matching)
         self._prefetches = Prefetches(self.world, self._transfers)
         self._invalidation = Invalidation(self.world, self._transfers.room)
+        self.explaining = Explaining(self.world)
 
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
         return self._matching.match(space, key)
+
+    def explain(self, space: bytes, key: bytes) -> Explanation:
+        """Where each page of ``key`` is, and what ends its match. Changes nothing, not even recency."""
+        return self.explaining.explain(space, key)
 
     def known_hashes(self, space: bytes, key: bytes) -> bytes:
         """The prefix hashes (32 bytes a page) that the tree holds for the start of ``key``."""

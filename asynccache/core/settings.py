@@ -56,6 +56,7 @@ class CoreConfig:
 
     ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one
     state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
+    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed.
     """
 
     page_size: int
@@ -70,3 +71,4 @@ class CoreConfig:
     max_prefetch_pages: int = 1 << 30
     write_back_watermark: float = 0.1
     slice_steps: int = SLICE_STEPS
+    remember: int = 0

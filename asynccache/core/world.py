@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from asynccache.core import components
 from asynccache.core.eviction import POLICIES, Order
+from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
 from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
@@ -82,6 +83,7 @@ class World:
         self.roots: dict[bytes, Root] = {}
         self.dead_roots: list[Root] = []
         self.counters = Counters()
+        self.ghosts = Ghosts(config.remember) if config.remember else None
         self.clean_pages = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []

@@ -1,0 +1,166 @@
+"""Why a prompt is a hit or a miss, page by page. Reads only: nothing is stamped, so asking changes no eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asynccache.core.ghosts import Gone
+from asynccache.core.settings import ComponentKind
+from asynccache.core.states import ABSENT, HERE, NAMES, PRESENT
+from asynccache.core.tree import Node, walk
+from asynccache.core.world import World
+
+
+class Cell(NamedTuple):
+    """One component of a run: its state on the device and on the host. ``pins`` there, likewise."""
+
+    component: ComponentKind
+    device: str
+    host: str
+    pins: tuple[int, int]
+
+
+class Run(NamedTuple):
+    """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: FULL is known to be in
+    storage. ``whole``: the prompt covers the node to its end, where a state would be."""
+
+    start: int
+    stop: int
+    cells: tuple[Cell, ...]
+    stored: bool
+    whole: bool
+
+
+class Load(NamedTuple):
+    """Pages (states) that using the match would bring from the host."""
+
+    component: ComponentKind
+    pages: int
+
+
+class Explanation(NamedTuple):
+    """In tokens. ``length``: the prompt's whole pages. ``device``, ``host``: how far a match is valid
+    on the device, on device or host; ``full``: how far FULL alone goes; ``tree``: how far the tree knows the prompt.
+    ``ends``: the component that ends the match, None if nothing does; ``why``: in words. ``gone``: what became of the
+    page where the tree ends, as far as it is remembered."""
+
+    length: int
+    device: int
+    host: int
+    full: int
+    tree: int
+    runs: tuple[Run, ...]
+    loads: tuple[Load, ...]
+    ends: ComponentKind | None
+    why: str
+    gone: Gone
+
+
+class Explaining:
+    """Answers for one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._size = world.config.page_size
+
+    def explain(self, space: bytes, key: bytes) -> Explanation:
+        """See ``CacheCore.explain``."""
+        world, size, page = self._world, self._size, self._world.page_bytes
+        root = world.roots.get(space)
+        path, reached = walk(root, key, 0, page) if root is not None else ([], 0)
+        pages, tree = len(key) // page, reached // page
+        device = world.valid_end(path, tree, False)
+        full = world.components[0].longest_end(path, tree, True)
+        end, limit = self._limit(path, full)
+        gone = self.gone(path[-1] if path else root, key, tree)
+        ends, why = self._why(path, pages, full, end, limit, gone)
+        return Explanation(
+            pages * size, min(device, end) * size, end * size, full * size, tree * size,
+            tuple(self._runs(path, tree)), self._loads(path, end), ends, why, gone,
+        )  # fmt: skip
+
+    def gone(self, node: Node | None, key: bytes, page: int) -> Gone:
+        """What became of page ``page`` of ``key``, where the tree ends in ``node``."""
+        ghosts, at = self._world.ghosts, page * self._world.page_bytes
+        following = key[at : at + self._world.page_bytes]
+        if ghosts is None or node is None or node.end != page or len(following) < self._world.page_bytes:
+            return Gone.NEVER
+        return ghosts.find(node, following)
+
+    def limit(self, path: Sequence[Node], full: int) -> ComponentKind | None:
+        """The auxiliary component that ends a match before page ``full``, where FULL ends it."""
+        limit = self._limit(path, full)[1]
+        return None if limit is None else self._world.components[limit].kind
+
+    def _limit(self, path: Sequence[Node], full: int) -> tuple[int, int | None]:
+        """Where the match ends, and which auxiliary component had the last word."""
+        end, limit, moved = full, None, True
+        while end and moved:
+            moved = False
+            for component in self._world.auxiliary:
+                before, end = end, component.longest_end(path, end, True)
+                if end < before:
+                    limit, moved = component.index, True
+        return end, limit
+
+    def _why(
+        self, path: Sequence[Node], pages: int, full: int, end: int, limit: int | None, gone: Gone
+    ) -> tuple[ComponentKind | None, str]:
+        if end == pages:
+            return None, "the whole prompt is there"
+        if limit is None:
+            return ComponentKind.FULL, self._why_full(path, full, gone)
+        kind, size = self._world.components[limit].kind, self._size
+        if kind is ComponentKind.MAMBA:
+            return kind, f"no state is kept at any position from {(end + 1) * size} to {full * size}"
+        hole = next((node for node in reversed(path) if self._lacks(node, limit) and node.end > end), None)
+        if hole is None or hole.parent is None:
+            return kind, f"no window is whole between {end * size} and {full * size}"
+        return kind, f"a window that ends beyond {end * size} needs what is gone of {self._span(hole, full)}"
+
+    def _span(self, node: Node, full: int) -> str:
+        start = node.parent.end if node.parent is not None else 0
+        return f"{start * self._size} to {min(node.end, full) * self._size}"
+
+    def _lacks(self, node: Node, c: int) -> bool:
+        state = node.state
+        return state[c] not in HERE and not (state[c] == ABSENT and state[c + self._world.count] == PRESENT)
+
+    def _why_full(self, path: Sequence[Node], full: int, gone: Gone) -> str:
+        if path and path[-1].end > full and self._lacks(path[-1], 0):
+            return "what follows is in neither tier now, though the tree knows it: it is on its way in or out"
+        return _WORDS[gone]
+
+    def _runs(self, path: Sequence[Node], tree: int) -> list[Run]:
+        runs, start, size, count = [], 0, self._size, self._world.count
+        for node in path:
+            stop = min(node.end, tree)
+            cells = tuple(
+                Cell(component.kind, NAMES[node.state[c]].lower(), NAMES[node.state[c + count]].lower(),
+                     (node.pins[c], node.pins[c + count]))
+                for c, component in enumerate(self._world.components)
+            )  # fmt: skip
+            runs.append(Run(start * size, stop * size, cells, bool(node.stored & 1), stop == node.end))
+            start = stop
+        return runs
+
+    def _loads(self, path: Sequence[Node], end: int) -> tuple[Load, ...]:
+        loads = []
+        for component in self._world.components:
+            c, first, pages = component.index, component.first_page(end), 0
+            for node in path:
+                start = node.parent.end if node.parent is not None else 0
+                if node.end > first and start < end and node.state[c] not in HERE:
+                    pages += min(node.end, end) - max(start, first)
+            if pages:
+                loads.append(Load(component.kind, pages))
+        return tuple(loads)
+
+
+_WORDS = {
+    Gone.NEVER: "what follows was never here, or so long ago that it is forgotten",
+    Gone.DEVICE: "what follows was evicted from the device, and there was no copy of it",
+    Gone.HOST: "what follows was evicted from the host, and was not in storage",
+    Gone.STORED: "what follows was evicted, and was in storage then",
+}

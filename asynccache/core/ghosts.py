@@ -1,0 +1,61 @@
+"""What became of pages that are not in the tree any more: a short memory, to tell why a request missed.
+
+A page is missed where the tree ends, so what is remembered is the first page of a node that left, under the node that
+it hung below. Two generations, each half of what may be kept: the older one goes when the younger is full, so
+a note costs a store in a dict and nothing is ever searched for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from asynccache.core.ledger import DEVICE
+
+if TYPE_CHECKING:
+    from asynccache.core.tree import Node
+
+
+class Gone(IntEnum):
+    """From where a page left the tree. STORED: it was in storage when it did."""
+
+    NEVER = 0
+    DEVICE = 1
+    HOST = 2
+    STORED = 3
+
+
+_DEVICE, _HOST, _STORED = int(Gone.DEVICE), int(Gone.HOST), int(Gone.STORED)
+
+
+class Ghosts:
+    """Remembers up to ``limit`` nodes that left."""
+
+    __slots__ = ("_half", "_old", "_young")
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(1, limit // 2)
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def note(self, node: Node, page_bytes: int, tier: int) -> None:
+        """``node`` leaves the tree, from ``tier``."""
+        parent = node.parent
+        if parent is None or node.root.dead:
+            return
+        young = self._young
+        if len(young) >= self._half:
+            self._old = young
+            young = self._young = {}
+        left = _DEVICE if tier == DEVICE else _HOST
+        young[_mark(parent, node.key[:page_bytes])] = _STORED if node.stored & 1 else left
+
+    def find(self, parent: Node, page: bytes) -> Gone:
+        """What became of ``page``, which would follow ``parent``."""
+        mark = _mark(parent, page)
+        return Gone(self._young.get(mark) or self._old.get(mark) or 0)
+
+
+def _mark(parent: Node, page: bytes) -> int:
+    """A root may go and come again; its digest stays."""
+    return hash((id(parent) if parent.end else parent.hashes, page))
