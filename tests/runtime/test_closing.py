@@ -11,6 +11,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheClosed, ConfigError
 from asynccache.core.plan import Publish
+from asynccache.events import Notice, Opened
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
@@ -201,13 +202,21 @@ async def test_what_is_kept_goes_when_its_time_is_over() -> None:
 
 @pytest.mark.asyncio
 async def test_events_are_told_in_order_and_host_events_after_their_ack() -> None:
+    heard: list[Notice] = []
     events: list[Publish] = []
+
+    def hear(notice: Notice) -> None:
+        heard.append(notice)
+        if isinstance(notice, Publish):
+            events.append(notice)
+
     device = CpuDevice()
-    async with opened(settings(host=16), device=device, on_event=events.append) as cache:
+    async with opened(settings(host=16), device=device, on_event=hear) as cache:
         ready = device.gate()
         async with cache.lease(text(3)) as lease:
             await lease.commit(text(3), ready=ready)
         await turns()
+        assert isinstance(heard[0], Opened)
         assert [event.medium.value for event in events] == ["GPU"]
         assert events[0].hashes == b"".join(page_hashes(text(3)))
         ready.open()
