@@ -327,6 +327,22 @@ async def test_who_waits_for_storage_is_overtaken_and_a_timeout_ends_its_waiting
         await served.answer(text(0, extra=3), 3)
         assert waiting.state is State.PREFETCHING
         assert await waiting.done() == continuation(text(20, extra=1), 2)
+        assert hits(waiting).storage < 20 * PAGE, "it was fetched to its end"
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_abort_gives_up_the_prefetch() -> None:
+    store = MemoryBackend()
+    async with serving(config(32, 64), storage=store) as served:
+        await served.answer(text(20, extra=1), 2)
+        await served.cache.flush()
+    async with serving(config(32, 64), storage=SlowBackend(store, 0.05)) as served:
+        request = served.ask(text(20, extra=1), 2)
+        await asyncio.sleep(0)
+        request.abort()
+        await until(lambda: served.cache.statistics().prefetches["cancelled"] == 1)
+        assert served.cache.statistics().leases == 0
     await store.aclose()
 
 
@@ -435,6 +451,50 @@ async def test_a_cache_that_is_closed_below_ends_the_requests_with_its_error() -
             await request.done()
         with pytest.raises(CacheClosed):
             await scheduler.__aexit__(None, None, None)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("more", KINDS)
+async def test_steps_by_hand_and_a_cancelled_step_loses_nothing(more: Any) -> None:
+    async with AsyncCache(config(64, **more)) as cache:
+        model = PatternModel(cache, 8)
+        scheduler = Scheduler(cache, model, Settings(step_tokens=16, max_running=2))
+        assert not await scheduler.step()
+        request = scheduler.submit(Request(text(10), Limits(6)))
+        while request.finish is None:
+            model.entered.clear()
+            model.gate = threading.Event()
+            step = asyncio.create_task(scheduler.step())
+            await until(model.entered.is_set)
+            step.cancel()
+            await asyncio.sleep(0)
+            assert not step.done()
+            assert cache.statistics().leases == 1
+            model.gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+        assert request.output == continuation(text(10), 6)
+        assert model.computed == 40 + 5
+        await scheduler.aclose()
+        assert cache.statistics().leases == 0
+
+
+@pytest.mark.asyncio
+async def test_a_loop_that_is_cancelled_gives_everything_back() -> None:
+    async with serving(config(64)) as served:
+        running, waiting = served.ask(text(3), 200), served.ask(text(3, seed=1), 200)
+        async with held_up(served):
+            await until(served.model.entered.is_set)
+            loop = served.scheduler._loop
+            assert loop is not None
+            loop.cancel()
+            await asyncio.sleep(0.002)
+            assert not loop.done()
+        await asyncio.wait([loop])
+        assert running.finish is waiting.finish is Finish.ABORTED
+        assert served.cache.statistics().leases == 0
+        with pytest.raises(CacheClosed):
+            served.ask(text(1), 1)
 
 
 @pytest.mark.asyncio

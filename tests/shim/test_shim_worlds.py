@@ -1,8 +1,8 @@
 """Random worlds: nothing admitted runs out of memory, and nothing that fits starves.
 
-A world is a cache of random pools, a history that leaves prefixes on device and host with holes in windows and states,
-and requests that arrive in a random order while others run. The model verifies every byte that it reads and that
-nobody writes what another one reads; the audit runs at the end.
+A world is a cache of random pools, a history that leaves prefixes on device, host and storage with holes in windows and
+states, and requests that arrive in a random order while others run; in some of them copies fail. The model verifies
+every byte that it reads and that nobody writes what another one reads; the audit runs at the end.
 
 The mutation that this must see: ``Leases._needs`` without the pages that load_back takes. Then a lease is granted,
 load_back takes the pages that were meant for the chunk, and taking the chunk's own pages fails ("took 2 slots, 1 are
@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 
 from asynccache import AsyncCache
 from asynccache.core.leases import Leases
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.faults import Faults
 from tests.shim.shim_kit import PAGE, config, continuation, serving
 
 
@@ -59,6 +61,8 @@ class World(NamedTuple):
     segment: int
     history: tuple[Ask | Eviction, ...]
     asks: tuple[Ask, ...]
+    stores: bool = False
+    failing: float = 0.0
 
 
 def asks(longest: int) -> st.SearchStrategy[Ask]:
@@ -91,6 +95,8 @@ def worlds(draw: st.DrawFn) -> World:
         segment=draw(st.integers(1, 5)),
         history=tuple(draw(st.lists(st.one_of(asks(4), evictions), max_size=5))),
         asks=tuple(draw(st.lists(asks(5), min_size=1, max_size=9))),
+        stores=bool(host) and draw(st.booleans()),
+        failing=draw(st.sampled_from([0.0, 0.0, 0.2])),
     )  # fmt: skip
 
 
@@ -108,7 +114,7 @@ def prompt(world: World, ask: Ask) -> list[int]:
 def cache_of(world: World) -> Any:
     return config(
         world.full, world.host, swa=world.swa, window=world.window, mamba=world.mamba,
-        host_swa=max(1, world.swa // 2), write_policy=world.policy,
+        host_swa=max(1, world.swa // 2), write_policy=world.policy, storage="memory:" if world.stores else None,
     )  # fmt: skip
 
 
@@ -124,8 +130,16 @@ async def evict(cache: AsyncCache, world: World, what: Eviction) -> None:
 
 
 async def live(world: World) -> None:
+    device = CpuDevice(faults=Faults(seed=1, failing=world.failing))
+    try:
+        await _live(world, device)
+    finally:
+        await device.aclose()
+
+
+async def _live(world: World, device: CpuDevice) -> None:
     limits: Any = {"step_tokens": world.step_tokens, "max_running": world.max_running, "checkpoint_every": 2 * PAGE}
-    async with serving(cache_of(world), **limits) as served:
+    async with serving(cache_of(world), device=device, load_attempts=1000, **limits) as served:
         for event in world.history:
             if isinstance(event, Eviction):
                 await evict(served.cache, world, event)
