@@ -20,10 +20,11 @@ from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle, Wish
 from asynccache.runtime.saving import drain, forget, forget_all, unsaved
-from asynccache.runtime.stats import StageStats
+from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, open_store, store_layout
 
@@ -47,7 +48,8 @@ class CloseReport(NamedTuple):
 
 class CacheStatistics(NamedTuple):
     """A moment of the cache. ``device``, ``host``: slots by component name. ``stages``: what each transfer stage did.
-    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: the store's own counters."""
+    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: the store's own counters. ``lookups``:
+    what leases found and missed. ``queues``: what waits where. ``histograms``: latencies by stage."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -59,6 +61,9 @@ class CacheStatistics(NamedTuple):
     tasks: int
     storage: Mapping[str, int | float]
     core: Statistics
+    lookups: LookupStats
+    queues: Mapping[str, int]
+    histograms: Mapping[str, Histogram]
 
 
 class AsyncCache:
@@ -359,6 +364,9 @@ class AsyncCache:
             tasks=len(machine.supervisor),
             storage=dict(machine.store.stats()) if machine.store is not None else {},
             core=core,
+            lookups=machine.lookups.read(),
+            queues=machine.queues(),
+            histograms={name: meter.histogram() for name, meter in machine.meters().items()},
         )
 
 

@@ -106,6 +106,7 @@ class Lease:
         try:
             if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
                 await self._enter(Entry(machine, ask, terms))
+            machine.lookups.count(self._core, ask, self.hits, self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED

@@ -28,6 +28,7 @@ from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
+from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from asynccache.runtime.readiness import Readiness
@@ -46,6 +47,7 @@ Task = asyncio.Task[object]
 OnEvent = Callable[[Notice], None]
 
 CHECKPOINTS = 2
+REMEMBERED = 1 << 14
 
 
 class Machine:
@@ -59,7 +61,10 @@ class Machine:
         self.mover = mover
         self.store = store
         self.loop = asyncio.get_running_loop()
-        self.core = CacheCore(replace(config.core(), storage=store is not None, publish=on_event is not None))
+        self.core = CacheCore(replace(
+            config.core(), storage=store is not None, publish=on_event is not None, remember=REMEMBERED,
+        ))  # fmt: skip
+        self.lookups = Lookups(self.core)
         self.driver = Driver(self.core, agreement)
         self.supervisor = Supervisor(self.close)
         self.driver.on_failure = self.supervisor.fail
@@ -211,12 +216,26 @@ class Machine:
 
     # looking at it
 
-    def stage_stats(self) -> dict[str, StageStats]:
-        """What each transfer stage did so far."""
-        meters = {
+    def meters(self) -> dict[str, Meter]:
+        """The transfer stages' counters."""
+        return {
             "backup_host": self.backup_host.meter,
             "load_back": self.load_back.meter,
             "backup_storage": self.backup_storage.meter if self.backup_storage is not None else Meter(),
             "prefetch": self.prefetching.meter if self.prefetching is not None else Meter(),
         }
-        return {name: meter.read() for name, meter in meters.items()}
+
+    def queues(self) -> dict[str, int]:
+        """What waits where: effects for their stages, prefetches, requests in line, outcomes for the core."""
+        return {
+            "backup_host": len(self.backup_host),
+            "load_back": len(self.load_back),
+            "backup_storage": len(self.backup_storage) if self.backup_storage is not None else 0,
+            "prefetch": len(self.prefetching.handles) if self.prefetching is not None else 0,
+            "line": len(self.driver.line),
+            "saving": len(self.driver.saving),
+        }
+
+    def stage_stats(self) -> dict[str, StageStats]:
+        """What each transfer stage did so far."""
+        return {name: meter.read() for name, meter in self.meters().items()}

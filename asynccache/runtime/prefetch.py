@@ -42,6 +42,15 @@ class Wish(IntEnum):
     CANCEL = 2
 
 
+class Cut(Enum):
+    """What ended a fetch before the end that storage had, or said to have."""
+
+    NOTHING = "nothing"
+    BACKEND = "the backend failed"
+    CHECKSUM = "a page did not verify"
+    ROOM = "the host had no room"
+
+
 class Held(NamedTuple):
     """Tokens of a prompt that device and device-or-host held when its request arrived."""
 
@@ -82,6 +91,7 @@ class PrefetchHandle:
         self.started = started
         self.ticket = ticket
         self.wish = Wish.RUN
+        self.cut = Cut.NOTHING
         self.reached = 0
         self.began = 0.0
         self.result: PrefetchResult | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,18 @@ class StageStats(NamedTuple):
     latency_ms: Latency
 
 
+BOUNDS_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 10_000.0)
+
+
+class Histogram(NamedTuple):
+    """How often something took how long. ``counts[i]``: up to ``bounds_ms[i]`` and longer than the one before; the last
+    one of them: longer than all."""
+
+    bounds_ms: tuple[float, ...]
+    counts: tuple[int, ...]
+    total_ms: float
+
+
 class Meter:
     """One stage's counters."""
 
@@ -41,7 +54,8 @@ class Meter:
         self.errors = 0
         self._samples = array("d")
         self._count = 0
-        self._max = 0.0
+        self._max = self._total = 0.0
+        self._buckets = [0] * (len(BOUNDS_MS) + 1)
 
     def __repr__(self) -> str:
         return f"Meter({self.ops} ops, {self.pages} pages, {self.bytes} bytes, {self.errors} errors)"
@@ -61,7 +75,13 @@ class Meter:
         else:
             self._samples[self._count % RESERVOIR] = milliseconds
         self._count += 1
+        self._total += milliseconds
+        self._buckets[bisect_left(BOUNDS_MS, milliseconds)] += 1
         self._max = max(self._max, milliseconds)
+
+    def histogram(self) -> Histogram:
+        """All latencies so far."""
+        return Histogram(BOUNDS_MS, tuple(self._buckets), self._total)
 
     def read(self) -> StageStats:
         """The counters as they are now."""

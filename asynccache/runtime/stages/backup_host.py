@@ -41,6 +41,9 @@ class BackupHostStage:
     def __repr__(self) -> str:
         return f"BackupHostStage({len(self._inbox)} queued, {self.meter!r})"
 
+    def __len__(self) -> int:
+        return len(self._inbox)
+
     def put(self, effect: BackupHost) -> None:
         """Queue the effect; its outcome is posted exactly once."""
         self._inbox.put((effect, self._clock()))

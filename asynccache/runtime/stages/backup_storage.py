@@ -57,6 +57,9 @@ class BackupStorageStage:
     def __repr__(self) -> str:
         return f"BackupStorageStage({len(self._inbox)} queued, {self.meter!r})"
 
+    def __len__(self) -> int:
+        return len(self._inbox)
+
     def put(self, effect: BackupStorage) -> None:
         """Queue the effect; its outcome is posted exactly once."""
         self._inbox.put(Queued(effect, self._clock()))

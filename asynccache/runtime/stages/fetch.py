@@ -19,7 +19,7 @@ from asynccache.core.settings import ComponentKind
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
-from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.prefetch import Cut, PrefetchHandle, PrefetchStatus, Wish
 from asynccache.runtime.stats import Meter
 from asynccache.storage import PageKey, Result
 
@@ -48,6 +48,7 @@ class Fetch:
         self.shape = shape
         self.sharers: set[PrefetchHandle] = set()
         self.wish = Wish.RUN
+        self.cut = Cut.NOTHING
         self.end = 0
         self._driver = driver
         self._store = store
@@ -152,8 +153,17 @@ class Fetch:
     async def _ask_pool(self, spec: PoolSpec, start: int, stop: int) -> None:
         keys = [self._pools.key(spec.name, self._hash(page)) for page in range(start, stop)]
         present = self._present[spec.name]
-        for page, result in enumerate(await self._store.exists(keys), start):
+        results = await self._store.exists(keys)
+        self._look_at(results)
+        for page, result in enumerate(results, start):
             present[page] = result is Result.HIT
+
+    def _look_at(self, results: Sequence[Result]) -> None:
+        """Note what is wrong with the store, beside that it does not have a page."""
+        if Result.CORRUPT in results:
+            self.cut = Cut.CHECKSUM
+        elif Result.FAILED in results:
+            self.cut = Cut.BACKEND
 
     def _run_of_full(self, start: int, stop: int) -> int:
         """How many pages from ``start`` on every pool of FULL has."""
@@ -174,6 +184,8 @@ class Fetch:
             slots = await self._take_full(wanted, last - page - wanted)
             self._slots += slots
             held = page + len(slots) // SLOT_BYTES
+            if held < page + wanted:
+                self.cut = Cut.ROOM
             reached = await self._get_run(self._pools.lead, range(page, held))
             if reached < page + wanted:
                 return reached * self.shape.page_size
@@ -225,6 +237,7 @@ class Fetch:
 
     async def _get_part(self, spec: PoolSpec, pages: Sequence[int], entries: Sequence[Entry]) -> list[int]:
         results = await self._store.get([key for key, _ in entries], [payload for _, payload in entries])
+        self._look_at(results)
         failed = [page for page, result in zip(pages, results, strict=True) if result is not Result.HIT]
         for page in failed:
             self._present[spec.name][page] = 0

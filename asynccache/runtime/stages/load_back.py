@@ -76,6 +76,9 @@ class LoadBackStage:
     def __repr__(self) -> str:
         return f"LoadBackStage({len(self._inbox)} queued, {len(self._flying)} on the device, {self.meter!r})"
 
+    def __len__(self) -> int:
+        return len(self._inbox)
+
     def put(self, effect: LoadBack | Clone) -> None:
         """Queue the effect; its outcome is posted exactly once."""
         self._inbox.put((effect, self._clock()))

@@ -122,6 +122,7 @@ class PrefetchStage:
             del self._fetches[fetch.op]
             for sharer in tuple(fetch.sharers):
                 sharer.reach(fetch.end)
+                sharer.cut = fetch.cut
                 sharer.fetch = None
         self.meter.count(1, 0, 0, 0)
 

@@ -1,0 +1,131 @@
+"""What requests found, and why they did not find the rest. Plain integers, counted once for every lease that gets in.
+
+A prompt's whole pages but the last token are wanted. Those that are cached count for the tier that had them at arrival.
+The others count for one reason each: where FULL reaches further than the match, for what cut it short; from where the
+tree ends on, for what became of that first page, and if storage may have had it, for why it was not fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.core.ghosts import Gone
+from asynccache.core.settings import ComponentKind
+from asynccache.core.tree import walk
+from asynccache.runtime.prefetch import Cut, PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from asynccache.core.cache import Ask, CacheCore
+    from asynccache.core.leases import Lease as CoreLease
+    from asynccache.runtime.lease import Hits
+
+
+class Miss(IntEnum):
+    """Why tokens had to be computed."""
+
+    NEVER_STORED = 0
+    EVICTED_DEVICE = 1
+    EVICTED_HOST = 2
+    EVICTED_STORAGE = 3
+    PREFETCH_TOO_LATE = 4
+    PREFETCH_TOO_SHORT = 5
+    BACKEND_DOWN = 6
+    CHECKSUM = 7
+    NO_HOST_ROOM = 8
+    NO_DEVICE_ROOM = 9
+    WINDOW_GONE = 10
+    NO_STATE = 11
+
+
+_CUT = {Cut.BACKEND: Miss.BACKEND_DOWN, Cut.CHECKSUM: Miss.CHECKSUM, Cut.ROOM: Miss.NO_HOST_ROOM}
+_GONE = {
+    Gone.NEVER: Miss.NEVER_STORED, Gone.DEVICE: Miss.EVICTED_DEVICE, Gone.HOST: Miss.EVICTED_HOST,
+    Gone.STORED: Miss.EVICTED_STORAGE,
+}  # fmt: skip
+_SHORT = {
+    None: Miss.NO_DEVICE_ROOM, ComponentKind.FULL: Miss.NO_DEVICE_ROOM, ComponentKind.SWA: Miss.WINDOW_GONE,
+    ComponentKind.MAMBA: Miss.NO_STATE,
+}  # fmt: skip
+
+
+class LookupStats(NamedTuple):
+    """Leases that got in, the tokens that they wanted, by tier those they found, and by reason those they did not;
+    ``missed_requests``: how many leases missed any for that reason."""
+
+    requests: int
+    tokens: int
+    hits: Mapping[str, int]
+    misses: Mapping[str, int]
+    missed_requests: Mapping[str, int]
+
+
+class Lookups:
+    """The counters of one cache."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._size = core.config.page_size
+        self.requests = self.tokens = self.device = self.host = self.storage = 0
+        self._missed = [0] * len(Miss)
+        self._missed_requests = [0] * len(Miss)
+
+    def __repr__(self) -> str:
+        return f"Lookups({self.requests} requests, {self.tokens} tokens, {sum(self._missed)} missed)"
+
+    def read(self) -> LookupStats:
+        """The counters as they are now."""
+        names = [reason.name.lower() for reason in Miss]
+        return LookupStats(
+            self.requests, self.tokens, {"device": self.device, "host": self.host, "storage": self.storage},
+            dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
+        )  # fmt: skip
+
+    def count(self, lease: CoreLease, ask: Ask, hits: Hits, handle: PrefetchHandle | None) -> None:
+        """A lease got in."""
+        wanted = ask.limit // self._size * self._size
+        device, host, storage = hits
+        self.requests += 1
+        self.tokens += wanted
+        self.device += device
+        self.host += host
+        self.storage += storage
+        cached = lease.cached
+        if cached < wanted:
+            known = min(lease.full, wanted)
+            if known > cached:
+                self._miss(self._cut_short(ask, lease.full), known - cached)
+            if known < wanted:
+                self._miss(self._absent(lease, ask, handle), wanted - max(known, cached))
+
+    def _miss(self, reason: Miss, tokens: int) -> None:
+        self._missed[reason] += tokens
+        self._missed_requests[reason] += 1
+
+    def _cut_short(self, ask: Ask, full: int) -> Miss:
+        """FULL goes on where the match ended: a component ended it, or there was no room to load more."""
+        core = self._core
+        path, _ = walk(core.world.roots[ask.space], ask.key, 0, core.world.page_bytes, full * TOKEN_BYTES)
+        return _SHORT[core.explaining.limit(path, full // self._size)]
+
+    def _absent(self, lease: CoreLease, ask: Ask, handle: PrefetchHandle | None) -> Miss:
+        """The tree ends where the match did, or further on."""
+        core, end = self._core, lease.hold.end
+        page = core.world.page_bytes
+        path, reached = walk(end, ask.key, end.end * page, page, ask.limit * TOKEN_BYTES)
+        gone = core.explaining.gone(path[-1] if path else end, ask.key, reached // page)
+        return _GONE[gone] if handle is None else self._not_fetched(handle, gone)
+
+    def _not_fetched(self, handle: PrefetchHandle, gone: Gone) -> Miss:
+        if handle.cut is not Cut.NOTHING:
+            return _CUT[handle.cut]
+        if handle.wish is not Wish.RUN:
+            return Miss.PREFETCH_TOO_LATE
+        status = handle.result.status if handle.result is not None else PrefetchStatus.CANCELLED
+        if status is PrefetchStatus.COMPLETE:
+            return Miss.NO_HOST_ROOM  # all that its quota of the host allowed
+        if status is PrefetchStatus.SKIPPED and gone is Gone.STORED:
+            return Miss.PREFETCH_TOO_SHORT
+        return _GONE[gone]
