@@ -6,6 +6,7 @@ read. Imports neither torch nor anything that does I/O.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
@@ -220,8 +221,8 @@ def _slots(component: Component, page_size: int, *, host: bool) -> int:
 
 def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
     where = f"sidecar {spec.name!r}"
-    if not spec.name:
-        raise ConfigError(f"{where}: a pool needs a name")
+    if not re.fullmatch(r"[\w.-]+", spec.name):
+        raise ConfigError(f"{where}: a pool's name is made of letters, digits, '_', '.' and '-'")
     _positive(f"{where}: layers", spec.layers)
     _positive(f"{where}: bytes_per_page", spec.bytes_per_page)
     if spec.bytes_per_page % spec.layers:

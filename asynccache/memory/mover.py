@@ -65,7 +65,8 @@ class Mover:
         ``host_align``: host pages start at multiples of it (a store's direct I/O may want 4096).
 
         Raises:
-            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then.
+            ConfigError: pools do not fit in memory, or tensors do not fit their pool. Nothing is allocated then, or,
+                where the memory ran out on the way, nothing of it is kept.
         """
         given = device_tensors or {}
         if unknown := given.keys() - {spec.name for spec in pools}:
@@ -74,12 +75,9 @@ class Mover:
         device.check_room(*_demands(pools, given, host_align))
         self.device = device
         self.layers = max(spec.layers for spec in pools)
-        self.device_pools: Mapping[str, DevicePool] = {
-            spec.name: own.get(spec.name) or DevicePool.allocate(spec, device) for spec in pools
-        }
-        self.host_pools: Mapping[str, HostPool] = {
-            spec.name: HostPool.allocate(spec, device, align=host_align) for spec in pools if spec.host_pages
-        }
+        self.device_pools: Mapping[str, DevicePool]
+        self.host_pools: Mapping[str, HostPool]
+        self.device_pools, self.host_pools = _allocate(device, pools, own, host_align)
         self._moved = _by_component(pools)
         self._backups = device.stream("backup_host")
         self._loads = device.stream("load_back")  # clones too: one may copy what the load before it brought
@@ -143,6 +141,24 @@ class Mover:
 def _hold(stream: Stream, events: Sequence[Event]) -> None:
     for event in events:
         stream.wait_event(event)
+
+
+def _allocate(
+    device: Device, pools: Sequence[PoolSpec], own: dict[str, DevicePool], align: int
+) -> tuple[dict[str, DevicePool], dict[str, HostPool]]:
+    """All pools of both tiers, or none: what one that fails leaves behind is let go before the error is raised."""
+    on_device, on_host = {}, {}
+    try:
+        for spec in pools:
+            on_device[spec.name] = own.get(spec.name) or DevicePool.allocate(spec, device)
+            if spec.host_pages:
+                on_host[spec.name] = HostPool.allocate(spec, device, align=align)
+    except (MemoryError, RuntimeError, OSError) as error:  # host memory; torch; the operating system
+        on_device.clear()  # the error's traceback would keep them
+        on_host.clear()
+        own.clear()
+        raise ConfigError(f"pool {spec.name!r}: its memory cannot be had: {error}") from error
+    return on_device, on_host
 
 
 def _by_component(pools: Sequence[PoolSpec]) -> dict[int, list[PoolSpec]]:
