@@ -44,6 +44,11 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"Scheduler({self._board!r}, {self.steps} steps)"
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What its loop died of, if it did."""
+        return self._failure
+
     async def __aenter__(self) -> Scheduler:
         """Start the loop."""
         self._loop = asyncio.get_running_loop().create_task(self._run(), name="asynccache-scheduler")

@@ -31,9 +31,12 @@ def test_the_embedding_example_does_what_its_comment_says(tmp_path: Path) -> Non
     assert printed.strip() == said[1].strip()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_examples_run(path: Path) -> None:
-    assert "came from the cache" in run(path)
+EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {"openai_server.py"}  # which does not end
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_examples_run(name: str) -> None:
+    assert "came from the cache" in run(ROOT / "examples" / name)
 
 
 def test_the_settings_file_in_readme_is_accepted(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""An OpenAI-compatible HTTP server on asynccache: continuous batching over a model whose KV cache has three tiers.
+
+    python examples/openai_server.py --model-family gemma3 --storage 'file:/var/tmp/kv?capacity=1GiB'
+
+The models are small and random, so answers are noise, but everything below them is real: prompts that share a prefix
+share its KV, ``usage`` says how much of a prompt came from the cache, and a restart finds in storage what was there.
+Needs the extra [server]: pip install -e '.[server]'.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from socket import socket
+
+import torch
+import uvicorn
+from asynccache_shim import Settings
+from asynccache_shim.engine import describe
+from openai_serving.app import build
+from openai_serving.models import CONTEXT, FAMILIES, make
+from openai_serving.service import Plan, Service
+
+from asynccache import AsyncCacheError
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What can be chosen."""
+    parser = argparse.ArgumentParser(description="An OpenAI-compatible server with a hierarchical KV cache.")
+    parser.add_argument("--model-family", choices=FAMILIES, default="qwen3", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model's weights (default: 0)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any (default: %(default)s)")
+    parser.add_argument("--storage", metavar="URL", help="file:PATH, memory:, ... (default: none)")
+    parser.add_argument("--device-tokens", type=int, default=32768, metavar="N", help="L1 (default: %(default)s)")
+    parser.add_argument("--host-tokens", type=int, default=131072, metavar="N", help="L2 (default: %(default)s)")
+    parser.add_argument("--states", type=int, default=64, metavar="N",
+                        help="recurrent states on the device; four times as many on the host (default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--step-tokens", type=int, default=512, metavar="N",
+                        help="computed in one step at most (default: %(default)s)")
+    parser.add_argument("--max-running", type=int, default=32, metavar="N",
+                        help="requests in one step at most (default: %(default)s)")
+    parser.add_argument("--max-live", type=int, default=1024, metavar="N",
+                        help="requests at a time, waiting ones too; more get status 429 (default: %(default)s)")
+    parser.add_argument("--drain", type=float, default=30, metavar="S",
+                        help="seconds that requests in flight may take after SIGTERM (default: %(default)s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch")
+    parser.add_argument("--log-level", default="warning", metavar="LEVEL", help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """The model and the settings of everything.
+
+    Raises:
+        ConfigError: a setting is unusable.
+    """
+    model = make(args.model_family, args.seed)
+    layout = describe(model, args.page_size)
+    host = args.host_tokens
+    cache = layout.cache_config(
+        device_tokens=args.device_tokens, host_tokens=host, device_states=args.states, host_states=4 * args.states,
+        storage=args.storage, prefetch_threshold=args.page_size,
+    )  # fmt: skip
+    return Plan(
+        name=f"random-{args.model_family}",
+        model=model,
+        layout=layout,
+        cache=cache,
+        context=min(args.device_tokens, CONTEXT),
+        settings=Settings(step_tokens=args.step_tokens, max_running=args.max_running),
+        max_live=args.max_live,
+    )
+
+
+class Server(uvicorn.Server):
+    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain = drain
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and not self.should_exit:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            print(greeting(f"http://{host}:{port}", self._service.plan.name), flush=True)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain, self._service.cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def greeting(url: str, model: str) -> str:
+    """The one line that a user needs."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    return f"{url}  try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status."""
+    args = arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        planned = plan(args)
+    except AsyncCacheError as error:
+        print(f"openai_server: {error}", file=sys.stderr)
+        return 2
+    service = Service(planned)
+    config = uvicorn.Config(build(service), host=args.host, port=args.port, loop="uvloop", log_level=args.log_level)
+    server = Server(config, service, args.drain)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):  # uvicorn, once all is closed, raises again the signal that it was stopped with
+        server.run()
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

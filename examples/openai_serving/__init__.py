@@ -1,0 +1,1 @@
+"""The parts of ``examples/openai_server.py``: text, models, the protocol, one engine, its routes."""

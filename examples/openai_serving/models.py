@@ -1,0 +1,60 @@
+"""A small model per family of transformers, with weights by a seed: nothing is downloaded, nothing makes sense."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from openai_serving.text import VOCABULARY
+
+transformers.logging.set_verbosity_error()  # which optional kernels are missing
+
+CONTEXT = 32768
+WINDOW = 256
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT, "initializer_range": 0.1,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {"num_hidden_layers": 4}),
+    "gemma3": ("Gemma3TextConfig", {
+        "num_hidden_layers": 4, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    }),
+    "falcon_h1": ("FalconH1Config", {
+        "num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+        "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 16,
+    }),
+    "qwen3_next": ("Qwen3NextConfig", {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    }),
+    "deepseek_v4": ("DeepseekV4Config", {
+        "num_hidden_layers": 3, "num_key_value_heads": 1, "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2,
+        "o_lora_rank": 16, "sliding_window": WINDOW, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_shared_experts": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+        "num_hash_layers": 1, "hc_mult": 2, "hc_sinkhorn_iters": 3,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    }),
+}  # fmt: skip
+
+FAMILIES = tuple(_FAMILIES)
+
+
+def make(family: str, seed: int = 0) -> Any:
+    """A model of ``family``: float32, on the CPU, ready to run. The same seed makes the same weights."""
+    kind, settings = _FAMILIES[family]
+    config = getattr(transformers, kind)(**_SHARED | settings)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()

@@ -1,0 +1,218 @@
+"""What OpenAI's API says on the wire: request bodies into ``Ask``, errors and answers into JSON. Values only.
+
+Law: what would change the answer is understood or refused. A parameter that nobody here knows is an error that names
+it; the few that only describe the caller are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asynccache_shim import Sampling
+
+from openai_serving.text import VOCABULARY, conversation, encode
+
+COMPLETION_TOKENS = 16
+"""What ``max_tokens`` is for completions when it is not given; a chat goes on for as long as there is room."""
+
+CHAT_TOKENS = 256
+MAX_STOPS = 4
+
+_IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
+_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
+}  # fmt: skip
+"""Parameters that may be given, as long as they ask for nothing."""
+
+Json = dict[str, Any]
+
+
+class ApiError(Exception):
+    """What the client is told, in OpenAI's form."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request, understood. ``max_tokens`` None: the endpoint's default, or less if there is no room for it."""
+
+    chat: bool
+    model: str
+    tokens: list[int] = field(repr=False)
+    max_tokens: int | None
+    stops: tuple[str, ...]
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+    priority: int
+    cache_salt: str | None
+
+    @property
+    def default_tokens(self) -> int:
+        return CHAT_TOKENS if self.chat else COMPLETION_TOKENS
+
+
+def parse(raw: bytes, *, chat: bool) -> Ask:
+    """The body of a request to ``/v1/chat/completions`` or ``/v1/completions``.
+
+    Raises:
+        ApiError: it cannot be used; the message says what of it, and ``param`` names it.
+    """
+    body = Body(raw)
+    stream = body.flag("stream")
+    ask = Ask(
+        chat=chat,
+        model=body.text("model", needed=True) or "",
+        tokens=_messages(body.take("messages")) if chat else _prompt(body.take("prompt")),
+        max_tokens=_max_tokens(body),
+        stops=_stops(body.take("stop")),
+        sampling=Sampling(
+            temperature=body.number("temperature", 0.0, 2.0, 1.0),
+            top_p=body.number("top_p", 0.0, 1.0, 1.0),
+            seed=body.integer("seed", -(2**63), 2**63 - 1),
+        ),
+        stream=stream,
+        include_usage=_include_usage(body.take("stream_options"), stream),
+        priority=body.integer("priority", -(2**31), 2**31 - 1) or 0,
+        cache_salt=body.text("cache_salt"),
+    )
+    body.finish()
+    return ask
+
+
+class Body:
+    """A JSON object whose members are taken one by one. ``null`` is as good as absent."""
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            values = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ApiError(400, "the body must be a JSON object")
+        self._values: Json = values
+
+    def take(self, name: str) -> Any:
+        return self._values.pop(name, None)
+
+    def text(self, name: str, *, needed: bool = False) -> str | None:
+        value = self.take(name)
+        if value is None and not needed:
+            return None
+        if not isinstance(value, str) or not _is_whole(value):
+            raise _wrong(name, value, "must be a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise _wrong(name, value, "must be true or false")
+        return bool(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise _wrong(name, value, f"must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float) -> float:
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            raise _wrong(name, value, f"must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def finish(self) -> None:
+        """Nothing may be left that asks for something."""
+        for name, value in self._values.items():
+            if value is None or name in _IGNORED:
+                continue
+            if name not in _DEFAULTS:
+                raise ApiError(400, f"unknown parameter: {name!a}", param=ascii(name)[1:-1], code="unknown_parameter")
+            if value not in _DEFAULTS[name]:
+                raise _wrong(name, value, "is not supported by this server", code="unsupported_parameter")
+
+
+def _is_whole(text: str) -> bool:
+    """Whether it can be written as UTF-8: JSON can hold half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _wrong(name: str, value: Any, what: str, code: str = "invalid_value") -> ApiError:
+    shown = json.dumps(value)
+    return ApiError(400, f"{name}={shown if len(shown) < 80 else shown[:77] + '...'} {what}", param=name, code=code)
+
+
+def _max_tokens(body: Body) -> int | None:
+    old, new = (body.integer(name, 1, 2**31 - 1) for name in ("max_tokens", "max_completion_tokens"))
+    return old if new is None else new
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise _wrong("stop", value, f"must be a string or up to {MAX_STOPS} of them, none of them empty")
+    return tuple(stops)
+
+
+def _include_usage(value: Any, stream: bool) -> bool:
+    if value is None:
+        return False
+    if not stream or not isinstance(value, dict) or value.keys() - {"include_usage", "include_obfuscation"}:
+        raise _wrong("stream_options", value, "must be {\"include_usage\": true} beside stream=true")
+    return value.get("include_usage") is True
+
+
+def _prompt(value: Any) -> list[int]:
+    """A text, a row of tokens, or a list with one of either."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return encode(_checked("prompt", value))
+    if isinstance(value, list) and value and all(type(t) is int and 0 <= t < VOCABULARY for t in value):
+        return value
+    raise _wrong("prompt", value, f"must be one text, or one row of tokens from 0 to {VOCABULARY - 1}, and not empty")
+
+
+def _messages(value: Any) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise _wrong("messages", value, "must be a list of messages, and not empty")
+    return conversation([_message(i, message) for i, message in enumerate(value)])
+
+
+def _message(index: int, message: Any) -> tuple[str, str]:
+    name = f"messages[{index}]"
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("system", "developer", "user", "assistant"):
+        raise _wrong(name, message, "must have a role: system, developer, user or assistant")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part["text"] for part in parts if _is_text(part)]
+    if len(texts) < len(parts):
+        raise _wrong(f"{name}.content", content, "must be text")
+    return role, _checked(f"{name}.content", "".join(texts))
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _checked(name: str, text: str) -> str:
+    if not _is_whole(text):
+        raise ApiError(400, f"{name}: half of a surrogate pair is no text", param=name, code="invalid_value")
+    return text

@@ -1,0 +1,89 @@
+"""The example server from its start to its end: restarts, draining, families, what it refuses to start with."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai_serving.models import FAMILIES
+
+from tests.examples.server_kit import PAGE, command, running, settled
+
+PROMPT = "What was said before the restart is known after it. " * 8 + "Yes?"
+CACHED = len(PROMPT) // PAGE * PAGE
+GREEDY: dict[str, Any] = {"temperature": 0, "prompt": PROMPT, "max_tokens": 16}
+
+
+async def complete(client: openai.AsyncOpenAI, **more: Any) -> Any:
+    model = [model.id async for model in client.models.list()][0]  # noqa: RUF015
+    return await client.completions.create(model=model, **GREEDY | more)
+
+
+def tiers(answer: Any) -> dict[str, int]:
+    found: dict[str, int] = answer.usage.prompt_tokens_details.cached_tokens_by_tier
+    return found
+
+
+@pytest.mark.asyncio
+async def test_a_restart_finds_in_storage_what_was_there(tmp_path: Path) -> None:
+    options = ("--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB&segment=8MiB")
+    said = []
+    for expected in ({"device": 0, "host": 0, "storage": 0}, {"device": 0, "host": 0, "storage": CACHED}):
+        with running(tmp_path, *options) as server:
+            async with server.client() as client:
+                answer = await complete(client)
+                assert tiers(answer) == expected
+                said.append(answer.choices[0].text)
+    assert said[0] == said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_stream_is_finished_before_it_stops(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=200, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert server.ended() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None:
+    """Its reader is told, and the cache is closed in good order."""
+    with running(tmp_path, "--drain", "0.5") as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=20_000, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            with pytest.raises(openai.APIError, match="the server is closing"):
+                async for _ in stream:
+                    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.asyncio
+async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path) -> None:
+    with running(tmp_path, "--model-family", family) as server:
+        async with server.client() as client:
+            first = await complete(client)
+            again = await asyncio.gather(*(complete(client) for _ in range(3)))
+            assert {answer.choices[0].text for answer in again} == {first.choices[0].text}
+            assert all(answer.usage.prompt_tokens_details.cached_tokens == CACHED for answer in again)
+            await settled(client)
+
+
+@pytest.mark.slow
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    ran = subprocess.run(command("--device-tokens", "100"), capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 2
+    assert "device_tokens=100 is not a multiple of page_size=16" in ran.stderr
+    assert "Traceback" not in ran.stderr
