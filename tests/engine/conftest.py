@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
-import pytest
+collect_ignore_glob = [] if find_spec("transformers") else ["test_*.py"]
 
-pytest.importorskip("transformers")
+if not collect_ignore_glob:
+    import torch
+    import transformers
 
-import torch
-import transformers
-
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()  # which optional kernels are missing
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()  # which optional kernels are missing
