@@ -18,6 +18,7 @@ from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, SingleRank
 from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.entry import Terms
+from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
@@ -346,6 +347,16 @@ class AsyncCache:
     def core(self) -> CacheCore:
         """The state machine behind the cache, for audits and tools: to be looked at, never changed."""
         return self._opened().core
+
+    async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
+        """Where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It only
+        reads: asking changes no recency. Cancelling it does nothing.
+
+        Raises:
+            ConfigError: the tokens are unusable.
+        """
+        machine = self._ready()
+        return await explain(machine, machine.space(extra_key), as_key(tokens))
 
     def statistics(self) -> CacheStatistics:
         """Everything that is counted, as of now. Cheap; also after closing."""

@@ -1,0 +1,167 @@
+"""Where a prompt is, over all tiers: the core's answer, and what the store says of the rest. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asynccache.config import POOL_NAME
+from asynccache.core.cache import Shape, usable_end
+from asynccache.core.explaining import Explanation
+from asynccache.core.settings import ComponentKind
+from asynccache.runtime.hashing import HASH_BYTES, Chain
+from asynccache.runtime.tokens import TOKEN_BYTES
+from asynccache.storage import Result
+
+if TYPE_CHECKING:
+    from asynccache.runtime.machine import Machine
+
+BATCH_PAGES = 128
+_HERE = ("present", "arriving")
+
+
+class Where(Enum):
+    """The nearest tier that has a page's FULL data."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+    NOWHERE = "nowhere"
+    UNKNOWN = "unknown"
+
+
+class Span(NamedTuple):
+    """Tokens ``start`` to ``stop``, all in one place. ``states``: by component, its state on device and host, as far as
+    the tree knows these tokens; ``pinned``: by how many, FULL on device and host. ``stored``: in storage as well."""
+
+    start: int
+    stop: int
+    where: Where
+    states: dict[str, tuple[str, str]]
+    pinned: tuple[int, int]
+    stored: bool
+
+
+class Explained(NamedTuple):
+    """In tokens. ``tokens``: the prompt; ``length``: its whole pages. ``device``, ``host``, ``storage``: how far a
+    match would reach with what the device has, with the host, and with storage (at least: a window that begins on
+    the host and ends in storage is not put together here). ``loads``: pages by component that the match would bring
+    from the host. ``ends``: what ends the match on device and host, ``why`` in words; ``fetch``: what a prefetch would
+    do."""
+
+    tokens: int
+    length: int
+    device: int
+    host: int
+    storage: int
+    spans: tuple[Span, ...]
+    loads: dict[str, int]
+    ends: str | None
+    why: str
+    fetch: str
+
+    def plain(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        spans = [{**span._asdict(), "where": span.where.value} for span in self.spans]
+        return {**self._asdict(), "spans": spans}
+
+    def lines(self) -> list[str]:
+        """To be read."""
+        return describe(self.plain())
+
+
+async def explain(machine: Machine, space: bytes, key: bytes) -> Explained:
+    """See ``AsyncCache.explain``."""
+    found = machine.core.explain(space, key)
+    present = await _stored(machine, space, key, found) if machine.store is not None else {}
+    full = POOL_NAME[ComponentKind.FULL] if POOL_NAME[ComponentKind.FULL] in present else next(iter(present), "")
+    spans = tuple(_merged([*_in_tree(found), *_beyond(found, present.get(full, ()), machine.config.page_size)]))
+    return Explained(
+        tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host,
+        storage=_reach(machine, found, present), spans=spans,
+        loads={POOL_NAME[load.component]: load.pages for load in found.loads},
+        ends=None if found.ends is None else POOL_NAME[found.ends], why=found.why,
+        fetch=_fetch(machine, found, present),
+    )  # fmt: skip
+
+
+async def _stored(machine: Machine, space: bytes, key: bytes, found: Explanation) -> dict[str, list[Result]]:
+    """By pool, for every page of the prompt, what the store says of it."""
+    assert machine.store is not None
+    chain = Chain(space, machine.config.page_size, key, machine.core.known_hashes(space, key))
+    hashes = await chain.extend(key)
+    pages = found.length // machine.config.page_size
+    answers: dict[str, list[Result]] = {}
+    for name, _ in machine.pools.named():
+        keys = [machine.pools.key(name, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]) for i in range(pages)]
+        answers[name] = []
+        for at in range(0, pages, BATCH_PAGES):
+            answers[name] += await machine.store.exists(keys[at : at + BATCH_PAGES])
+    return answers
+
+
+def _in_tree(found: Explanation) -> Iterator[Span]:
+    for run in found.runs:
+        full = run.cells[0]
+        where = Where.DEVICE if full.device in _HERE else Where.HOST if full.host == "present" else Where.NOWHERE
+        states = {POOL_NAME[cell.component]: (cell.device, cell.host) for cell in run.cells}
+        yield Span(run.start, run.stop, where, states, full.pins, run.stored)
+
+
+_WHERE = {Result.HIT: Where.STORAGE, Result.FAILED: Where.UNKNOWN}
+
+
+def _beyond(found: Explanation, present: Sequence[Result], size: int) -> Iterator[Span]:
+    """Pages that the tree does not know."""
+    for start in range(found.tree, found.length, size):
+        at = start // size
+        where = _WHERE.get(present[at], Where.NOWHERE) if at < len(present) else Where.NOWHERE
+        yield Span(start, start + size, where, {}, (0, 0), where is Where.STORAGE)
+
+
+def _merged(spans: Sequence[Span]) -> Iterator[Span]:
+    for _, group in groupby(spans, lambda span: span[2:]):
+        together = list(group)
+        yield together[0]._replace(stop=together[-1].stop)
+
+
+def _reach(machine: Machine, found: Explanation, present: dict[str, list[Result]]) -> int:
+    config = machine.core.config
+    window = next((component.window for component in config.components if component.window), 0)
+    mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
+    if not present:
+        return found.host
+    shape = Shape(config.page_size, found.full, found.host, found.length, window, 0, mamba)
+    there = {name: [result is Result.HIT for result in results] for name, results in present.items()}
+    return usable_end(shape, machine.pools.named(), there, found.length)
+
+
+def _fetch(machine: Machine, found: Explanation, present: dict[str, list[Result]]) -> str:
+    if machine.store is None:
+        return "there is no storage"
+    if any(Result.FAILED in results for results in present.values()):
+        return "storage does not answer"
+    if found.length - found.host < max(1, machine.config.prefetch_threshold):
+        return f"nothing: what is missing is shorter than prefetch_threshold={machine.config.prefetch_threshold}"
+    reach = _reach(machine, found, present)
+    return f"up to {reach}" if reach > found.host else "nothing: storage has none of what is missing"
+
+
+def describe(plain: dict[str, Any]) -> list[str]:
+    """``Explained.plain()``, to be read."""
+    lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
+    for span in plain["spans"]:
+        states = ", ".join(f"{name} {device}/{host}" for name, (device, host) in span["states"].items())
+        pins = "  pinned" if any(span["pinned"]) else ""
+        stored = "  +storage" if span["stored"] and span["where"] != "storage" else ""
+        lines.append(f"{span['start']:>9} .. {span['stop']:<9} {span['where']:<8} {states}{stored}{pins}".rstrip())
+    device, host, storage = plain["device"], plain["host"], plain["storage"]
+    lines.append(f"match: {device} on the device, {host} with the host, {storage} with storage")
+    if plain["loads"]:
+        loads = ", ".join(f"{pages} of {name}" for name, pages in plain["loads"].items())
+        lines.append(f"would be loaded from the host, in pages: {loads}")
+    lines.append(f"ended by {plain['ends']}: {plain['why']}" if plain["ends"] else plain["why"])
+    lines.append(f"a prefetch would fetch: {plain['fetch']}")
+    return lines

@@ -1,0 +1,89 @@
+"""``cache.explain``: over all tiers, with what the store says, and nothing changed by asking."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache import AsyncCache
+from asynccache.runtime.explaining import Where
+from asynccache.storage import Result
+from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text
+
+
+async def tiers(cache: AsyncCache) -> list[tuple[int, int, Where]]:
+    return [span[:3] for span in (await cache.explain(text(8))).spans]
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_over_three_tiers() -> None:
+    backend = MemoryBackend()
+    async with opened(settings(device=6, host=6, prefetch_quota=1.0), storage=backend) as cache:
+        await serve(cache, text(4))
+        await settled(cache)
+        assert await tiers(cache) == [(0, 16, Where.DEVICE), (16, 32, Where.NOWHERE)]
+        async with cache.lease(text(6, seed=1)):
+            pass
+        assert await tiers(cache) == [(0, 16, Where.HOST), (16, 32, Where.NOWHERE)]
+        found = await cache.explain(text(8))
+        assert (found.device, found.host, found.storage, found.ends) == (0, 16, 16, "full")
+        assert found.loads == {"full": 4}
+        for seed in (2, 3):
+            await serve(cache, text(6, seed=seed))
+            await settled(cache)
+        assert await tiers(cache) == [(0, 16, Where.STORAGE), (16, 32, Where.NOWHERE)]
+        found = await cache.explain(text(8))
+        assert (found.host, found.storage, found.fetch) == (0, 16, "up to 16")
+        assert "was in storage then" in found.why
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_asking_keeps_nothing_warm() -> None:
+    async with opened(settings(device=8)) as cache:
+        await serve(cache, text(4))
+        await serve(cache, text(4, seed=1))
+        for _ in range(3):
+            await cache.explain(text(4))
+        await serve(cache, text(4, seed=2))
+        assert (await cache.match(text(4))).device == 0
+        assert (await cache.match(text(4, seed=1))).device == 4 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_components_that_end_a_match_are_named() -> None:
+    async with opened(settings(swa=8, mamba=8)) as cache:
+        await serve(cache, text(4), pools=("full", "swa"))
+        found = await cache.explain(text(4))
+        assert (found.device, found.ends) == (0, "mamba")
+        assert found.spans[0].states["full"] == ("present", "absent")
+        assert found.spans[0].states["mamba"] == ("absent", "absent")
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_does_not_answer_leaves_it_unknown() -> None:
+    class Down(MemoryBackend):
+        async def exists(self, keys: object) -> list[Result]:
+            raise OSError("gone")
+
+    backend = Down()
+    async with opened(settings(host=8), storage=backend, idle=False) as cache:
+        found = await cache.explain(text(4))
+        assert [span.where for span in found.spans] == [Where.UNKNOWN]
+        assert found.fetch == "storage does not answer"
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_it_can_be_read_and_sent() -> None:
+    async with opened(settings(host=8)) as cache:
+        await serve(cache, text(4))
+        found = await cache.explain(text(4, extra=2))
+        assert json.loads(json.dumps(found.plain()))["spans"][0]["where"] == "device"
+        lines = found.lines()
+        assert lines[0] == "18 tokens, 16 of them in whole pages"
+        assert "0 .. 16" in lines[1]
+        assert lines[-2] == "the whole prompt is there"
+        assert (await cache.explain([1])).spans == ()
