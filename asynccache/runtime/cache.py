@@ -348,6 +348,26 @@ class AsyncCache:
         """The state machine behind the cache, for audits and tools: to be looked at, never changed."""
         return self._opened().core
 
+    @property
+    def closed(self) -> str | None:
+        """Why no requests are taken now; None if they are."""
+        machine = self._machine
+        if machine is None:
+            return "the cache is not open"
+        if machine.driver.closed is not None:
+            return str(machine.driver.closed)
+        return "the cache is closing" if machine.draining else None
+
+    @property
+    def backend_name(self) -> str:
+        """The scheme of the storage URL, or the class of the backend that was given; "" without storage."""
+        if self._store is None:
+            return ""
+        if self._given_storage is None and self.config.storage is not None:
+            return self.config.storage.split(":", 1)[0]
+        given = self._given_storage
+        return type(given.backend if isinstance(given, CheckedStore) else given).__name__
+
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
         """Where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It only
         reads: asking changes no recency. Cancelling it does nothing.

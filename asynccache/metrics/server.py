@@ -1,0 +1,218 @@
+"""A few pages about a cache over HTTP, on the cache's own loop, for one scraper and a curious human.
+
+    GET  /metrics      Prometheus, if prometheus-client is installed
+    GET  /healthz      200 while the cache takes requests, else 503 and why
+    GET  /statistics   everything that is counted, as JSON
+    POST /explain      {"tokens": [...], "extra_key": null}; GET /explain?tokens=1,2,3 for short ones
+
+It answers one request on a connection and closes it. It is no server for the public: give it no public address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from urllib.parse import parse_qs, urlsplit
+
+from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.metrics.lag import LoopLag
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from asynccache.runtime.cache import AsyncCache
+
+MOST_BYTES = 32 << 20
+PATIENCE = 10.0
+_JSON = "application/json"
+
+
+class Request(NamedTuple):
+    """What was asked."""
+
+    method: str
+    path: str
+    query: Mapping[str, list[str]]
+    body: bytes
+
+
+class Answer(NamedTuple):
+    """What is answered."""
+
+    status: str
+    kind: str
+    body: bytes
+
+
+class Refused(Exception):
+    """A request that cannot be answered; the status says why."""
+
+    def __init__(self, status: str, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class Exposed:
+    """``async with Exposed(cache, port=9090) as exposed``: serves until it is left; port 0: any, ``exposed.port`` says
+    which. ``registry``: yours, with whatever else is in it; without one, a registry of its own with this cache."""
+
+    def __init__(
+        self, cache: AsyncCache, *, host: str = "127.0.0.1", port: int = 0,
+        registry: CollectorRegistry | None = None, lag: LoopLag | None = None,
+    ) -> None:  # fmt: skip
+        self._cache = cache
+        self._host = host
+        self.port = port
+        self._lag = lag or LoopLag()
+        self._registry = registry
+        self._server: asyncio.Server | None = None
+        self._talking: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"Exposed(http://{self._host}:{self.port})"
+
+    async def __aenter__(self) -> Self:
+        """Listen. Cancelling it leaves nothing open.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        try:
+            self._server = await asyncio.start_server(self._talk, self._host, self.port, limit=1 << 16)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"serve: cannot listen at {self._host}:{self.port}: {error}") from error
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._lag.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hang up. Cancelling it leaves no socket open."""
+        self._lag.stop()
+        if self._server is not None:
+            self._server.close()
+        for task in self._talking:
+            task.cancel()
+        while self._talking:
+            await asyncio.wait(self._talking)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._talking.add(task)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                writer.write(_written(await self._answered(reader)))
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.CancelledError):
+            pass  # the other side is gone or asleep, or this one is closing; nothing depends on it
+        finally:
+            self._talking.discard(task)
+            writer.close()
+
+    async def _answered(self, reader: asyncio.StreamReader) -> Answer:
+        try:
+            return await self._answer(await _read(reader))
+        except Refused as refused:
+            return _failed(refused.status, refused)
+        except AsyncCacheError as error:
+            return _failed("400 Bad Request" if isinstance(error, ConfigError) else "503 Service Unavailable", error)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+            return _failed("400 Bad Request", error)
+
+    async def _answer(self, request: Request) -> Answer:
+        match request.path:
+            case "/metrics":
+                return self._metrics()
+            case "/healthz":
+                return self._healthz()
+            case "/statistics":
+                return _json(plain(self._cache.statistics()))
+            case "/explain":
+                tokens, extra_key = _asked(request)
+                return _json((await self._cache.explain(tokens, extra_key)).plain())
+            case _:
+                raise Refused("404 Not Found", "there are /metrics, /healthz, /statistics and /explain")
+
+    def _metrics(self) -> Answer:
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+            from asynccache.metrics.collector import CacheCollector
+        except ModuleNotFoundError:
+            raise Refused("501 Not Implemented", "pip install 'asynccache[metrics]' brings /metrics") from None
+        if self._registry is None:
+            self._registry = CollectorRegistry()
+            self._registry.register(CacheCollector(self._cache, lag=self._lag))
+        return Answer("200 OK", CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry))
+
+    def _healthz(self) -> Answer:
+        why = self._cache.closed
+        if why is not None:
+            raise Refused("503 Service Unavailable", why)
+        return Answer("200 OK", "text/plain", b"ok\n")
+
+
+async def _read(reader: asyncio.StreamReader) -> Request:
+    """One request.
+
+    Raises:
+        Refused: it is too long, or no HTTP.
+    """
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    words = head[0].split()
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise Refused("400 Bad Request", "this is no HTTP")
+    if words[0] not in ("GET", "POST", "HEAD"):
+        raise Refused("405 Method Not Allowed", f"{words[0]} is not served")
+    fields = {name.strip().lower(): text.strip() for name, _, text in (line.partition(":") for line in head[1:])}
+    length = int(fields.get("content-length", "0"))
+    if not 0 <= length <= MOST_BYTES:
+        raise Refused("413 Content Too Large", f"at most {MOST_BYTES} bytes")
+    body = await reader.readexactly(length)
+    parts = urlsplit(words[1])
+    return Request(words[0], parts.path, parse_qs(parts.query), body)
+
+
+def _asked(request: Request) -> tuple[list[int], str | None]:
+    """The tokens and the namespace that /explain is asked for."""
+    if request.method == "POST":
+        fields: dict[str, Any] = json.loads(request.body or b"{}")
+        tokens, extra_key = fields.get("tokens"), fields.get("extra_key")
+    else:
+        tokens = [int(token) for token in ",".join(request.query.get("tokens", [])).split(",") if token]
+        extra_key = request.query.get("extra_key", [None])[0]
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise Refused("400 Bad Request", "tokens must be a list of integers")
+    if extra_key is not None and not isinstance(extra_key, str):
+        raise Refused("400 Bad Request", "extra_key must be a string")
+    return tokens, extra_key
+
+
+def plain(value: Any) -> Any:
+    """Named tuples as objects, enums as their values: what JSON has."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(field) for name, field in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(key): plain(field) for key, field in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(field) for field in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def _json(value: object) -> Answer:
+    return Answer("200 OK", _JSON, json.dumps(value).encode() + b"\n")
+
+
+def _failed(status: str, error: Exception) -> Answer:
+    return Answer(status, _JSON, json.dumps({"error": str(error)}).encode() + b"\n")
+
+
+def _written(answer: Answer) -> bytes:
+    head = f"HTTP/1.1 {answer.status}\r\nContent-Type: {answer.kind}\r\nContent-Length: {len(answer.body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + answer.body
+
+
