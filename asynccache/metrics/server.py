@@ -117,8 +117,10 @@ class Exposed:
             return await self._answer(await _read(reader))
         except Refused as refused:
             return _failed(refused.status, refused)
-        except AsyncCacheError as error:
-            return _failed("400 Bad Request" if isinstance(error, ConfigError) else "503 Service Unavailable", error)
+        except ConfigError as error:
+            return _failed("400 Bad Request", error)
+        except (AsyncCacheError, RuntimeError) as error:  # it is closed, or not open yet
+            return _failed("503 Service Unavailable", error)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
             return _failed("400 Bad Request", error)
 
@@ -180,7 +182,9 @@ async def _read(reader: asyncio.StreamReader) -> Request:
 def _asked(request: Request) -> tuple[list[int], str | None]:
     """The tokens and the namespace that /explain is asked for."""
     if request.method == "POST":
-        fields: dict[str, Any] = json.loads(request.body or b"{}")
+        fields = json.loads(request.body or b"{}")
+        if not isinstance(fields, dict):
+            raise Refused("400 Bad Request", 'send {"tokens": [...]}')
         tokens, extra_key = fields.get("tokens"), fields.get("extra_key")
     else:
         tokens = [int(token) for token in ",".join(request.query.get("tokens", [])).split(",") if token]

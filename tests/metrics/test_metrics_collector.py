@@ -1,0 +1,130 @@
+"""The counters as Prometheus metrics: complete, right, and readable by its own parser."""
+
+from __future__ import annotations
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asynccache import AsyncCache
+from asynccache.events.publisher import PublisherStats
+from asynccache.metrics import CacheCollector, LoopLag
+from asynccache.runtime.lookups import Miss
+from asynccache.runtime.stats import BOUNDS_MS, Meter
+from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text, until
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(registry: CollectorRegistry) -> Samples:
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+
+
+def registered(cache: AsyncCache, **more: object) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(CacheCollector(cache, name="c", **more))  # type: ignore[arg-type]
+    return registry
+
+
+def one(samples: Samples, name: str, **labels: str) -> float:
+    return samples[f"asynccache_{name}", frozenset({"cache": "c", **labels}.items())]
+
+
+@pytest.mark.asyncio
+async def test_a_scrape_says_what_happened() -> None:
+    backend = MemoryBackend()
+    async with opened(settings(device=8, host=8, swa=8), storage=backend) as cache:
+        registry = registered(cache)
+        for seed in (0, 0, 1, 2):
+            await serve(cache, text(4, seed=seed, extra=1), pools=("full", "swa"))
+            await settled(cache)
+        samples = scrape(registry)
+        statistics = cache.statistics()
+        assert one(samples, "requests_total") == 4
+        assert one(samples, "prompt_tokens_total") == 16 * PAGE
+        assert one(samples, "hit_tokens_total", tier="device") == 4 * PAGE
+        assert one(samples, "miss_tokens_total", reason="never_stored") == 12 * PAGE
+        assert one(samples, "miss_requests_total", reason="never_stored") == 3
+        assert one(samples, "pool_slots", tier="host", pool="swa") == 16
+        assert one(samples, "stage_bytes_total", stage="backup_host") == statistics.stages["backup_host"].bytes > 0
+        assert one(samples, "stage_tokens_total", stage="backup_storage") == 12 * PAGE
+        assert one(samples, "stage_latency_seconds_count", stage="backup_host") == statistics.stages["backup_host"].ops
+        assert one(samples, "evicted_pages_total", tier="device") == statistics.core.evicted_device > 0
+        assert one(samples, "queue_depth", queue="backup_host") == 0
+        assert one(samples, "storage", backend="MemoryBackend", figure="pages") == len(backend._stored)
+        assert one(samples, "storage_breaker", backend="MemoryBackend", asynccache_storage_breaker="closed") == 1
+        assert one(samples, "storage_breaker", backend="MemoryBackend", asynccache_storage_breaker="open") == 0
+        reasons = {dict(labels)["reason"] for name, labels in samples if name == "asynccache_miss_tokens_total"}
+        assert reasons == {reason.name.lower() for reason in Miss}
+    assert one(scrape(registry), "requests_total") == 4
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_pins_are_what_cannot_go() -> None:
+    async with opened(settings(device=16)) as cache:
+        registry = registered(cache)
+        await serve(cache, text(4))
+        assert one(scrape(registry), "pool_pinned_slots", tier="device", pool="full") == 0
+        async with cache.lease(text(6)):
+            samples = scrape(registry)
+            assert one(samples, "pool_pinned_slots", tier="device", pool="full") == 6
+            assert one(samples, "pool_free_slots", tier="device", pool="full") == 10
+            assert one(samples, "leases") == 1
+
+
+@pytest.mark.asyncio
+async def test_two_caches_share_a_registry() -> None:
+    async with opened(settings()) as first, opened(settings()) as second:
+        registry = CollectorRegistry()
+        registry.register(CacheCollector(first, name="c"))
+        registry.register(CacheCollector(second, name="d"))
+        await serve(first, text(4))
+        samples = scrape(registry)
+    assert one(samples, "requests_total") == 1
+    assert samples["asynccache_requests_total", frozenset({("cache", "d")})] == 0
+
+
+@pytest.mark.asyncio
+async def test_lag_and_events_are_told_if_there_are_any() -> None:
+    async with opened(settings()) as cache:
+        lag = LoopLag(tick=0.001)
+        lag.start()
+        lag.start()
+        await until(lambda: lag.histogram().total_ms > 0)
+        lag.stop()
+        registry = registered(cache, lag=lag, publisher=lambda: PublisherStats(3, 7, 100, 0, 2, 1))
+        samples = scrape(registry)
+    assert one(samples, "loop_lag_seconds_count") == sum(lag.histogram().counts) > 0
+    assert (one(samples, "event_batches_total"), one(samples, "events_total")) == (3, 7)
+    assert (one(samples, "events_lost_total"), one(samples, "events_waiting")) == (2, 1)
+
+
+def test_a_latency_falls_into_the_bucket_that_holds_it() -> None:
+    meter = Meter()
+    for milliseconds in (0.01, 0.05, 0.06, 10_000.0, 10_001.0):
+        meter.took(milliseconds / 1e3)
+    counts = meter.histogram().counts
+    assert counts[0] == 2
+    assert counts[1] == 1
+    assert counts[-2:] == (1, 1)
+    assert len(counts) == len(BOUNDS_MS) + 1
+    assert meter.histogram().total_ms == pytest.approx(20_001.12)
+
+
+@pytest.mark.asyncio
+async def test_buckets_are_cumulative_and_end_with_all() -> None:
+    async with opened(settings(host=16)) as cache:
+        registry = registered(cache)
+        await serve(cache, text(4))
+        await settled(cache)
+        samples = scrape(registry)
+    buckets = sorted(
+        (float(dict(labels)["le"]), value) for (name, labels), value in samples.items()
+        if name == "asynccache_stage_latency_seconds_bucket" and ("stage", "backup_host") in labels
+    )
+    assert [count for _, count in buckets] == sorted(count for _, count in buckets)
+    assert buckets[-1] == (float("inf"), one(samples, "stage_latency_seconds_count", stage="backup_host"))

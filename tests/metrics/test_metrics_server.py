@@ -1,0 +1,124 @@
+"""A few pages over HTTP, asked for as a scraper, a browser and a vandal would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from asynccache import AsyncCache, ConfigError
+from asynccache.metrics import Exposed
+from tests.runtime.runtime_kit import opened, serve, settings, text
+
+
+def _fetch(url: str, body: bytes | None) -> tuple[int, str, bytes]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read()
+
+
+async def fetch(exposed: Exposed, path: str, body: Any = None) -> tuple[int, str, bytes]:
+    data = None if body is None else json.dumps(body).encode()
+    return await asyncio.to_thread(_fetch, f"http://127.0.0.1:{exposed.port}{path}", data)
+
+
+@pytest.mark.asyncio
+async def test_the_pages() -> None:
+    async with opened(settings(host=16)) as cache, Exposed(cache) as exposed:
+        await serve(cache, text(4))
+        assert (await fetch(exposed, "/healthz"))[::2] == (200, b"ok\n")
+        status, kind, body = await fetch(exposed, "/metrics")
+        assert status == 200
+        assert kind.startswith("text/plain")
+        assert b'asynccache_requests_total{cache="test"} 1.0' in body
+        assert b"asynccache_loop_lag_seconds_bucket" in body
+        _, kind, body = await fetch(exposed, "/statistics")
+        assert kind == "application/json"
+        assert json.loads(body)["device"]["full"]["capacity"] == 16
+        assert json.loads(body)["lookups"]["requests"] == 1
+
+
+@pytest.mark.asyncio
+async def test_explain_by_post_and_by_get() -> None:
+    async with opened(settings(host=16)) as cache, Exposed(cache) as exposed:
+        await serve(cache, text(4))
+        _, _, posted = await fetch(exposed, "/explain", {"tokens": text(4)})
+        _, _, got = await fetch(exposed, "/explain?tokens=" + ",".join(map(str, text(4))))
+        assert json.loads(posted) == json.loads(got)
+        assert json.loads(got)["device"] == 16
+        _, _, other = await fetch(exposed, "/explain", {"tokens": text(4), "extra_key": "tenant"})
+        assert json.loads(other)["device"] == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [("/", None, 404), ("/explain?tokens=a", None, 400), ("/explain", {"tokens": "abc"}, 400),
+     ("/explain", {"tokens": [1, -5]}, 400), ("/explain", {"tokens": [1], "extra_key": 3}, 400),
+     ("/explain", [1], 400)],
+)  # fmt: skip
+async def test_what_cannot_be_answered_is_said(path: str, body: Any, status: int) -> None:
+    async with opened(settings()) as cache, Exposed(cache) as exposed:
+        code, _, answer = await fetch(exposed, path, body)
+        assert code == status
+        assert json.loads(answer)["error"]
+        assert (await fetch(exposed, "/healthz"))[0] == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [(b"what is this\r\n\r\n", b"400"), (b"BREW /healthz HTTP/1.1\r\n\r\n", b"405"),
+     (b"GET /healthz HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"400"),
+     (b"POST /explain HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n", b"413"), (b"GET " + b"x" * 100_000, b"400"),
+     (b"\xff\xfe\r\n\r\n", b"400"), (b"GET", b"")],
+)  # fmt: skip
+async def test_noise_is_refused_and_the_next_is_served(sent: bytes, answered: bytes) -> None:
+    async with opened(settings()) as cache, Exposed(cache) as exposed:
+        reader, writer = await asyncio.open_connection("127.0.0.1", exposed.port)
+        writer.write(sent)
+        writer.write_eof()
+        assert answered in await reader.read()
+        writer.close()
+        assert (await fetch(exposed, "/healthz"))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_whoever_is_silent_is_hung_up_on_when_it_closes() -> None:
+    async with opened(settings()) as cache:
+        async with Exposed(cache):
+            pass
+        async with Exposed(cache) as exposed:
+            _, writer = await asyncio.open_connection("127.0.0.1", exposed.port)
+            await asyncio.sleep(0)
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_a_closed_cache_is_not_healthy() -> None:
+    cache = AsyncCache(settings())
+    async with Exposed(cache) as exposed:
+        for page in ("/healthz", "/statistics", "/explain?tokens=1", "/metrics"):
+            assert (await fetch(exposed, page))[0] == 503
+        async with cache:
+            assert (await fetch(exposed, "/healthz"))[0] == 200
+        status, _, body = await fetch(exposed, "/healthz")
+        assert status == 503
+        assert "closed" in json.loads(body)["error"]
+        assert (await fetch(exposed, "/explain?tokens=1"))[0] == 503
+        assert (await fetch(exposed, "/metrics"))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_an_address_that_is_taken_is_refused() -> None:
+    async with opened(settings()) as cache, Exposed(cache) as exposed:
+        with pytest.raises(ConfigError, match="cannot listen"):
+            async with Exposed(cache, port=exposed.port):
+                pass
