@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from asynccache.errors import ConfigError
+from asynccache import ConfigError
 
 _NAMES = ("past_key_values", "cache_params")
 

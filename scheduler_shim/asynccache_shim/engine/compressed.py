@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from asynccache.errors import ConfigError
+from asynccache import ConfigError
 from asynccache_shim.engine.memory import Slots, Track
 from asynccache_shim.engine.parts import Calls, Part, Span, overhear
 

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from asynccache.errors import ConfigError
+from asynccache import ConfigError
 from asynccache_shim.engine.call import run
 from asynccache_shim.engine.compressed import Compressed, is_compressed
 from asynccache_shim.engine.layout import Layout

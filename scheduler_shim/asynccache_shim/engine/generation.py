@@ -14,9 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asynccache.errors import LoadFailed
-from asynccache.runtime.cache import AsyncCache, ExtraKey
-from asynccache.runtime.lease import Hits, Lease
+from asynccache import AsyncCache, Hits, Lease, LoadFailed
 from asynccache_shim.engine.paged import PagedModel
 from asynccache_shim.model import Batch, Checkpoint, Work
 
@@ -46,7 +44,9 @@ class Generator:
         """Wait for the call that runs."""
         self._thread.shutdown()
 
-    async def generate(self, tokens: Sequence[int], new_tokens: int, *, extra_key: ExtraKey = None) -> Generated:
+    async def generate(
+        self, tokens: Sequence[int], new_tokens: int, *, extra_key: str | bytes | None = None
+    ) -> Generated:
         """``new_tokens`` (1 or more) tokens that follow ``tokens``. Cancelling it waits for the forward call that runs,
         then gives everything back.
 

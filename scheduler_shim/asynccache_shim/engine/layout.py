@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
-from asynccache.core.settings import HitPolicy
+from asynccache import CacheConfig, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
 from asynccache_shim.engine.parts import Part
 
 COMPONENTS = ("full", "swa", "mamba")
@@ -91,7 +90,7 @@ class Layout:
         """
         swa_device = device_tokens if swa_device_tokens is None else swa_device_tokens
         swa_host = host_tokens if swa_host_tokens is None else swa_host_tokens
-        components: list[Component] = [self._full(device_tokens, host_tokens)]
+        components: list[Full | SlidingWindow | Mamba] = [self._full(device_tokens, host_tokens)]
         if self.window:
             components.append(self._swa(swa_device, swa_host))
         if self.recurrent:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 
-from asynccache.errors import ConfigError
+from asynccache import ConfigError
 from asynccache_shim.engine.call import run
 from asynccache_shim.engine.compressed import Compressed
 from asynccache_shim.engine.layout import Layout
