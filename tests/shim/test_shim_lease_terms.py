@@ -130,3 +130,28 @@ async def test_growing_never_waits_for_another_lease() -> None:
                 async with asyncio.timeout(5):
                     with pytest.raises(CacheFull):
                         await growing.extend(PAGE, wait=True)
+
+
+@pytest.mark.asyncio
+async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
+    """Matched at page three of a node of four, with a window of two: page zero is pinned until somebody needs it."""
+    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+        await put(cache, text(6))
+        async with cache.lease([*text(3), 1, 2], chunk=2 * PAGE, new_tokens=6 * PAGE) as lease:
+            assert (lease.page_table("swa") >= 0).tolist() == [True] * 5
+            await lease.extend(2 * PAGE)
+            assert (lease.page_table("swa") >= 0).tolist() == [False] + [True] * 6
+            with pytest.raises(CacheFull):
+                await lease.extend(PAGE)
+        check(cache.core)
+
+
+@pytest.mark.asyncio
+async def test_growing_gives_up_what_decoding_has_left_behind() -> None:
+    async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
+        async with cache.lease(text(4), new_tokens=6 * PAGE, chunk=6 * PAGE, swa_chunk=6 * PAGE) as lease:
+            await lease.commit(text(4))
+            lease.advance(6 * PAGE)
+            await lease.extend(3 * PAGE)
+            assert (lease.page_table("swa") >= 0).tolist() == [False] * 3 + [True] * 6
+        check(cache.core)

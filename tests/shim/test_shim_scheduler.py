@@ -111,6 +111,15 @@ async def test_a_conversation_goes_on_from_its_own_output(more: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_conversation_that_has_ended_leaves_first() -> None:
+    async with serving(config(20)) as served:
+        await served.answer(text(6, extra=1), 1)
+        await served.answer(text(6, seed=1, extra=1), 1, ended=True)
+        await served.answer(text(12, seed=2), 1)
+        assert hits(await served.answer(text(6, extra=1), 1)).device == 6 * PAGE
+
+
+@pytest.mark.asyncio
 async def test_namespaces_never_meet() -> None:
     async with serving(config()) as served:
         for key in (None, "a", "b"):
