@@ -22,6 +22,7 @@ BENCHES = {
     "runtime": "what an await adds to a call of the core",
 }
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
+EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"
 _COMMANDS: dict[Literal["replay", "stress"], str] = {
     "replay": "serve the requests of a recorded trace, and verify every page",
     "stress": "serve made-up conversations, with faults and cancellations if wanted, and verify every page",
@@ -59,6 +60,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _bench(arguments[1:])
     if arguments[:1] == ["store"]:
         return _store(arguments[1:])
+    if arguments[:1] == ["explain"]:
+        return _explain(arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
         return _run(arguments)
     _parser().parse_args(arguments or ["--help"])
@@ -72,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         _fill(commands.add_parser(name, help=text, description=text), name)
     commands.add_parser("store", help=STORE, add_help=False)
+    commands.add_parser("explain", help=EXPLAIN, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
 
@@ -98,6 +102,14 @@ def _store(arguments: list[str]) -> int:
     parser = _Parser(prog="asynccache store", description=STORE[0].upper() + STORE[1:] + ".")
     store.add_arguments(parser)
     return store.execute(parser.parse_args(arguments or ["--help"]))
+
+
+def _explain(arguments: list[str]) -> int:
+    from asynccache.cli import explain
+
+    parser = _Parser(prog="asynccache explain", description=EXPLAIN[0].upper() + EXPLAIN[1:] + ".")
+    explain.add_arguments(parser)
+    return explain.execute(parser.parse_args(arguments or ["--help"]))
 
 
 def _bench(arguments: list[str]) -> int:

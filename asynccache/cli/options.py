@@ -59,6 +59,7 @@ class Settings:
     eviction: str
     seed: int
     loop: str | None
+    serve: int | None = None
     config: str | None = None
     json: str | None = None
     quiet: bool = False
@@ -96,6 +97,13 @@ def _integer(low: int) -> Callable[[str], int]:
             raise ConfigError(f"must be at least {low}")
         return value
     return parse
+
+
+def _port(text: str) -> int:
+    port = _integer(0)(text)
+    if port > 65535:
+        raise ConfigError("must be a port: 0 to 65535")
+    return port
 
 
 def _real(text: str, wanted: str, low: float, high: float) -> float:
@@ -211,6 +219,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
     Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
     Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
+    Option("serve", _port, _both(None), "PORT",
+           "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT while it runs; 0: any port"),
     Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
     Option("json", _text, _both(None), "PATH|-", "write the report as JSON"),
     Option("quiet", None, _both(False), "", "no display, no summary"),

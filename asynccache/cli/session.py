@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from asynccache.core.cache import CacheCore
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
+from asynccache.metrics import Exposed
 from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 
@@ -179,7 +180,8 @@ class Session:
         showing = asyncio.create_task(self._display.show(watch.take))
         ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, driver.stop)
         try:
-            await driver.run()
+            async with self._exposed(cache, watch):
+                await driver.run()
         finally:
             self.trace = driver.trace
             if ending is not None:
@@ -188,6 +190,17 @@ class Session:
             showing.cancel()
             with suppress(asyncio.CancelledError):
                 await showing
+
+    @asynccontextmanager
+    async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
+        """Whoever wants to look in from outside may, if ``--serve`` says so."""
+        if self._settings.serve is None:
+            yield
+            return
+        async with Exposed(cache, port=self._settings.serve) as exposed:
+            watch.note = f"http://127.0.0.1:{exposed.port}"
+            print(f"serving {watch.note}/metrics /healthz /statistics /explain", file=sys.stderr, flush=True)
+            yield
 
     def _duration(self) -> float | None:
         settings = self._settings

@@ -1,0 +1,90 @@
+"""``asynccache explain URL --tokens ...``: asks a running cache where a prompt is, and why it is no longer hit.
+
+``URL`` is where ``--serve`` said, or where an embedder serves ``asynccache.metrics.Exposed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from asynccache.errors import ConfigError
+
+TIMEOUT = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command can be told."""
+    parser.add_argument("url", metavar="URL", help="where the cache is served, such as http://127.0.0.1:9090")
+    parser.add_argument("--tokens", required=True, metavar="LIST|@FILE",
+                        help="the prompt's token ids, separated by commas or blanks, or a file that has them")
+    parser.add_argument("--extra-key", metavar="TEXT", help="the namespace (default: the one without a name)")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Ask and print; the exit status.
+
+    Raises:
+        ConfigError: the tokens cannot be read, or the cache cannot be asked.
+    """
+    from asynccache.runtime.explaining import describe
+
+    answer = ask(options.url, tokens(options.tokens), options.extra_key)
+    print(json.dumps(answer, indent=2) if options.json else "\n".join(describe(answer)))
+    return 0
+
+
+def tokens(text: str) -> list[int]:
+    """Token ids out of ``1,2 3`` or ``@file``.
+
+    Raises:
+        ConfigError: there is no such file, or something in it is no integer.
+    """
+    if text.startswith("@"):
+        try:
+            with open(text[1:], encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--tokens={text}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    words = text.strip(" \n[]").replace(",", " ").split()
+    for word in words:
+        if not word.lstrip("-").isdecimal():
+            raise ConfigError(f"--tokens: {word[:40]!r} is no token id; give integers separated by commas")
+    return [int(word) for word in words]
+
+
+def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
+    """The answer of the cache that is served at ``url``.
+
+    Raises:
+        ConfigError: nobody answers there, or what answers is no cache, or it refuses.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
+    body = json.dumps({"tokens": prompt, "extra_key": extra_key}).encode()
+    request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}/explain", body)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise ConfigError(f"{url} refuses: {_reason(error)}") from None
+    except (OSError, ValueError) as error:
+        hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
+        raise ConfigError(f"{url} does not answer: {getattr(error, 'reason', error)}; {hint}") from None
+    if not isinstance(found, dict) or "spans" not in found:
+        raise ConfigError(f"{url} answers, but is no cache")
+    return found
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"
