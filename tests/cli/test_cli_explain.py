@@ -21,7 +21,7 @@ from asynccache.errors import ConfigError
 @contextmanager
 def served(*options: str) -> Iterator[str]:
     """A stress run, and where it is served."""
-    command = [sys.executable, "-m", "asynccache.cli", "stress", "--serve", "0", "--quiet", "--duration", "30", *options]
+    command = [sys.executable, "-m", "asynccache.cli", "stress", "--serve", "0", "--quiet", "--duration=30", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
