@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from asynccache.config import Component, PoolSpec
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
-from tests.runtime.runtime_kit import value
+from tests.runtime import runtime_kit
 
 MODEL = "test"
 GARBAGE = 0xEE
@@ -98,6 +99,9 @@ def page_hashes(config: CacheConfig, tokens: Sequence[int]) -> list[bytes]:
     stop = len(tokens) // size * size * 4
     hashes = extend_chain(namespace_digest(MODEL, size, None), key, 0, stop, size * 4)
     return [hashes[i : i + 32] for i in range(0, len(hashes), 32)]
+
+
+value = lru_cache(1 << 16)(runtime_kit.value)
 
 
 def put(cache: AsyncCache, pool: str, slot: int, page_hash: bytes) -> None:
