@@ -59,6 +59,8 @@ class Heard(NamedTuple):
 class Compressed(Part):
     """All compressors of one layer."""
 
+    has_tail = True
+
     def __init__(self, layer: Any, page_size: int) -> None:
         """
         Raises:

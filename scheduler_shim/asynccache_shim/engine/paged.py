@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from transformers.cache_utils import DynamicCache
 
 from asynccache import ConfigError
 from asynccache_shim.engine.call import run
-from asynccache_shim.engine.compressed import Compressed
 from asynccache_shim.engine.layout import Layout
 from asynccache_shim.engine.memory import Slots
-from asynccache_shim.engine.parts import Span
+from asynccache_shim.engine.parts import Part, Span
 from asynccache_shim.engine.sampling import draw
 from asynccache_shim.model import NO_TOKEN, Batch, Work
 
@@ -31,8 +30,16 @@ class Pool(Protocol):
     def layer(self, i: int) -> torch.Tensor: ...
 
 
-Tails = Sequence[Sequence[Any]]
-"""By layer and part."""
+class Bound(NamedTuple):
+    """A part of one layer of the model, and where its tracks are."""
+
+    layer: int
+    part: Part
+    slots: tuple[Slots, ...]
+
+
+Tails = Sequence[Any]
+"""What each part keeps of a request that stopped within a page."""
 
 
 class PagedModel:
@@ -47,8 +54,8 @@ class PagedModel:
         self.layout = layout
         self._model = model
         self._empty = DynamicCache(config=model.config)
-        self._slots = _bind(layout, pools)
-        self._has_tails = any(isinstance(part, Compressed) for plan in layout.layers for part in plan.parts)
+        self._bound = _bind(layout, pools)
+        self._has_tails = any(bound.part.has_tail for bound in self._bound)
         self._tails: dict[int, tuple[int, Tails]] = {}
 
     def __repr__(self) -> str:
@@ -68,12 +75,15 @@ class PagedModel:
         span = _span(work, self.layout.page_size)
         cache = copy.deepcopy(self._empty)
         if work.start:
-            self._load(cache, span, self._tail(work))
-        heard = self._watch(cache)
+            tails = self._tails_of(work)
+            for bound, tail in zip(self._bound, tails, strict=True):
+                bound.part.load(cache.layers[bound.layer], bound.slots, span, tail)
+        heard = [bound.part.watch(cache.layers[bound.layer]) for bound in self._bound]
         ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
         logits = run(self._model, ids, cache, keep)
-        self._save(cache, span, heard)
-        self._keep_tail(cache, work)
+        for bound, calls in zip(self._bound, heard, strict=True):
+            bound.part.save(cache.layers[bound.layer], bound.slots, span, calls)
+        self._keep_tails(cache, work)
         if work.checkpoint is not None:
             self._copy_state(int(work.states[0]), work.checkpoint.slot)
         if logits.is_cuda:  # copies of these pages run on other streams
@@ -86,47 +96,30 @@ class PagedModel:
 
     def _copy_state(self, source: int, target: int) -> None:
         """A checkpoint: the recurrent state in one slot, of every layer, to another."""
-        for plan, parts in zip(self.layout.layers, self._slots, strict=True):
-            for part, slots in zip(plan.parts, parts, strict=True):
-                for track, slot in zip(part.tracks, slots, strict=True):
-                    if track.source == "mamba":
-                        slot.copy(source, target)
+        for bound in self._bound:
+            for track, slots in zip(bound.part.tracks, bound.slots, strict=True):
+                if track.source == "mamba":
+                    slots.copy(source, target)
 
-    def _tail(self, work: Work) -> Tails | None:
-        """Where the request stopped, unless a page ended there.
+    def _tails_of(self, work: Work) -> Tails:
+        """What was kept where the request stopped; nothing if a page ended there.
 
         Raises:
             RuntimeError: it did not stop where it is to go on.
         """
+        nothing = [None] * len(self._bound)
         if work.start % self.layout.page_size == 0 or not self._has_tails:
-            return None
-        stop, tails = self._tails.get(work.request_id, (0, None))
+            return nothing
+        stop, tails = self._tails.get(work.request_id, (0, nothing))
         if stop != work.start:
             raise RuntimeError(f"request {work.request_id} stopped at {stop} and cannot go on at {work.start}")
         return tails
 
-    def _keep_tail(self, cache: DynamicCache, work: Work) -> None:
+    def _keep_tails(self, cache: DynamicCache, work: Work) -> None:
         if work.stop % self.layout.page_size == 0 or not self._has_tails:
             self._tails.pop(work.request_id, None)
         else:
-            layers = zip(cache.layers, self.layout.layers, strict=True)
-            self._tails[work.request_id] = work.stop, [[p.tail(layer) for p in plan.parts] for layer, plan in layers]
-
-    def _load(self, cache: DynamicCache, span: Span, tails: Tails | None) -> None:
-        for i, (layer, plan, parts) in enumerate(zip(cache.layers, self.layout.layers, self._slots, strict=True)):
-            for j, (part, slots) in enumerate(zip(plan.parts, parts, strict=True)):
-                part.load(layer, slots, span, tails[i][j] if tails is not None else None)
-
-    def _watch(self, cache: DynamicCache) -> list[list[Any]]:
-        return [
-            [part.watch(layer) for part in plan.parts]
-            for layer, plan in zip(cache.layers, self.layout.layers, strict=True)
-        ]
-
-    def _save(self, cache: DynamicCache, span: Span, heard: Sequence[Sequence[Any]]) -> None:
-        for layer, plan, parts, calls in zip(cache.layers, self.layout.layers, self._slots, heard, strict=True):
-            for part, slots, call in zip(plan.parts, parts, calls, strict=True):
-                part.save(layer, slots, span, call)
+            self._tails[work.request_id] = work.stop, [b.part.tail(cache.layers[b.layer]) for b in self._bound]
 
 
 def _span(work: Work, page_size: int) -> Span:
@@ -134,17 +127,13 @@ def _span(work: Work, page_size: int) -> Span:
     return Span(tables, work.start, work.stop, page_size)
 
 
-def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[list[list[Slots]]]:
-    """The slots of every track of every part of every layer."""
+def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
     if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
         raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
-    return [
-        [
-            [
-                Slots(track, pools[track.pool].layer(place), layout.page_size)
-                for track, place in zip(part.tracks, places, strict=True)
-            ]
-            for part, places in zip(plan.parts, plan.places, strict=True)
-        ]
-        for plan in layout.layers
-    ]
+    bound = []
+    for index, plan in enumerate(layout.layers):
+        for part, places in zip(plan.parts, plan.places, strict=True):
+            where = zip(part.tracks, places, strict=True)
+            slots = tuple(Slots(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
+            bound.append(Bound(index, part, slots))
+    return bound

@@ -29,16 +29,18 @@ class Span(NamedTuple):
 
 
 class Part(ABC):
-    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``Slots``, in that order."""
+    """One kind of data of one layer. ``tracks``: where it is kept; the methods get their ``Slots``, in that order.
+    ``has_tail``: whether going on within a page takes what is not in it."""
 
     tracks: tuple[Track, ...]
+    has_tail = False
 
     @abstractmethod
     def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Any) -> None:
         """Put what precedes ``span.start`` (not 0) into a fresh cache layer; ``tail`` is None at a page's start."""
 
     def tail(self, layer: Any) -> Any:
-        """What it takes to go on in the middle of a page and is not in it."""
+        """What it takes to go on within a page and is not in it."""
         return None
 
     @abstractmethod
