@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from random import Random
 from typing import Any
 
-from asynccache.config import CacheConfig, Component, Full, Mamba, SlidingWindow
+from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core import audit
-from asynccache.core.settings import PrefetchPolicy, WritePolicy
+from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
 from asynccache.errors import CacheFull, LoadFailed
 from asynccache.memory.faults import Faults
 from asynccache.runtime.cache import AsyncCache
@@ -88,7 +88,7 @@ def draw_climate(seed: int) -> Climate:
     random = Random(f"{seed}/climate")
     calm = random.random() < 0.25
     return Climate(
-        config=_draw_config(random),
+        config=_with_sidecars(_draw_config(random), Random(f"{seed}/sidecars")),
         order=random.choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED)),
         faults=Faults(seed=seed) if calm else Faults(seed=seed, delayed=0.1, failing=random.choice((0.0, 0.05, 0.2))),
         latency=random.choice((0.0, 1e-5, 1e-3, 1e-2)),
@@ -134,6 +134,25 @@ def _draw_config(random: Random) -> CacheConfig:
         load_back_threshold=random.choice((0, 0, 12)), max_backup_ops=random.choice((1, 4, 256)),
         write_back_watermark=random.choice((0.1, 0.6)), close_deadline=60.0, prefetch_timeout_base=0.05,
     )  # fmt: skip
+
+
+def _with_sidecars(config: CacheConfig, random: Random) -> CacheConfig:
+    """Half of the worlds have pools that hang on others, in any order, and then FULL itself may be logical."""
+    if random.random() < 0.5:
+        return config
+    sources = [POOL_NAME[kind] for kind in (spec.component for spec in config.pools())]
+    sidecars: list[Sidecar] = []
+    for number in range(random.randint(1, 5)):
+        layers = random.randint(1, 4)
+        sidecar = Sidecar(name=f"side{number}", indices_from=random.choice(sources),
+                          bytes_per_page=random.randint(1, 12) * layers, layers=layers)  # fmt: skip
+        sources.append(sidecar.name)
+        sidecars.append(sidecar)
+    random.shuffle(sidecars)
+    full, *others = config.components
+    if isinstance(full, Full) and random.random() < 0.4:
+        full = replace(full, bytes_per_token=0, layers=1)
+    return replace(config, components=(full, *others), sidecars=tuple(sidecars))
 
 
 # the world
@@ -310,7 +329,8 @@ class Request:
         self.page = world.climate.config.page_size
         self.tokens = world.prompt(random)
         self.extra_key = random.choice((None, None, "tenant"))
-        self.kinds = {spec.name for spec in world.climate.config.pools()}
+        self.pools = {spec.name: spec for spec in world.climate.config.pools() if spec.bytes_per_page}
+        self.states = [name for name, spec in self.pools.items() if spec.component is ComponentKind.MAMBA]
         self.window = next((c.window for c in world.climate.config.components if isinstance(c, SlidingWindow)), 0)
 
     async def run(self) -> None:
@@ -408,7 +428,8 @@ class Request:
         def work() -> None:
             self._write(tables, held, start // self.page)
             if checkpoint is not None:
-                self._put("mamba", checkpoint[1], self._content(held, checkpoint[0] // self.page - 1))
+                for name in self.states:
+                    self._put(name, checkpoint[1], self._content(held, checkpoint[0] // self.page - 1))
 
         ready = None
         if self.random.random() < 0.3:
@@ -422,11 +443,15 @@ class Request:
             await self._verify(lease, end)
 
     def _tables(self, lease: Lease) -> dict[str, list[int]]:
-        return {name: lease.page_table(name).tolist() for name in ("full", "swa") if name in self.kinds}
+        """Where each pool's pages are: a pool has the table of the component that it hangs on."""
+        return {
+            name: lease.page_table(POOL_NAME[spec.component]).tolist()
+            for name, spec in self.pools.items() if spec.component is not ComponentKind.MAMBA
+        }  # fmt: skip
 
     def _checkpoint(self, lease: Lease, end: int) -> tuple[int, int] | None:
         whole = end // self.page * self.page
-        if "mamba" not in self.kinds or len(lease.states) < 2 or whole != end or self.random.random() < 0.3:
+        if not self.states or len(lease.states) < 2 or whole != end or self.random.random() < 0.3:
             return None
         return whole, int(lease.states[-1])
 
@@ -447,7 +472,7 @@ class Request:
             row.copy_(row.new_tensor(list(_row(content, pool, layer, len(row)))))
 
     def _layers(self, pool: str) -> int:
-        return next(spec.layers for spec in self.world.climate.config.pools() if spec.name == pool)
+        return self.pools[pool].layers
 
     async def _verify(self, lease: Lease, end: int, state: bool = False) -> None:
         """Every whole page up to ``end`` that the engine would read holds what it must."""
@@ -457,11 +482,11 @@ class Request:
             return
         whole = end // self.page
         for name, table in self._tables(lease).items():
-            low = 0 if name == "full" else max(0, end - self.window) // self.page
+            low = 0 if self.pools[name].component is ComponentKind.FULL else max(0, end - self.window) // self.page
             for i in range(low, whole):
                 self._check(name, table[i], self._content(text, i), f"page {i}")
-        if state and "mamba" in self.kinds and end:
-            self._check("mamba", int(lease.states[0]), self._content(text, whole - 1), "state")
+        for name in self.states if state and end else ():
+            self._check(name, int(lease.states[0]), self._content(text, whole - 1), "state")
 
     def _check(self, pool: str, slot: int, content: bytes, what: str) -> None:
         self.world.report.verified += 1
