@@ -297,7 +297,7 @@ class Leases:
         if room is Room.SLICE:
             return More(self._world.plan())
         if room is not Room.FREE:
-            return Wait(self._world.plan(), self._transfers.room.busy())
+            return Wait(self._world.plan(), self._transfers.room.busy() if room is Room.SAVING else self._copies())
         for c, count in enumerate(more):
             taken = self._world.shelves[c].slots.take(count)
             if c == self._mamba and c:
@@ -321,6 +321,11 @@ class Leases:
             split_at(self._world, node, first)
         drop_until(self._world, hold, first)
         return True
+
+    def _copies(self) -> tuple[int, ...]:
+        """What pins pages of the device, and ends by itself without waiting for storage."""
+        ops = self._world.ledger.ops.values()
+        return tuple([op.id for op in ops if DEVICE in PINNED_TIERS[op.kind]])
 
     def advance(self, lease: Lease, position: int) -> Plan:
         """See ``CacheCore.advance``."""

@@ -6,9 +6,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheFull, ConfigError
 from asynccache.core.audit import check
+from asynccache.testing.slow_backend import SlowBackend
 from tests.shim.shim_kit import PAGE, config, push_out, text
 
 
@@ -130,6 +132,22 @@ async def test_growing_never_waits_for_another_lease() -> None:
                 async with asyncio.timeout(5):
                     with pytest.raises(CacheFull):
                         await growing.extend(PAGE, wait=True)
+
+
+@pytest.mark.asyncio
+async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
+    store = SlowBackend(MemoryBackend(), 30.0)
+    async with AsyncCache(config(12, 64), storage=store) as cache:
+        handle = cache.prefetch(text(8, seed=3))
+        async with cache.lease(text(1), new_tokens=11 * PAGE, wait=False) as growing:
+            await asyncio.sleep(0.001)
+            assert cache.statistics().core.operations["prefetch"] == 1
+            async with asyncio.timeout(5):
+                with pytest.raises(CacheFull):
+                    await growing.extend(PAGE, wait=True)
+        handle.cancel()
+        await cache.aclose(deadline=0.01)
+    await store.aclose()
 
 
 @pytest.mark.asyncio
