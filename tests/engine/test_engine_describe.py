@@ -79,6 +79,12 @@ def test_windows_come_from_the_cache_classes() -> None:
     assert layout_of("qwen3").window == 0
 
 
+def test_states_of_different_dtypes_share_a_slot() -> None:
+    """The trial has put them back: in half precision the recurrent state stays float32 and the convolution's is not."""
+    layout = describe(make("falcon_h1").to(torch.bfloat16), 8)
+    assert {pool.name: pool.dtype for pool in layout.pools} == {"mamba": "bfloat16+float32", "full": "bfloat16"}
+
+
 # refusals
 
 
