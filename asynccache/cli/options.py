@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from asynccache.cli.sidecars import PRESET, check_sidecars
 from asynccache.config import EVICTION_POLICIES
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
@@ -45,6 +46,7 @@ class Settings:
     bytes_per_token: int
     layers: int
     mamba_bytes: int
+    sidecars: str = ""
     device_tokens: Size
     host_tokens: Size
     swa_ratio: float
@@ -201,6 +203,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES", "KV of one token, all layers, full and swa each"),
     Option("layers", _integer(1), _each(1, 4), "N", "layers in every pool"),
     Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state, all layers"),
+    Option("sidecars", check_sidecars, _both(""), "LIST",
+           f"pools that hang on others, as NAME:FROM:BYTES_PER_TOKEN,..., or {PRESET}: full without bytes of its own, "
+           "compressed KV on it, compressor states on swa; none: none"),
     Option("device-tokens", _size(none=False), _each(1 << 20, 49152), "N|all",
            "room in L1; all: as much as is needed (replay)"),
     Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none", "room in L2, the same way"),
@@ -239,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument(f"--{option.name}", action=argparse.BooleanOptionalAction, default=None,
                                 help=f"{option.help} (default: {'yes' if default else 'no'})")
         else:
-            shown = "" if default is None else f" (default: {_written(default)})"
+            shown = "" if default in (None, "") else f" (default: {_written(default)})"
             parser.add_argument(f"--{option.name}", metavar=option.metavar, default=None,
                                 help=(option.help + shown).replace("%", "%%"))
 

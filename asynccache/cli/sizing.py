@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.cli.options import Settings, Size
+from asynccache.cli.sidecars import is_logical, read_sidecars
 from asynccache.cli.trace import Survey, TraceRequest
-from asynccache.config import CacheConfig, Component, Full, Mamba, SlidingWindow
+from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError
 
 MODEL = "asynccache-stand-in"
@@ -22,8 +23,10 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
     """
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
     device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
+    logical = is_logical(settings.sidecars)
     components: list[Component] = [Full(
-        bytes_per_token=settings.bytes_per_token, layers=settings.layers, device_tokens=device, host_tokens=host,
+        bytes_per_token=0 if logical else settings.bytes_per_token, layers=1 if logical else settings.layers,
+        device_tokens=device, host_tokens=host,
     )]
     if "swa" in settings.components:
         components.append(SlidingWindow(
@@ -38,10 +41,15 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
             host_states=_states(settings, settings.host_tokens, host, len(trace)) if host else 0,
         ))
     return CacheConfig(
-        model=MODEL, components=tuple(components), page_size=settings.page_size, storage=settings.storage,
-        write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy, eviction=settings.eviction,
-        freeze_gc=True,
+        model=MODEL, components=tuple(components), sidecars=_sidecars(settings), page_size=settings.page_size,
+        storage=settings.storage, write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy,
+        eviction=settings.eviction, freeze_gc=True,
     )
+
+
+def _sidecars(settings: Settings) -> tuple[Sidecar, ...]:
+    page, size, layers = settings.page_size, settings.bytes_per_token, settings.layers
+    return tuple(hung.sidecar(page, size, layers) for hung in read_sidecars(settings.sidecars, page))
 
 
 def tokens_needed(settings: Settings, trace: Sequence[TraceRequest], survey: Survey) -> int:
