@@ -95,10 +95,17 @@ class Transfers:
             if node.parent is None or node.root.dead:
                 continue  # it left the tree between two slices
             self._walk.extend((node.children or {}).values())
-            if self._missing(node) & ~node.stored:
+            if self._worth_saving(node):
                 self.save(node, gently=True)
             self.store([node])
         return bool(self._walk)
+
+    def _worth_saving(self, node: Node) -> bool:
+        """Whether a backup could bring the host anything of ``node`` that storage lacks, and not only its ancestors:
+        else paths that are too long for the host would push each other out of it for ever."""
+        unsaved = self._missing(node) & ~node.stored
+        fits = [c for c in self._world.bits[unsaved] if self._world.pages(node, c) <= self._rooms[c]]
+        return bool(fits) and node.end <= self._rooms[0]
 
     def _lacking(self, node: Node, floor: int) -> list[tuple[Node, int]] | None:
         """``node`` and its ancestors without a host copy of some components that the device has, root first.

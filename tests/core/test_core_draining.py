@@ -1,0 +1,44 @@
+"""Draining ends: what the host could never hold costs no copies, and nothing is saved twice for its sake."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccache.testing.synchronous import SynchronousRuntime, core_config
+
+
+def pages_with_a_tail_that_no_host_holds(run: SynchronousRuntime) -> None:
+    """Two paths as long as the host is large, both in storage, each with a page more on the device alone."""
+    for text in ("abc", "xyz"):
+        run.insert(text)
+        run.settle()
+        run.insert(text + "!")
+        run.settle()
+
+
+def test_paths_that_the_host_could_never_hold_do_not_take_turns_on_it() -> None:
+    run = SynchronousRuntime(core_config(host=3))
+    pages_with_a_tail_that_no_host_holds(run)
+    run.flush()
+    assert run.unsaved() == (2, 0)
+    assert run.reach("abc!") == run.reach("xyz!") == (4, 4)
+    run.audit(idle=True)
+
+
+@pytest.mark.parametrize("components", ["full,swa", "full,mamba", "full,swa,mamba"])
+def test_auxiliary_pages_below_them_change_nothing(components: str) -> None:
+    run = SynchronousRuntime(core_config(components, host=3, window=64))
+    pages_with_a_tail_that_no_host_holds(run)
+    run.insert("abc!", checkpoint=4 if "mamba" in components else 0)
+    run.flush()
+    assert run.unsaved() == (2, 0)
+    run.audit(idle=True)
+
+
+def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
+    run = SynchronousRuntime(core_config(host=4))
+    for text in ("abcd", "abce", "stuv", "stux"):
+        run.insert(text)
+    run.flush()
+    assert run.unsaved() == (0, 0)
+    run.audit(idle=True)
