@@ -8,7 +8,7 @@ from typing import NamedTuple
 from asynccache.core.ghosts import Gone
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import ABSENT, HERE, NAMES, PRESENT
-from asynccache.core.tree import Node, walk
+from asynccache.core.tree import Node, Root, walk
 from asynccache.core.world import World
 
 
@@ -73,18 +73,18 @@ class Explaining:
         device = world.valid_end(path, tree, False)
         full = world.components[0].longest_end(path, tree, True)
         end, limit = self._limit(path, full)
-        gone = self.gone(path[-1] if path else root, key, tree)
+        gone = self.gone(path[-1] if path else root or Root(space, world.count), key, tree)
         ends, why = self._why(path, pages, full, end, limit, gone)
         return Explanation(
             pages * size, min(device, end) * size, end * size, full * size, tree * size,
             tuple(self._runs(path, tree)), self._loads(path, end), ends, why, gone,
         )  # fmt: skip
 
-    def gone(self, node: Node | None, key: bytes, page: int) -> Gone:
+    def gone(self, node: Node, key: bytes, page: int) -> Gone:
         """What became of page ``page`` of ``key``, where the tree ends in ``node``."""
         ghosts, at = self._world.ghosts, page * self._world.page_bytes
         following = key[at : at + self._world.page_bytes]
-        if ghosts is None or node is None or node.end != page or len(following) < self._world.page_bytes:
+        if ghosts is None or node.end != page or len(following) < self._world.page_bytes:
             return Gone.NEVER
         return ghosts.find(node, following)
 

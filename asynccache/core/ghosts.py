@@ -10,14 +10,12 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from asynccache.core.ledger import DEVICE
-
 if TYPE_CHECKING:
     from asynccache.core.tree import Node
 
 
 class Gone(IntEnum):
-    """From where a page left the tree. STORED: it was in storage when it did."""
+    """From where a page left the tree: a tier's number and one. STORED: it was in storage when it did."""
 
     NEVER = 0
     DEVICE = 1
@@ -25,11 +23,8 @@ class Gone(IntEnum):
     STORED = 3
 
 
-_DEVICE, _HOST, _STORED = int(Gone.DEVICE), int(Gone.HOST), int(Gone.STORED)
-
-
 class Ghosts:
-    """Remembers up to ``limit`` nodes that left."""
+    """Remembers up to ``limit`` nodes that left. What hung below a node that is gone itself is never asked for."""
 
     __slots__ = ("_half", "_old", "_young")
 
@@ -38,24 +33,15 @@ class Ghosts:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
-    def note(self, node: Node, page_bytes: int, tier: int) -> None:
-        """``node`` leaves the tree, from ``tier``."""
-        parent = node.parent
-        if parent is None or node.root.dead:
-            return
+    def note(self, parent: Node, page: bytes, gone: int) -> None:
+        """The node that began with ``page`` below ``parent`` has left the tree. A root may go and come again; its
+        digest stays."""
         young = self._young
+        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone
         if len(young) >= self._half:
-            self._old = young
-            young = self._young = {}
-        left = _DEVICE if tier == DEVICE else _HOST
-        young[_mark(parent, node.key[:page_bytes])] = _STORED if node.stored & 1 else left
+            self._old, self._young = young, {}
 
     def find(self, parent: Node, page: bytes) -> Gone:
         """What became of ``page``, which would follow ``parent``."""
-        mark = _mark(parent, page)
+        mark = (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
         return Gone(self._young.get(mark) or self._old.get(mark) or 0)
-
-
-def _mark(parent: Node, page: bytes) -> int:
-    """A root may go and come again; its digest stays."""
-    return hash((id(parent) if parent.end else parent.hashes, page))

@@ -157,9 +157,7 @@ class RoomMaker:
                     world.publish((Medium.GPU, Medium.CPU)[tier], False, node)
                 world.vacate(node, base + c)
         if first == 0:
-            if world.ghosts is not None and node.state[0] == ABSENT == node.state[count]:
-                world.ghosts.note(node, world.page_bytes, tier)
-            world.remove_if_empty(node)
+            world.remove_if_empty(node, tier)
 
     def _count(self, node: Node, tier: int, component: int) -> None:
         world = self._world

@@ -111,12 +111,12 @@ def link(parent: Node, child: Node, page_bytes: int) -> None:
     parent.children[child.key[:page_bytes]] = child
 
 
-def unlink(node: Node, page_bytes: int) -> Node:
-    """Take a childless ``node`` out of the tree; its former parent."""
+def unlink(node: Node, page: bytes) -> Node:
+    """Take a childless ``node``, whose first page is ``page``, out of the tree; its former parent."""
     parent = node.parent
     assert parent is not None
     assert parent.children is not None
-    del parent.children[node.key[:page_bytes]]
+    del parent.children[page]
     if not parent.children:
         parent.children = None
     node.parent = None

@@ -395,7 +395,7 @@ class World:
         else:
             prefix.kids_host = int(state != ABSENT)
 
-    def remove_if_empty(self, node: Node) -> None:
+    def remove_if_empty(self, node: Node, tier: int) -> None:
         """Take ``node`` out if it holds FULL on no tier, and then what that leaves childless and empty above it."""
         count = self.count
         while (
@@ -404,7 +404,10 @@ class World:
             and node.state[0] == ABSENT
             and node.state[count] == ABSENT
         ):
-            parent = unlink(node, self.page_bytes)
+            page = node.key[: self.page_bytes]
+            parent = unlink(node, page)
+            if self.ghosts is not None:
+                self.ghosts.note(parent, page, 3 if node.stored & 1 else tier + 1)
             self.counters.nodes -= 1
             node = parent
         if node is node.root:

@@ -11,7 +11,7 @@ from asynccache.core.explaining import Explanation
 from asynccache.core.ghosts import Ghosts, Gone
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
-from asynccache.core.tree import Node, Root
+from asynccache.core.tree import Root
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 FULL, SWA, MAMBA = ComponentKind
@@ -141,14 +141,16 @@ def test_what_is_stored_is_known_once_it_is() -> None:
 def test_only_so_many_are_remembered() -> None:
     ghosts, root = Ghosts(8), Root(SPACE, 1)
     for i in range(100):
-        ghosts.note(Node(bytes([i]) * 4, 1, root, 1), 4, 0)
+        ghosts.note(root, bytes([i]) * 4, Gone.HOST)
     known = [i for i in range(100) if ghosts.find(root, bytes([i]) * 4)]
     assert known == list(range(known[0], 100))
     assert 4 <= len(known) <= 8
 
 
-def test_a_dead_namespace_leaves_no_ghosts() -> None:
-    run = runtime(host=0)
+def test_a_namespace_that_comes_again_is_remembered() -> None:
+    """Its root is another one."""
+    run = runtime(device=4, host=0)
     run.insert("abcd")
-    run.perform(run.core.invalidate(SPACE))  # type: ignore[arg-type]
-    assert explained(run, "abcd").gone is Gone.NEVER
+    run.lease(b"", new=4 * run.page, space=bytes(32))
+    assert SPACE not in run.core.world.roots
+    assert explained(run, "abcd").gone is Gone.DEVICE
