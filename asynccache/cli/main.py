@@ -20,6 +20,7 @@ BENCHES = {
     "store": "the storage tier: CPU and bandwidth per page",
     "tree": "the core: time and memory per operation",
     "runtime": "what an await adds to a call of the core",
+    "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
 EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"

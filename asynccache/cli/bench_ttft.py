@@ -1,0 +1,248 @@
+"""``asynccache bench ttft``: the time to first token of a prompt with a shared prefix, by the tier that has the prefix.
+
+A random model of about 50 million parameters (Qwen3's architecture, float32) runs on the CPU under the scheduler shim;
+time counts from ``submit`` to the first token. Each request has the prefix and some tokens of its own. A round measures
+every way once, so all meet the same machine; for L3 the cache is a new one on the store that another has filled. What
+a request found is checked: a figure of L2 is one of a whole hit in L2. "No cache" is transformers alone, in chunks as
+large. Every thread that computes has computed something before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import uvloop
+
+from asynccache.config import CacheConfig
+from asynccache.core.settings import PrefetchPolicy
+from asynccache.errors import ConfigError
+from asynccache.runtime.cache import AsyncCache
+
+try:
+    import transformers
+    from asynccache_shim import Limits, Request, Scheduler, Settings
+    from asynccache_shim.engine import Layout, PagedModel, describe
+except ImportError as error:
+    raise ConfigError(f"bench ttft runs a model of transformers: pip install 'asynccache[engine]' ({error})") from error
+
+PAGE = 16
+CHUNK = 512
+VOCABULARY = 32_000
+WAYS = ("no cache", "miss", "L1", "L2", "L3")
+
+Figures = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--prefix", type=int, default=4096, metavar="N",
+                        help=f"shared tokens, a multiple of {PAGE} (default: %(default)s)")
+    parser.add_argument("--own", type=int, default=32, metavar="N",
+                        help="tokens of its own that each prompt ends with (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the model (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=512, metavar="N",
+                        help="of the model, a multiple of 64 (default: %(default)s)")
+    parser.add_argument("--storage", metavar="URL", help="default: a file store in a temporary folder")
+    parser.add_argument("--quiet", action="store_true", help="print neither progress nor the table")
+
+
+def run(args: argparse.Namespace) -> Figures:
+    """Measure, print the table, return the figures.
+
+    Raises:
+        ConfigError: an option is unusable. Unavailable: the store cannot be opened.
+    """
+    if args.prefix < PAGE or args.prefix % PAGE or min(args.own, args.repeats, args.layers) < 1:
+        raise ConfigError(f"--prefix must be a multiple of {PAGE}; --own, --repeats and --layers at least 1")
+    if args.width < 64 or args.width % 64:
+        raise ConfigError(f"--width={args.width} must be a multiple of 64")
+    say = _Nothing() if args.quiet else _Progress(args.repeats)
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
+        bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
+        times = uvloop.run(bench.measure(say))
+    figures = bench.figures(times)
+    say.table(figures)
+    return figures
+
+
+def make_model(layers: int, width: int, context: int) -> Any:
+    """Random weights, the same each time."""
+    transformers.logging.set_verbosity_error()
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=max(1, width // 128), head_dim=64,
+        max_position_embeddings=context, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    make = transformers.AutoModelForCausalLM.from_config
+    return make(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+
+def _store_bytes(args: argparse.Namespace) -> int:
+    """Room for the prefix, and for what each round misses."""
+    heads = max(1, int(args.width) // 128)
+    token = 2 * 4 * 64 * heads * int(args.layers)
+    return 2 * int(args.repeats + 2) * int(args.prefix + args.own) * token + (256 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A cache and its scheduler."""
+
+    cache: AsyncCache
+    scheduler: Scheduler
+
+
+class Bench:
+    """One model, one store."""
+
+    def __init__(self, args: argparse.Namespace, storage: str) -> None:
+        self._args = args
+        self._storage = storage
+        self._length = args.prefix + args.own
+        self._model = make_model(args.layers, args.width, self._length + PAGE)
+        self._layout: Layout = describe(self._model, PAGE)
+        self._random = random.Random(0)
+        self._prefix = self._tokens(args.prefix)
+        self._thread = ThreadPoolExecutor(1)
+
+    async def _alone(self, work: Callable[[], float]) -> float:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(VOCABULARY) for _ in range(count)]
+
+    def _prompt(self) -> list[int]:
+        return self._prefix + self._tokens(self._args.own)
+
+    def _config(self) -> CacheConfig:
+        """A device for two prompts, a host for four."""
+        device = 2 * (-(-self._length // PAGE) + 1) * PAGE
+        return self._layout.cache_config(
+            device_tokens=device, host_tokens=2 * device, storage=self._storage, prefetch_threshold=PAGE,
+            prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[Served]:
+        async with AsyncCache(self._config()) as cache:
+            model = PagedModel(self._model, self._layout, cache.pools)
+            async with Scheduler(cache, model, Settings(step_tokens=CHUNK)) as scheduler:
+                await scheduler.submit(Request(self._tokens(PAGE), Limits(max_new_tokens=1), extra_key="warm")).done()
+                yield Served(cache, scheduler)
+
+    # measuring
+
+    async def measure(self, say: _Nothing) -> dict[str, list[float]]:
+        """Seconds by way, one of each round. Cancelling it closes what is open."""
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+
+        def took(way: str, seconds: float) -> None:
+            times[way].append(seconds)
+            say.took(way, seconds)
+
+        say.filling()
+        await self._alone(self._without)
+        async with self._served() as served:
+            await self._first_token(served, (0, 0, 0))
+            await served.cache.flush()
+        for number in range(self._args.repeats):
+            took("no cache", await self._alone(self._without))
+            await self._round(f"round {number}", took)
+        return times
+
+    async def _round(self, unknown: str, took: Callable[[str, float], None]) -> None:
+        """``unknown``: a namespace that nobody has used. Nothing moves in the background while a time is taken."""
+        shared = self._args.prefix
+        async with self._served() as served:
+            took("L3", await self._first_token(served, (0, 0, shared)))
+            took("L1", await self._first_token(served, (shared, 0, 0)))
+            await self._empty_device(served.cache)
+            took("L2", await self._first_token(served, (0, shared, 0)))
+            took("miss", await self._first_token(served, (0, 0, 0), unknown))
+
+    async def _first_token(self, served: Served, expected: tuple[int, int, int], extra_key: str | None = None) -> float:
+        request = Request(self._prompt(), Limits(max_new_tokens=1), extra_key=extra_key)
+        start = time.perf_counter()
+        await served.scheduler.submit(request).next_token(0)
+        seconds = time.perf_counter() - start
+        if request.hits != expected:
+            raise RuntimeError(f"this is no such hit: {request.hits}, not {expected}")
+        await served.cache.flush()
+        return seconds
+
+    async def _empty_device(self, cache: AsyncCache) -> None:
+        """Take every page for a moment."""
+        pages = cache.statistics().device["full"].capacity
+        async with cache.lease([0], new_tokens=pages * PAGE - 1, extra_key="filler"):
+            pass
+
+    @torch.inference_mode()
+    def _without(self) -> float:
+        """The model alone, with a cache of transformers that lives as long as the request."""
+        ids, state = torch.tensor([self._prompt()]), transformers.DynamicCache(config=self._model.config)
+        start = time.perf_counter()
+        for at in range(0, self._length, CHUNK):
+            part = ids[:, at : at + CHUNK]
+            out = self._model(input_ids=part, past_key_values=state, use_cache=True, logits_to_keep=1)
+        int(out.logits[0, -1].argmax())
+        return time.perf_counter() - start
+
+    def figures(self, times: dict[str, list[float]]) -> Figures:
+        """As plain values; the medians make the table."""
+        return {
+            "bench": "ttft",
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "prefix_tokens": self._args.prefix,
+            "own_tokens": self._args.own,
+            "prefix_bytes": sum(pool.page_bytes for pool in self._layout.pools) * self._args.prefix // PAGE,
+            "cores": len(os.sched_getaffinity(0)),
+            "torch_threads": torch.get_num_threads(),
+            "ttft_ms": {way: round(median(seconds) * 1e3, 1) for way, seconds in times.items()},
+            "all_ms": {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.items()},
+        }
+
+
+class _Nothing:
+    """Says nothing."""
+
+    def filling(self) -> None: ...
+    def took(self, way: str, seconds: float) -> None: ...
+    def table(self, figures: Figures) -> None: ...
+
+
+class _Progress(_Nothing):
+    """Says on stderr how far it is, and in the end what came of it."""
+
+    def __init__(self, rounds: int) -> None:
+        self._total = rounds * len(WAYS)
+        self._done = 0
+
+    def filling(self) -> None:
+        print("filling the store", file=sys.stderr)
+
+    def took(self, way: str, seconds: float) -> None:
+        self._done += 1
+        print(f"[{self._done:>2}/{self._total}] {way:<9} {seconds * 1e3:8.1f} ms", file=sys.stderr)
+
+    def table(self, figures: Figures) -> None:
+        medians, millions = figures["ttft_ms"], figures["parameters"] / 1e6
+        print(f"\n{figures['prefix_tokens']} shared tokens and {figures['own_tokens']} more, {millions:.0f} M "
+              f"parameters, {figures['torch_threads']} threads\n", file=sys.stderr)  # fmt: skip
+        print("| prefix    | time to first token |      |\n|---|---:|---:|", file=sys.stderr)
+        for way, value in medians.items():
+            print(f"| {way:<9} | {value:>16.1f} ms | {medians['no cache'] / value:>3.1f}× |", file=sys.stderr)

@@ -1,0 +1,44 @@
+"""``asynccache bench ttft``, small: every way is measured as often as asked, and each is what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asynccache.cli.main import main
+
+SMALL = ["bench", "ttft", "--prefix", "64", "--own", "4", "--repeats", "2", "--layers", "1", "--width", "64"]
+
+
+def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "ttft.json"
+    assert main([*SMALL, "--json", str(report)]) == 0
+    figures = json.loads(report.read_text())
+    assert list(figures["ttft_ms"]) == ["no cache", "miss", "L1", "L2", "L3"]
+    assert all(len(times) == 2 and min(times) > 0 for times in figures["all_ms"].values())
+    assert figures["prefix_bytes"] == 64 * 2 * 64 * 4
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "[10/10]" in shown.err
+    assert "| L3 " in shown.err
+
+
+def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asynccache.cli.bench_ttft import Bench
+
+    async def nothing(*args: object) -> None:
+        """The device keeps what it has."""
+
+    monkeypatch.setattr(Bench, "_empty_device", nothing)
+    with pytest.raises(RuntimeError, match=r"no such hit: Hits\(device=64, .*\), not \(0, 64, 0\)"):
+        main([*SMALL, "--quiet"])
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--prefix", "65"), ("--prefix", "0"), ("--own", "0"), ("--repeats", "0"), ("--width", "100")]
+)
+def test_options_that_cannot_be_are_refused(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err
