@@ -23,6 +23,7 @@ from asynccache.errors import (
 )
 
 if TYPE_CHECKING:
+    from asynccache.configuration import load_config
     from asynccache.runtime.cache import AsyncCache, CloseReport
     from asynccache.runtime.lease import Hits, Lease
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
@@ -55,6 +56,7 @@ __all__ = [
     "SlidingWindow",
     "WritePolicy",
     "__version__",
+    "load_config",
 ]
 
 _LAZY = {
@@ -65,6 +67,7 @@ _LAZY = {
     "PrefetchHandle": "asynccache.runtime.prefetch",
     "PrefetchResult": "asynccache.runtime.prefetch",
     "PrefetchStatus": "asynccache.runtime.prefetch",
+    "load_config": "asynccache.configuration",
 }
 
 

@@ -1,21 +1,24 @@
 """What ``replay`` and ``stress`` can be told, on the command line or in a TOML file, as one table.
 
 A row says how an option is written, what its text means and what holds where it is not given; the parser, the reader
-of ``--config`` and the checks all come from the table. The command line wins over the file, the file over the
-defaults. What cannot be used is refused here, with the option and the value, before anything starts.
+of ``--config`` and the checks all come from the table. The command line wins over the environment, that over the
+file, the file over the defaults. What cannot be used is refused here, with the option and the value, before anything
+starts.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import tomllib
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from asynccache.cli.runfile import Told, cache_of, from_environment, from_file, options_of
 from asynccache.cli.sidecars import PRESET, check_sidecars
-from asynccache.config import EVICTION_POLICIES
+from asynccache.config import EVICTION_POLICIES, CacheConfig
+from asynccache.configuration import nearest, read_file
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 
@@ -28,7 +31,10 @@ Size = int | Literal["all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything a run is made from. ``trace``, ``speed`` and ``limit`` are None under ``stress``."""
+    """Everything a run is made from. ``trace``, ``speed`` and ``limit`` are None under ``stress``.
+
+    ``cache``: the one that a file describes; the options about it then only repeat what it says.
+    """
 
     command: Literal["replay", "stress"]
     trace: str | None = None
@@ -65,12 +71,11 @@ class Settings:
     config: str | None = None
     json: str | None = None
     quiet: bool = False
+    cache: CacheConfig | None = None
 
     def report(self) -> dict[str, object]:
         """As plain values, for the JSON."""
-        values = asdict(self)
-        for name in ("write_policy", "prefetch_policy"):
-            values[name] = values[name].value
+        values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
         return values
 
 
@@ -253,24 +258,46 @@ def _written(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def settle(command: Literal["replay", "stress"], given: Mapping[str, object]) -> Settings:
-    """The settings of a run from what the command line ``given`` says (None: nothing) and the file it names.
+def settle(
+    command: Literal["replay", "stress"], given: Mapping[str, object], env: Mapping[str, str] | None = None
+) -> Settings:
+    """The settings of a run from what the command line ``given`` says (None: nothing), the environment and the file
+    that ``--config`` names, which may describe the cache as well.
 
     Raises:
         ConfigError: an option, or a setting in the file, is unknown or cannot be used.
     """
-    options = {o.name: o for o in OPTIONS if command in o.defaults}
-    values = {o.field: o.defaults[command] for o in options.values()}
-    if given.get("config"):
-        values |= _from_file(command, str(given["config"]), options)
-    for option in options.values():
-        text = given.get(option.field)
-        if text is not None:
-            values[option.field] = _parsed(option, text, f"--{option.name}")
+    env = os.environ if env is None else env
+    options = {o.field: o for o in OPTIONS if command in o.defaults}
+    told, cache = _told(command, given, env, options)
+    values = {o.field: o.defaults[command] for o in options.values()} | told
+    values |= {} if cache is None else options_of(cache)
     values["write_policy"] = WritePolicy(values["write_policy"])
     values["prefetch_policy"] = PrefetchPolicy(values["prefetch_policy"])
     trace = given.get("trace")
-    return _checked(Settings(command=command, trace=None if trace is None else str(trace), **values))
+    return _checked(Settings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
+
+
+def _told(
+    command: str, given: Mapping[str, object], env: Mapping[str, str], options: Mapping[str, Option]
+) -> tuple[dict[str, Any], CacheConfig | None]:
+    """What is said by anyone, the strongest last; and the cache that the file describes."""
+    names = {o.name: o.field for o in options.values() if o.name != "config"}
+    path = given.get("config")
+    file = read_file(str(path), f"--config={path}") if path else None
+
+    def parse(field: str, value: object, where: str) -> Any:
+        return _parsed(options[field], value, where)
+
+    told = Told({}, []) if file is None else from_file(file, command, names, parse)
+    above = from_environment(env, command, names, parse)
+    if problems := told.problems + above.problems:
+        raise ConfigError("\n".join(problems))
+    values = told.values | above.values
+    for field, option in options.items():
+        if (text := given.get(field)) is not None:
+            values[field] = _parsed(option, text, f"--{option.name}")
+    return values, None if file is None else cache_of(file, env, values)
 
 
 def _parsed(option: Option, value: object, where: str) -> Any:
@@ -287,35 +314,9 @@ def _parsed(option: Option, value: object, where: str) -> Any:
         raise ConfigError(f"{where}={text}: {error}") from None
 
 
-def _from_file(command: str, path: str, options: Mapping[str, Option]) -> dict[str, Any]:
-    table = _read_toml(path)
-    own = table.pop(command, {})
-    for other in ("replay", "stress"):
-        table.pop(other, None)
-    if not isinstance(own, dict):
-        raise ConfigError(f"{path}: {command} must be a table")
-    values: dict[str, Any] = {}
-    for key, value in {**table, **own}.items():
-        option = options.get(key.replace("_", "-"))
-        if option is None or option.name == "config":
-            raise ConfigError(f"{path}: {command} has no setting {key!r}{_nearest(key.replace('_', '-'), options)}")
-        values[option.field] = _parsed(option, value, f"{path}: {key}")
-    return values
-
-
-def _read_toml(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"--config={path}: cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config={path}: not TOML: {error}") from None
-
-
 def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    hint = nearest(name, names)
+    return f"; {hint}" if hint else ""
 
 
 def suggest(command: str, word: str) -> str:

@@ -21,6 +21,8 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
     Raises:
         ConfigError: the settings do not fit together; the message names the field and the value.
     """
+    if settings.cache is not None:
+        return settings.cache
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
     device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
     logical = is_logical(settings.sidecars)

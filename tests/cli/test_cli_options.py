@@ -98,7 +98,7 @@ def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: s
 
 def test_every_option_of_a_command_is_a_setting() -> None:
     names = set(Settings.__dataclass_fields__)
-    assert {o.field for o in OPTIONS} == names - {"command", "trace"}
+    assert {o.field for o in OPTIONS} == names - {"command", "trace", "cache"}
 
 
 def test_an_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +117,6 @@ def test_bad_input_ends_with_2_and_one_sentence(capsys: pytest.CaptureFixture[st
 
 
 def test_settings_are_reported_as_plain_values() -> None:
-    values = stress("--write-policy", "write_back").report()
+    values = stress("--write-policy", "write_back").plain()
     assert values["write_policy"] == "write_back"
     assert values["page_size"] == 16

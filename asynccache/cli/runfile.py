@@ -1,0 +1,109 @@
+"""What a file (``--config``) and the environment say about a run, and the cache that such a file may describe.
+
+A file has sections ``[stress]`` and ``[replay]``. Beside them it describes a cache, as ``asynccache.load_config`` reads
+it, and then the run has that cache; or it has options at the top, which hold for both commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
+from asynccache.configuration import File, describes_cache, nearest, read_config
+from asynccache.errors import ConfigError
+
+SECTIONS = ("stress", "replay")
+SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction")
+DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
+             "host_tokens", "swa_ratio")
+
+Parse = Callable[[str, object, str], Any]
+
+
+class Told(NamedTuple):
+    """Options by field, and what is wrong with the others."""
+
+    values: dict[str, Any]
+    problems: list[str]
+
+
+def from_file(file: File, command: str, names: Mapping[str, str], parse: Parse) -> Told:
+    """The options of ``command`` in ``file``. ``names``: field by option name; ``parse(field, value, where)``."""
+    told = Told({}, [])
+    own = file.table.get(command, {})
+    if not isinstance(own, dict):
+        return Told({}, [f"{file.origin((command,))}: {command} must be a table"])
+    _take(told, ((key, value, file.origin((key,))) for key, value in _at_the_top(file)), command, names, parse)
+    _take(told, ((key, value, file.origin((command, key))) for key, value in own.items()), command, names, parse)
+    return told
+
+
+def _at_the_top(file: File) -> Iterator[tuple[str, object]]:
+    if not describes_cache(file.table):
+        yield from ((key, value) for key, value in file.table.items() if key not in SECTIONS)
+
+
+def from_environment(env: Mapping[str, str], command: str, names: Mapping[str, str], parse: Parse) -> Told:
+    """``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
+    told, prefix = Told({}, []), f"ASYNCCACHE_{command.upper()}__"
+    found = ((name.removeprefix(prefix).lower(), text, f"environment variable {name}")
+             for name, text in env.items() if name.startswith(prefix))
+    _take(told, ((key, _switch(text), where) for key, text, where in found), command, names, parse)
+    return told
+
+
+def _switch(text: str) -> object:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _take(
+    told: Told, given: Iterator[tuple[str, object, str]], command: str, names: Mapping[str, str], parse: Parse
+) -> None:
+    for key, value, origin in given:
+        field = names.get(key.replace("_", "-"))
+        if field is None:
+            hint = nearest(key.replace("_", "-"), names)
+            told.problems.append(f"{origin}: {command} has no setting {key!r}" + (f"; {hint}" if hint else ""))
+            continue
+        try:
+            told.values[field] = parse(field, value, f"{origin}: {key}")
+        except ConfigError as error:
+            told.problems.append(str(error))
+
+
+def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
+    """The cache that ``file`` describes, if it does; what the run was ``told`` about it by other ways wins.
+
+    Raises:
+        ConfigError: it cannot be used, or the run was told what only the file can say.
+    """
+    if not describes_cache(file.table):
+        return None
+    for field in DESCRIBED:
+        if field in told:
+            raise ConfigError(f"--{field.replace('_', '-')}={told[field]}: {file.name} describes the components; "
+                              "change them there or by environment variables")
+    loaded = read_config(file, env=env, **{field: told[field] for field in SHARED if field in told})
+    if loaded.config is None:
+        raise ConfigError("\n".join(map(str, loaded.problems)))
+    if loaded.config.device != "cpu":
+        raise ConfigError(f"device={loaded.config.device!r}: stress and replay run on the CPU device; "
+                          "ASYNCCACHE_DEVICE=cpu runs the rest of the file there")
+    return loaded.config
+
+
+def options_of(config: CacheConfig) -> dict[str, Any]:
+    """The options that would say the same of the cache, as far as options can."""
+    found: dict[str, Any] = {field: getattr(config, field) for field in SHARED}
+    names = {Full: "full", SlidingWindow: "swa", Mamba: "mamba"}
+    found["components"] = tuple(names[type(component)] for component in config.components)
+    for component in config.components:
+        if isinstance(component, Full):
+            found |= {name: getattr(component, name)
+                      for name in ("bytes_per_token", "layers", "device_tokens", "host_tokens")}
+        elif isinstance(component, SlidingWindow):
+            found["window"] = component.window
+        else:
+            found["mamba_bytes"] = component.state_bytes
+    return found

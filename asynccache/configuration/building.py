@@ -1,0 +1,229 @@
+"""From what the sources say to a ``CacheConfig``, or to the list of everything that is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from asynccache.config import CacheConfig, Sidecar
+from asynccache.configuration import settings
+from asynccache.configuration.settings import REQUIRED, Path
+from asynccache.configuration.sources import (
+    PREFIX,
+    File,
+    Table,
+    Value,
+    from_environment,
+    from_file,
+    from_python,
+    read_file,
+    replaced,
+)
+from asynccache.errors import ConfigError
+
+DEFAULT = "default"
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: a sentence with the field, its value and where it came from; and what to do."""
+
+    sentence: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return self.sentence + (f"; {self.hint}" if self.hint else "")
+
+
+class Effective(NamedTuple):
+    """A setting as it holds, and where it came from."""
+
+    path: Path
+    value: object
+    origin: str
+
+
+class Loaded(NamedTuple):
+    """``config`` is None if, and only if, there are problems."""
+
+    config: CacheConfig | None
+    values: tuple[Effective, ...]
+    problems: tuple[Problem, ...]
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None, **given: Any
+) -> CacheConfig:
+    """The configuration that a TOML file, the environment and Python say together.
+
+    ``path``: the file; None: the one that ``ASYNCCACHE_CONFIG`` names, if any. ``env``: instead of ``os.environ``.
+    ``given``: settings by name, which win over everything; ``components`` and ``sidecars`` are tuples, then nothing of
+    theirs is taken from elsewhere, or mappings such as ``{"full": {"device_tokens": 65536}}``, which are merged.
+
+    Raises:
+        ConfigError: says of everything that is wrong what it is, its value and where it came from, a line for each.
+    """
+    loaded = read_config(path, env=env, **given)
+    if loaded.config is None:
+        raise ConfigError("\n".join(map(str, loaded.problems)))
+    return loaded.config
+
+
+def read_config(
+    path: str | os.PathLike[str] | File | None = None, *, env: Mapping[str, str] | None = None, **given: Any
+) -> Loaded:
+    """As ``load_config``; what is wrong is listed and not raised, and every value comes with its origin."""
+    env = os.environ if env is None else env
+    table = Table()
+    path = path if path is not None else env.get(f"{PREFIX}CONFIG") or None
+    if path is not None:
+        try:
+            table.lay(from_file(path if isinstance(path, File) else read_file(os.fspath(path))))
+        except ConfigError as error:
+            return Loaded(None, (), (Problem(str(error)),))
+    table.lay(_matched(from_environment(env), table))
+    for top in replaced(given):
+        table.drop(top)
+    table.lay(from_python(given))
+    return _build(table)
+
+
+def _matched(upper: Table, lower: Table) -> Table:
+    """The environment knows no case and no dashes: a sidecar that the file names keeps the file's name."""
+    names = {_folded(group): group for group in lower.groups if group[0] == "sidecars"}
+
+    def renamed(path: Path) -> Path:
+        return (*names.get(_folded(path[:2]), path[:2]), *path[2:])
+
+    return Table({renamed(p): v for p, v in upper.values.items()}, {renamed(p): o for p, o in upper.groups.items()})
+
+
+def _folded(path: Path) -> Path:
+    return tuple(re.sub(r"[-.]", "_", part).lower() for part in path)
+
+
+def _build(table: Table) -> Loaded:
+    problems = [_misplaced(one.path, one.value, one.what) for one in table.misplaced]
+    tree: dict[Path, Any] = {}
+    for path, value in table.values.items():
+        row = settings.setting(path)
+        if row is None:
+            problems += _unknown(path, value)
+            continue
+        try:
+            tree[path] = row.accept(value.value, text=value.text)
+        except ConfigError as error:
+            hint = settings.nearest(str(value.value), row.choices) if row.choices else ""
+            problems.append(Problem(f"{'.'.join(path)}={_short(value.value)} ({value.origin}) {error}", hint))
+    problems += _unknown_groups(table)
+    problems += _missing(table)
+    return _finished(table, tree, problems)
+
+
+def _misplaced(path: Path, value: Value, what: str) -> Problem:
+    return Problem(f"{'.'.join(path)}={_short(value.value)} ({value.origin}) {what}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unknown(path: Path, value: Value) -> Iterator[Problem]:
+    """What is in a table of a component that there is not is not named by itself."""
+    if path[0] == "components" and len(path) == 3 and path[1] not in settings.COMPONENTS:
+        return
+    sentence = f"{'.'.join(path)}={_short(value.value)} ({value.origin}): there is no such setting"
+    beside = [*settings.table(path), *(settings.TABLES if len(path) == 1 else ())]
+    if value.text:
+        yield Problem(sentence, settings.nearest(value.origin.split()[-1], _variables()))
+    else:
+        yield Problem(sentence, settings.elsewhere(path[-1]) or settings.nearest(path[-1], beside))
+
+
+def _variables() -> list[str]:
+    paths = [(name,) for name in settings.CACHE]
+    nested = [("components", c, name) for c, rows in settings.COMPONENTS.items() for name in rows]
+    return [variable(path) for path in [*paths, *nested]]
+
+
+def variable(path: Path) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + "__".join(part.upper().replace("-", "_") for part in path)
+
+
+def _unknown_groups(table: Table) -> Iterator[Problem]:
+    for (top, name), origin in table.groups.items():
+        if top == "components" and name not in settings.COMPONENTS:
+            yield Problem(f"components.{name} ({origin}) is no component: one of {', '.join(settings.COMPONENTS)}",
+                          settings.nearest(name, settings.COMPONENTS))
+
+
+def _missing(table: Table) -> Iterator[Problem]:
+    if ("components", "full") not in table.groups and not any(one.path == ("components",) for one in table.misplaced):
+        yield Problem("components.full is not given", "every cache has full attention: add a table [components.full]")
+    for path, row, where in _rows(table):
+        if row.default is REQUIRED and path not in table.values:
+            yield Problem(f"{'.'.join(path)} is not given{where}", row.words.text.rstrip(".").replace("`", ""))
+
+
+def _rows(table: Table) -> Iterator[tuple[Path, settings.Setting, str]]:
+    """Every setting that there is with the components and sidecars that there are, in the order of the dataclasses."""
+    for name, row in settings.CACHE.items():
+        yield (name,), row, ""
+    for kind, rows in settings.COMPONENTS.items():
+        if ("components", kind) in table.groups:
+            for name, row in rows.items():
+                yield ("components", kind, name), row, f" ({table.groups['components', kind]})"
+    for top, own in table.groups:
+        if top == "sidecars":
+            for name, row in settings.SIDECAR.items():
+                yield (top, own, name), row, f" ({table.groups[top, own]})"
+    for path in table.values:
+        if path[0] == "storage_options":
+            yield path, settings.OPTION, ""
+
+
+def _finished(table: Table, tree: dict[Path, Any], problems: list[Problem]) -> Loaded:
+    if problems:
+        return Loaded(None, (), tuple(problems))
+    values = tuple(_effective(table, tree, path, row) for path, row, _ in _rows(table))
+    try:
+        config = _assembled(values)
+    except ConfigError as error:
+        return Loaded(None, values, (_between(error, values),))
+    return Loaded(config, values, ())
+
+
+def _effective(table: Table, tree: dict[Path, Any], path: Path, row: settings.Setting) -> Effective:
+    if path in tree:
+        return Effective(path, tree[path], table.values[path].origin)
+    return Effective(path, row.default, DEFAULT)
+
+
+def _assembled(values: tuple[Effective, ...]) -> CacheConfig:
+    top: dict[str, Any] = {}
+    groups: dict[str, dict[str, dict[str, Any]]] = {"components": {}, "sidecars": {}}
+    options: dict[str, str] = {}
+    for path, value, _ in values:
+        if len(path) == 1:
+            top[path[0]] = value
+        elif path[0] == "storage_options":
+            options[path[1]] = str(value)
+        else:
+            groups[path[0]].setdefault(path[1], {})[path[2]] = value
+    components = tuple(settings.COMPONENT_CLASSES[kind](**own) for kind, own in groups["components"].items())
+    sidecars = tuple(Sidecar(name=name, **own) for name, own in groups["sidecars"].items())
+    return CacheConfig(**top, components=components, sidecars=sidecars, storage_options=options)
+
+
+def _between(error: ConfigError, values: tuple[Effective, ...]) -> Problem:
+    """An error about several settings at once: where each that it names came from."""
+    words = set(re.findall(r"[\w.-]+", str(error)))
+    tables = {path[1] for path, _, _ in values if len(path) == 3 and path[1] in words}
+    named = [
+        f"{'.'.join(path)}: {origin}" for path, _, origin in values
+        if path[-1] in words and (len(path) == 1 or path[1] in tables or not tables)
+    ]
+    return Problem(str(error) + (f" ({', '.join(named)})" if named else ""))

@@ -1,0 +1,52 @@
+"""The reference page of the settings, written from the same rows that files are read with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from asynccache.configuration import settings, words
+from asynccache.configuration.building import variable
+from asynccache.configuration.settings import REQUIRED, Path, Setting
+
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
+
+
+def reference() -> str:
+    """Markdown: a table for every table of the file."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield from _section("The cache", "At the top of the file.", (), settings.CACHE)
+    for kind, rows in settings.COMPONENTS.items():
+        yield from _section(f"`[components.{kind}]`", words.COMPONENT_TEXT[kind], ("components", kind), rows)
+    yield from _section("`[sidecars.NAME]`", words.SIDECARS_TEXT, ("sidecars", "NAME"), settings.SIDECAR)
+    yield from ("### `[storage_options]`", "", f"{words.OPTIONS_TEXT} `capacity` is set by",
+                f"`{variable(('storage_options', 'capacity'))}`, and so on.")
+
+
+def _section(title: str, text: str, path: Path, rows: Mapping[str, Setting]) -> Iterator[str]:
+    yield from (f"### {title}", "", text, "")
+    if path:
+        yield from (f"Environment: `{variable((*path, 'KEY'))}`.", "")
+    yield from ("| setting | type | default | |", "|---|---|---|---|")
+    for row in rows.values():
+        yield f"| `{row.name}` | {_type(row)} | {_default(row)} | {row.words.text} |"
+    yield ""
+
+
+def _type(row: Setting) -> str:
+    name = ", ".join(f"`{choice}`" for choice in row.choices) or _TYPES[row.kind]
+    low, high, above = row.words.low, row.words.high, row.words.above
+    if low is not None and high is not None:
+        return f"{name}, {low:g} to {high:g}"
+    if low is not None:
+        return f"{name}, {low:g} or more"
+    return name if above is None else f"{name} above {above:g}"
+
+
+def _default(row: Setting) -> str:
+    if row.default is REQUIRED:
+        return "must be given"
+    value = row.default
+    return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"

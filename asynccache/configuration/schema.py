@@ -1,0 +1,77 @@
+"""The settings as a JSON Schema (draft 2020-12), for editors and for whoever writes files by program.
+
+A file describes a cache, maybe with sections for runs beside it, or only runs: then ``components`` is a list of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asynccache.configuration import settings, words
+from asynccache.configuration.settings import REQUIRED, Setting
+
+Schema = dict[str, Any]
+
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+
+
+def schema(runs: Mapping[str, Schema] | None = None) -> Schema:
+    """``runs``: for each section of runs (``stress``, ``replay``) the schema of its options."""
+    runs = runs or {}
+    shared = {name: option for section in runs.values() for name, option in section["properties"].items()}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "asynccache",
+        "type": "object",
+        "if": {"anyOf": [{"required": ["model"]}, {
+            "required": ["components"], "properties": {"components": {"type": "object"}},
+        }]},
+        "then": _cache(runs),
+        "else": {"properties": {**shared, **runs}, "additionalProperties": False},
+    }
+
+
+def _cache(runs: Mapping[str, Schema]) -> Schema:
+    own = _object(settings.CACHE)
+    own["properties"] |= {
+        "components": {
+            "type": "object", "additionalProperties": False, "required": ["full"],
+            "properties": {kind: {"description": words.COMPONENT_TEXT[kind], **_object(rows)}
+                           for kind, rows in settings.COMPONENTS.items()},
+        },
+        "sidecars": {
+            "type": "object", "description": words.SIDECARS_TEXT, "propertyNames": {"pattern": r"^[\w.-]+$"},
+            "additionalProperties": _object(settings.SIDECAR),
+        },
+        "storage_options": {
+            "type": "object", "description": words.OPTIONS_TEXT, "additionalProperties": {"type": "string"},
+        },
+        **runs,
+    }
+    own["required"] = [*own["required"], "components"]
+    return own
+
+
+def _object(rows: Mapping[str, Setting]) -> Schema:
+    """Keys may be written with dashes, too."""
+    properties = {name: _one(row) for name, row in rows.items()}
+    dashed = {name.replace("_", "-"): one for name, one in properties.items()}
+    required = [name for name, row in rows.items() if row.default is REQUIRED]
+    choices = [{"anyOf": [{"required": [name]}, {"required": [name.replace("_", "-")]}]}
+               for name in required if "_" in name]
+    found: Schema = {
+        "type": "object", "properties": {**dashed, **properties}, "additionalProperties": False,
+        "required": [name for name in required if "_" not in name],
+    }
+    return {**found, "allOf": choices} if choices else found
+
+
+def _one(row: Setting) -> Schema:
+    found: Schema = {"description": row.words.text, "type": _TYPES.get(row.kind, "string")}
+    if row.choices:
+        found["enum"] = [*row.choices, *(["none"] if row.optional else [])]
+    if row.default is not REQUIRED and row.default is not None:
+        found["default"] = row.default
+    bounds = {"minimum": row.words.low, "maximum": row.words.high, "exclusiveMinimum": row.words.above}
+    return {**found, **{name: bound for name, bound in bounds.items() if bound is not None}}

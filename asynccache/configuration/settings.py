@@ -1,0 +1,140 @@
+"""The settings there are, as rows made from the dataclasses of ``config.py``: path, type, default, bounds, meaning."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.configuration import words
+from asynccache.errors import ConfigError
+
+Path = tuple[str, ...]
+
+COMPONENT_CLASSES: Mapping[str, type[Any]] = {"full": Full, "swa": SlidingWindow, "mamba": Mamba}
+TABLES = ("components", "sidecars", "storage_options")
+REQUIRED = object()
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row. ``default`` is ``REQUIRED`` where there is none; ``optional``: it may be none."""
+
+    name: str
+    kind: type[Any]
+    optional: bool
+    default: object
+    words: words.Words
+    choices: tuple[str, ...] = ()
+
+    def accept(self, value: object, *, text: bool) -> object:
+        """The value in its type. ``text``: it comes from the environment, where everything is text.
+
+        Raises:
+            ConfigError: says what it must be.
+        """
+        if self.optional and value in (None, "none", ""):
+            return None
+        found = _from_text(self.kind, str(value)) if text else _typed(self.kind, value)
+        if self.choices and _plain(found) not in self.choices:
+            raise ConfigError(f"must be one of {', '.join(self.choices)}")
+        self._check_bounds(found)
+        return found
+
+    def _check_bounds(self, value: object) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return
+        low, high, above = self.words.low, self.words.high, self.words.above
+        if low is not None and high is not None and not low <= value <= high:
+            raise ConfigError(f"must lie between {low:g} and {high:g}")
+        if low is not None and not value >= low:
+            raise ConfigError(f"must be at least {low:g}")
+        if above is not None and not value > above:
+            raise ConfigError(f"must be above {above:g}")
+
+
+def _typed(kind: type[Any], value: object) -> object:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if issubclass(kind, Enum):
+        return value.value if isinstance(value, kind) else _typed(str, value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"must be {_WANTED[kind]}")
+    return value
+
+
+def _from_text(kind: type[Any], value: str) -> object:
+    if kind is bool:
+        if value.lower() not in _TRUE + _FALSE:
+            raise ConfigError("must be true or false")
+        return value.lower() in _TRUE
+    if kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ConfigError(f"must be {_WANTED[kind]}") from None
+    return value
+
+
+_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text (in quotes)"}
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _rows(cls: type[Any], meanings: Mapping[str, words.Words], without: Iterable[str] = ()) -> dict[str, Setting]:
+    hints = get_type_hints(cls)
+    return {f.name: _row(f, hints[f.name], meanings) for f in fields(cls) if f.name not in without}
+
+
+def _row(field: Field[Any], hint: Any, meanings: Mapping[str, words.Words]) -> Setting:
+    optional = get_origin(hint) in (Union, types.UnionType)
+    kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
+    choices = tuple(m.value for m in kind) if issubclass(kind, Enum) else ()
+    if field.name == "eviction":
+        choices = EVICTION_POLICIES
+    default = REQUIRED if field.default is MISSING else _plain(field.default)
+    return Setting(field.name, kind, optional, default, meanings.get(field.name, words.Words("")), choices)
+
+
+CACHE = _rows(CacheConfig, words.CACHE, TABLES)
+COMPONENTS = {name: _rows(cls, words.COMPONENTS[name]) for name, cls in COMPONENT_CLASSES.items()}
+SIDECAR = _rows(Sidecar, words.SIDECAR, ("name",))
+OPTION = Setting("option", str, False, REQUIRED, words.Words(words.OPTIONS_TEXT))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """``did you mean 'window'?``, or nothing if no name is near."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def table(path: Path) -> Mapping[str, Setting]:
+    """The settings beside ``path``; of a component that there is not, those of full attention."""
+    if path[0] == "components" and len(path) == 3:
+        return COMPONENTS.get(path[1], COMPONENTS["full"])
+    return SIDECAR if path[0] == "sidecars" else CACHE
+
+
+def setting(path: Path) -> Setting | None:
+    """The row of ``path``, if there is such a setting."""
+    if len(path) == 2 and path[0] == "storage_options":
+        return OPTION
+    if len(path) == 3 and (path[0] == "sidecars" or (path[0] == "components" and path[1] in COMPONENTS)):
+        return table(path).get(path[2])
+    return CACHE.get(path[0]) if len(path) == 1 else None
+
+
+def elsewhere(name: str) -> str:
+    """Where a setting of this name is, if it was looked for in the wrong table."""
+    found = [f"components.{c}.{name}" for c, rows in COMPONENTS.items() if name in rows]
+    found += [f"sidecars.NAME.{name}"] if name in SIDECAR and not found else []
+    found += [name] if name in CACHE else []
+    return f"did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,45 @@
+"""Effective settings as a TOML file that says where each value came from. Secrets are not written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+from asynccache.configuration.building import Effective
+
+HIDDEN = "***"
+_SECRET = re.compile(r"password|passwd|secret|token$|api_?key|access_?key|credential", re.IGNORECASE)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_QUERY = re.compile(r"([?&])([^=&]+)=([^&]*)")
+
+
+def as_toml(values: Iterable[Effective]) -> str:
+    """One line for each setting, with its origin behind it; what is none is left out."""
+    lines: list[str] = []
+    table: tuple[str, ...] = ()
+    for path, value, origin in values:
+        if path[:-1] != table:
+            table = path[:-1]
+            lines += ["", f"[{'.'.join(map(_key, table))}]"]
+        written = f"{_key(path[-1])} = {_value(shown(path[-1], value))}"
+        lines.append(f"# {_key(path[-1])}: none" if value is None else f"{written:<48} # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def shown(name: str, value: object) -> object:
+    """The value, without what only its owner may know."""
+    if not isinstance(value, str):
+        return value
+    if _SECRET.search(name):
+        return HIDDEN
+    hidden = _IN_URL.sub(HIDDEN, value)
+    return _IN_QUERY.sub(lambda m: f"{m[1]}{m[2]}={HIDDEN if _SECRET.search(m[2]) else m[3]}", hidden)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def _value(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)

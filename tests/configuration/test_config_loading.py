@@ -1,0 +1,238 @@
+"""Loading: what wins over what, and that whatever is wrong is named with its value, its place and the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow, WritePolicy, load_config
+from asynccache.configuration import Loaded, as_toml, read_config
+
+FILE = """\
+# a cache
+model = "my-model"
+page-size = 16
+storage = "file:/var/kv?capacity=10GiB"
+notes_are_refused = 0
+
+[components.full]
+bytes_per_token = 1024
+layers = 4
+device_tokens = 65_536
+host_tokens = 262_144
+"""
+GOOD = FILE.replace("notes_are_refused = 0\n", "")
+
+
+@pytest.fixture
+def kv(tmp_path: Path) -> Path:
+    file = tmp_path / "kv.toml"
+    file.write_text(GOOD)
+    return file
+
+
+def read(file: Path, text: str, env: Mapping[str, str] | None = None, **given: Any) -> Loaded:
+    file.write_text(text)
+    return read_config(file, env=env or {}, **given)
+
+
+def said(loaded: Loaded) -> list[str]:
+    assert loaded.config is None
+    return [str(problem) for problem in loaded.problems]
+
+
+def test_python_wins_over_the_environment_over_the_file_over_defaults(kv: Path) -> None:
+    assert load_config(kv, env={}).page_size == 16
+    env = {"ASYNCCACHE_PAGE_SIZE": "32", "ASYNCCACHE_COMPONENTS__FULL__LAYERS": "2", "ASYNCCACHE_STORAGE": "none"}
+    config = load_config(kv, env=env, page_size=64)
+    assert config.page_size == 64
+    assert config.components == (Full(bytes_per_token=1024, layers=2, device_tokens=65536, host_tokens=262144),)
+    assert config.storage is None
+    assert config.prefetch_threshold == CacheConfig.__dataclass_fields__["prefetch_threshold"].default
+
+
+def test_every_value_knows_where_it_came_from(kv: Path) -> None:
+    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_DEADLINE": "5"}, components={"full": {"layers": 2}})
+    origins = {".".join(path): origin for path, _, origin in loaded.values}
+    assert origins["model"] == f"{kv} line 2"
+    assert origins["page_size"] == f"{kv} line 3"
+    assert origins["components.full.host_tokens"] == f"{kv} line 10"
+    assert origins["close_deadline"] == "environment variable ASYNCCACHE_CLOSE_DEADLINE"
+    assert origins["components.full.layers"] == "Python"
+    assert origins["eviction"] == "default"
+
+
+def test_everything_there_is_can_be_said_in_a_file(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, GOOD.replace("[components.full]", """write_policy = "write_back"
+freeze_gc = true
+prefetch_timeout_max = 3
+[storage_options]
+threads = "2"
+[sidecars.scales]
+indices_from = "full"
+bytes_per_page = 512
+hit_policy = "all_pages"
+[sidecars."index.keys"]
+indices_from = "scales"
+bytes_per_page = 64
+replicated = true
+[components.mamba]
+state_bytes = 4096
+device_states = 8
+host_states = 8
+[components.swa]
+window = 512
+bytes_per_token = 256
+device_tokens = 1024
+host_tokens = 1024
+[components.full]""")), env={})
+    assert config.write_policy is WritePolicy.WRITE_BACK
+    assert (config.freeze_gc, config.prefetch_timeout_max) == (True, 3.0)
+    assert config.storage_options == {"threads": "2"}
+    assert [type(component) for component in config.components] == [Full, SlidingWindow, Mamba]
+    assert [sidecar.name for sidecar in config.sidecars] == ["scales", "index.keys"]
+    assert config.sidecars[1] == Sidecar(name="index.keys", indices_from="scales", bytes_per_page=64, replicated=True)
+
+
+def _write(folder: Path, text: str) -> Path:
+    file = folder / "all.toml"
+    file.write_text(text)
+    return file
+
+
+def test_python_alone_is_enough_and_its_tuples_replace_what_a_file_has(kv: Path) -> None:
+    full = Full(bytes_per_token=64, device_tokens=160)
+    config = load_config(kv, env={}, components=(full,), storage=None, sidecars=[])
+    assert config == CacheConfig(model="my-model", components=(full,))
+    assert load_config(env={}, model="m", components=(full,)) == CacheConfig(model="m", components=(full,))
+
+
+def test_the_environment_alone_is_enough() -> None:
+    env = {
+        "ASYNCCACHE_MODEL": "m", "ASYNCCACHE_COMPONENTS__FULL__BYTES_PER_TOKEN": "64",
+        "ASYNCCACHE_COMPONENTS__FULL__DEVICE_TOKENS": "160", "ASYNCCACHE_FREEZE_GC": "yes",
+        "ASYNCCACHE_WRITE_POLICY": "write_back", "ASYNCCACHE_STORAGE_OPTIONS__CAPACITY": "1GiB", "PATH": "/bin",
+        "ASYNCCACHE_SIDECARS__SCALES__INDICES_FROM": "full", "ASYNCCACHE_SIDECARS__SCALES__BYTES_PER_PAGE": "8",
+    }
+    assert load_config(env=env) == CacheConfig(
+        model="m", components=(Full(bytes_per_token=64, device_tokens=160),), freeze_gc=True,
+        write_policy=WritePolicy.WRITE_BACK, storage_options={"capacity": "1GiB"},
+        sidecars=(Sidecar(name="scales", indices_from="full", bytes_per_page=8),),
+    )
+
+
+def test_a_sidecar_that_the_file_names_keeps_its_name(tmp_path: Path) -> None:
+    file = _write(tmp_path, GOOD + '[sidecars.Index-Keys]\nindices_from = "full"\nbytes_per_page = 64\n')
+    config = load_config(file, env={"ASYNCCACHE_SIDECARS__INDEX_KEYS__LAYERS": "2"})
+    assert config.sidecars == (Sidecar(name="Index-Keys", indices_from="full", bytes_per_page=64, layers=2),)
+
+
+def test_the_environment_may_name_the_file(kv: Path) -> None:
+    assert load_config(env={"ASYNCCACHE_CONFIG": str(kv)}) == load_config(kv, env={})
+
+
+def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCCACHE_PAGE_SIZE", "128")
+    assert load_config(kv).page_size == 128
+
+
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("page-size = 16", "page_sise = 16",
+     "page_sise=16 (FILE line 3): there is no such setting; did you mean 'page_size'?"),
+    ("page-size = 16", "window = 16",
+     "window=16 (FILE line 3): there is no such setting; did you mean components.swa.window?"),
+    ("page-size = 16", "page_size = 16.5", "page_size=16.5 (FILE line 3) must be an integer"),
+    ("page-size = 16", "page_size = true", "page_size=True (FILE line 3) must be an integer"),
+    ("page-size = 16", "page_size = 0", "page_size=0 (FILE line 3) must be above 0"),
+    ("page-size = 16", 'freeze_gc = "yes"', "freeze_gc='yes' (FILE line 3) must be true or false"),
+    ("page-size = 16", "kept_fraction = 1.5", "kept_fraction=1.5 (FILE line 3) must lie between 0 and 1"),
+    ("page-size = 16", "kept_fraction = nan", "kept_fraction=nan (FILE line 3) must lie between 0 and 1"),
+    ("page-size = 16", "load_back_threshold = -1", "load_back_threshold=-1 (FILE line 3) must be at least 0"),
+    ("page-size = 16", 'write_policy = "write_trough"',
+     "write_policy='write_trough' (FILE line 3) must be one of write_through, write_through_selective, write_back; "
+     "did you mean 'write_through'?"),
+    ("page-size = 16", "sidecars = 3", "sidecars=3 (FILE line 3) must be a table, as in [sidecars.NAME]"),
+    ("page-size = 16", "storage_options = {a = 1}", "storage_options.a=1 (FILE line 3) must be text (in quotes)"),
+    ('model = "my-model"', "", "model is not given"),
+    ("layers = 4", "layer = 4",
+     "components.full.layer=4 (FILE line 8): there is no such setting; did you mean 'layers'?"),
+    ("layers = 4", "windows = 4", "components.full.windows=4 (FILE line 8): there is no such setting"),
+    ("layers = 4", "[components.swaa]\nwindow = 3",
+     "components.swaa (FILE line 8) is no component: one of full, swa, mamba; did you mean 'swa'?"),
+    ("[components.full]", "[component.full]", "(FILE line 6): there is no such setting; did you mean 'components'?"),
+    ("bytes_per_token = 1024\n", "", "components.full.bytes_per_token is not given (FILE line 6)"),
+    ("device_tokens = 65_536", "device_tokens = 65_537",
+     "full: device_tokens=65537 is not a multiple of page_size=16 "
+     "(page_size: FILE line 3, components.full.device_tokens: FILE line 9)"),
+    ("host_tokens = 262_144", "", "needs a host tier: host_tokens is 0 (storage: FILE line 4"),
+])
+def test_what_is_wrong_is_named_with_its_line(kv: Path, old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    problems = said(read(kv, GOOD.replace(old, new)))
+    assert any(message.replace("FILE", str(kv)) in problem for problem in problems), problems
+
+
+def test_all_that_is_wrong_is_named_at_once(kv: Path) -> None:
+    problems = said(read(kv, FILE.replace("layers = 4", "layers = -4"), {"ASYNCCACHE_KEPT_FRACTION": "2"}))
+    assert len(problems) == 3
+    with pytest.raises(ConfigError) as caught:
+        load_config(kv, env={"ASYNCCACHE_KEPT_FRACTION": "2"})
+    assert str(caught.value).split("\n") == problems
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("ASYNCCACHE_PAGE_SISE", "32",
+     "page_sise='32' (environment variable ASYNCCACHE_PAGE_SISE): there is no such setting; "
+     "did you mean 'ASYNCCACHE_PAGE_SIZE'?"),
+    ("ASYNCCACHE_COMPONENTS__FULL__LAYER", "2", "did you mean 'ASYNCCACHE_COMPONENTS__FULL__LAYERS'?"),
+    ("ASYNCCACHE_COMPONENTS__FUL__LAYERS", "2",
+     "components.ful (environment variable ASYNCCACHE_COMPONENTS__FUL__LAYERS) is no component"),
+    ("ASYNCCACHE_PAGE_SIZE", "many",
+     "page_size='many' (environment variable ASYNCCACHE_PAGE_SIZE) must be an integer"),
+    ("ASYNCCACHE_FREEZE_GC", "maybe", "(environment variable ASYNCCACHE_FREEZE_GC) must be true or false"),
+    ("ASYNCCACHE_PAGE_SIZE", "12", "page_size: environment variable ASYNCCACHE_PAGE_SIZE"),
+])
+def test_what_is_wrong_in_the_environment_is_named_with_its_variable(
+    kv: Path, name: str, value: str, message: str
+) -> None:
+    (problem,) = said(read_config(kv, env={name: value}))
+    assert message in problem
+
+
+def test_what_is_wrong_in_python_is_named(kv: Path) -> None:
+    (problem,) = said(read_config(kv, env={}, page_sise=3))
+    assert problem == "page_sise=3 (Python): there is no such setting; did you mean 'page_size'?"
+    (problem,) = said(read_config(kv, env={}, components={"full": {"layers": "4"}}))
+    assert problem == "components.full.layers='4' (Python) must be an integer"
+
+
+@pytest.mark.parametrize(("text", "message"), [("= 3", "not TOML"), ("\udcff", "not TOML")])
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(file, env={})
+    assert "bad.toml" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"no\.toml: cannot be read: No such file"):
+        load_config(tmp_path / "no.toml", env={})
+
+
+def test_what_is_shown_can_be_loaded_again(kv: Path, tmp_path: Path) -> None:
+    loaded = read_config(kv, env={"ASYNCCACHE_CLOSE_DEADLINE": "5"}, storage_options={"a b": 'q"\\'},
+                         sidecars={"k.v": {"indices_from": "full", "bytes_per_page": 8}})
+    again = tmp_path / "again.toml"
+    again.write_text(as_toml(loaded.values))
+    assert load_config(again, env={}) == loaded.config
+    assert "# environment variable ASYNCCACHE_CLOSE_DEADLINE" in again.read_text()
+
+
+def test_secrets_are_not_shown(kv: Path) -> None:
+    loaded = read_config(kv, env={}, storage="redis://me:hunter2@host/0?password=hunter2&db=1",
+                         storage_options={"secret_key": "hunter2", "region": "x"})
+    shown = as_toml(loaded.values)
+    assert "hunter2" not in shown
+    assert '"redis://***@host/0?password=***&db=1"' in shown
+    assert 'region = "x"' in shown
