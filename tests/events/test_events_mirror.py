@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -17,13 +17,13 @@ from asynccache.config import CacheConfig
 from asynccache.core.plan import Medium
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node
-from asynccache.events import Announcer, Mirror, Notice
+from asynccache.events import Announcer, Mirror, Notice, StorageReport
 from asynccache.events.announcer import block_hash
 from asynccache.memory.cpu import CpuDevice
-from asynccache.storage import StorageBackend, parse_url, store_layout
+from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url, store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, compute, machine, settings, settled
+from tests.runtime.runtime_kit import PAGE, compute, machine, serve, settings, settled, text
 
 Blocks = dict[str, set[int]]
 Opening = Callable[[CacheConfig, Path], Awaitable[StorageBackend]]
@@ -194,3 +194,93 @@ async def test_the_stores_here_do_evict(open_: Opening, tmp_path: Path) -> None:
             before = set(reader.mirror.blocks[Medium.STORAGE.value])
             removed += len(before - reader.read(world.cache)[Medium.STORAGE.value])
         assert removed > 20
+
+
+class Picky(WrappedBackend):
+    """Stores all of a call but its last page, now and then."""
+
+    picky = False
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        if not self.picky:
+            return await super().put(keys, records)
+        return [*await super().put(keys[:-1], records[:-1]), Result.FAILED]
+
+
+def equal(world: World, reader: Reader, backend: StorageBackend) -> bool:
+    world.keys(set())
+    blocks = reader.read(world.cache)
+    tiers = [blocks[Medium.GPU.value] == on_tier(world.cache, 0), blocks[Medium.CPU.value] == on_tier(world.cache, 1)]
+    return all(tiers) and world.keys(blocks[Medium.STORAGE.value]) == stored_keys(backend)
+
+
+@pytest.mark.asyncio
+async def test_what_a_lease_holds_beyond_a_reset_takes_nothing_with_it(tmp_path: Path) -> None:
+    """The same pages are there twice then: those that nobody matches any more are none of the subscribers' business."""
+    async with playing(tmp_path, roomy, 0) as (world, reader, backend):
+        cache = world.cache
+        await serve(cache, text(4))
+        async with cache.lease(text(4, extra=1)):
+            await settled(cache)
+            await cache.reset()
+            assert not any(reader.read(cache).values())
+            await serve(cache, text(4))
+            await settled(cache)
+            assert equal(world, reader, backend)
+        await settled(cache)
+        assert len(reader.read(cache)[Medium.GPU.value]) == 4
+        assert equal(world, reader, backend)
+
+
+@pytest.mark.asyncio
+async def test_what_was_stored_of_a_backup_that_failed_is_told(tmp_path: Path) -> None:
+    async def picky(config: CacheConfig, folder: Path) -> StorageBackend:
+        return Picky(MemoryBackend())
+
+    async with playing(tmp_path, picky, 0) as (world, reader, backend):
+        backend.picky = True  # type: ignore[attr-defined]
+        await serve(world.cache, text(4))
+        await settled(world.cache)
+        assert len(reader.read(world.cache)[Medium.STORAGE.value]) == 3
+        assert equal(world, reader, backend)
+        backend.picky = False  # type: ignore[attr-defined]
+        await world.cache.flush()
+        assert len(reader.read(world.cache)[Medium.STORAGE.value]) == 4
+        assert equal(world, reader, backend)
+
+
+@pytest.mark.asyncio
+async def test_what_is_left_of_an_earlier_life_is_told_when_it_is_read() -> None:
+    backend, device = MemoryBackend(), CpuDevice()
+    for life in range(2):
+        reader = Reader()
+        config, told = settings(host=16), reader.notices.append
+        async with AsyncCache(config, device=device, storage=backend, on_event=told) as cache:
+            assert not reader.read(cache)[Medium.STORAGE.value]
+            await serve(cache, text(4, extra=1))
+            await cache.flush()
+            assert len(reader.read(cache)[Medium.STORAGE.value]) == 4, life
+            if life:
+                assert cache.statistics().prefetches["complete"] == 1
+            await backend.delete([PageKey("full", key) for key in stored_keys(backend)])
+            assert not reader.read(cache)[Medium.STORAGE.value]
+            if not life:
+                await cache.reset()
+                await serve(cache, text(4, extra=1))
+                await cache.flush()
+    await backend.aclose()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_told_of_a_store_after_the_cache_is_closed() -> None:
+    backend, device = MemoryBackend(), CpuDevice()
+    reader = Reader()
+    async with AsyncCache(settings(host=16), device=device, storage=backend, on_event=reader.notices.append) as cache:
+        await serve(cache, text(4))
+    told = len(reader.notices)
+    assert any(isinstance(notice, StorageReport) for notice in reader.notices)
+    await backend.clear()
+    assert len(reader.notices) == told
+    await backend.aclose()
+    await device.aclose()
