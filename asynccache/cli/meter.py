@@ -71,6 +71,10 @@ class Meter:
         """Lateness of the timer."""
         return spread(self._lag, 1e3)
 
+    def lags(self) -> Sequence[float]:
+        """Lateness of every tick so far, in seconds."""
+        return self._lag
+
     def recent(self) -> Sequence[float]:
         """Lateness during the last second or so, in seconds."""
         return self._lag[-200:]

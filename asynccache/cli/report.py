@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asynccache.cli.meter import Meter, Spread, peak_rss, spread
 from asynccache.cli.options import Settings
+from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
 from asynccache.errors import ConfigError
 
@@ -48,6 +49,8 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
         "wait_mean_ms": _mean(tally.waits),
         "ttft_ms": _spread(spread(tally.first_token, 1e3)),
         "ttft_without_cache_ms": _spread(spread(tally.first_token_without, 1e3)),
+        "ttft_percentiles_ms": {"with": percentiles(tally.first_token, 1e3),
+                                "without": percentiles(tally.first_token_without, 1e3)},
         "ttft_mean_ms": _mean(tally.first_token),
         "ttft_without_cache_mean_ms": _mean(tally.first_token_without),
         "loop_lag_ms": _spread(meter.lag_ms()),
@@ -56,7 +59,7 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
         "cpu_s": round(meter.cpu(), 3),
         "rss_bytes": peak_rss(),
         **cache,
-        "settings": settings.report(),
+        "settings": settings.plain(),
     }
     if settings.command == "replay":
         report["blocks"] = {"total": tally.blocks, "hit": tally.blocks_hit, "shared": tally.blocks_shared}
@@ -71,14 +74,14 @@ def _mean(samples: Sequence[float]) -> float:
     return round(sum(samples) / len(samples) * 1e3, 4) if samples else 0.0
 
 
-def check_writable(path: str) -> None:
+def check_writable(path: str, option: str = "--json") -> None:
     """Find out before a run whether its report can be written to ``path``.
 
     Raises:
         ConfigError: it cannot.
     """
     if path != "-":
-        _write(path, "", "a")
+        _write(path, "", "a", option)
 
 
 def dump(report: Mapping[str, Any], path: str) -> None:
@@ -95,9 +98,20 @@ def dump(report: Mapping[str, Any], path: str) -> None:
         _write(path, text, "w")
 
 
-def _write(path: str, text: str, mode: str) -> None:
+def write_page(report: Mapping[str, Any], path: str) -> None:
+    """Write the page with plots to ``path``. Blocking.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from asynccache.cli.reports import page
+
+    _write(path, page(report), "w", "--report")
+
+
+def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
     try:
         with open(path, mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError(f"--json={path}: cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"{option}={path}: cannot be written: {error.strerror or error}") from None

@@ -127,11 +127,17 @@ class Server:
                 self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate)
                 end = await self._decoded(request, text, lease, lane)
                 if self._looks_twice:
+                    self._note_path(text, end)
+                if self._looks_twice:
                     await self._look_again(request, text, lease, lane, end)
                 lease.release(after=lane.work, ended=request.ended)
             except BaseException:
                 lease.release(after=lane.work)
                 raise
+
+    def _note_path(self, text: Text, end: int) -> None:
+        prompt = text.prompt // self._page
+        self._tally.path(text.values, prompt, end // self._page if self._insert_outputs else prompt)
 
     def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
         """What a lease with ``end`` cached tokens must hold: FULL all the way, SWA over the window, MAMBA's copy."""

@@ -17,12 +17,14 @@ import torch
 
 from asynccache import AsyncCache
 from asynccache.cli import leaks, report
+from asynccache.cli.capacity import capacity
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
 from asynccache.cli.request import Source
+from asynccache.cli.samples import Sampler, memcpy_rate
 from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
@@ -55,10 +57,14 @@ def execute(settings: Settings) -> int:
     torch.set_num_threads(1)  # the engine's own threads are the parallel part
     if settings.json is not None:
         report.check_writable(settings.json)
+    if settings.report is not None:
+        report.check_writable(settings.report, "--report")
     display = choose(settings.quiet)
     session = Session(settings, display)
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
         result = runner.run(session.run())
+    if settings.json is not None or settings.report is not None:
+        result |= session.afterwards(result)
     if not settings.quiet:
         out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)
@@ -66,6 +72,8 @@ def execute(settings: Settings) -> int:
         print(session.trace, file=sys.stderr)
     if settings.json is not None:
         report.dump(result, settings.json)
+    if settings.report is not None:
+        report.write_page(result, settings.report)
     if settings.quiet and not result["ok"]:
         print("\n".join(result["problems"]), file=sys.stderr)
     if not result["ok"]:
@@ -96,6 +104,14 @@ class Session:
         self._tally = Tally()
         self._meter = Meter()
         self._interrupts = 0
+        self._over_time: dict[str, Any] = {}
+        self._requests: list[TraceRequest] | None = None
+
+    def afterwards(self, result: report.Report) -> dict[str, Any]:
+        """What is worked out when the run is over: the limit that this machine sets, and what caches of other sizes
+        would have had."""
+        return {"memcpy_bytes_per_s": round(memcpy_rate()),
+                "capacity": capacity(self._settings, self._requests, self._tally, result)}
 
     async def run(self) -> report.Report:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""
@@ -140,6 +156,7 @@ class Session:
         if settings.trace is None:
             return self._workload(), configure(settings)
         trace = await read_trace(settings.trace, settings.limit)
+        self._requests = trace
         found: Survey = await asyncio.get_running_loop().run_in_executor(None, survey, trace)
         return self._replay(trace, found), self._fitting(trace, found)
 
@@ -177,6 +194,8 @@ class Session:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt, driver, watch)
         self._meter.start()
+        sampler = Sampler(cache, self._tally, self._meter)
+        sampling = asyncio.create_task(sampler.run())
         showing = asyncio.create_task(self._display.show(watch.take))
         ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, driver.stop)
         try:
@@ -187,9 +206,12 @@ class Session:
             if ending is not None:
                 ending.cancel()
             loop.remove_signal_handler(signal.SIGINT)
-            showing.cancel()
-            with suppress(asyncio.CancelledError):
-                await showing
+            sampler.take()
+            self._over_time = sampler.report()
+            for task in (showing, sampling):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     @asynccontextmanager
     async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
@@ -249,5 +271,6 @@ class Session:
         if any(left):
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
         result = report.build(self._settings, self._tally, self._meter, found, left)
+        result |= self._over_time
         result["interrupted"] = bool(self._interrupts)
         return result

@@ -5,10 +5,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from asynccache.cli.curve import Request as Path
 from asynccache.cli.engine import Verdict
+from asynccache.cli.pattern import Values
 from asynccache.cli.request import BLOCK_TOKENS, Request
 
 _SHOWN = 5
+_PATH_PAGES = 1 << 21
 
 
 @dataclass(slots=True)
@@ -34,7 +37,9 @@ class Tally:
     waits: array[float] = field(default_factory=lambda: array("d"))
     first_token: array[float] = field(default_factory=lambda: array("d"))
     first_token_without: array[float] = field(default_factory=lambda: array("d"))
+    paths: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    _path_pages: int = 0
 
     def hit(self) -> int:
         """Prompt tokens that were not computed."""
@@ -55,6 +60,12 @@ class Tally:
         self.waits.append(wait)
         self.first_token.append(wait + (request.length - cached) / rate)
         self.first_token_without.append(request.length / rate)
+
+    def path(self, values: Values, prompt: int, end: int) -> None:
+        """A request looked up ``prompt`` pages and left ``end``. Kept as long as they are not too many."""
+        if self._path_pages < _PATH_PAGES:
+            self._path_pages += end
+            self.paths.append(Path(values[:end].tolist(), prompt))
 
     def verdict(self, request: Request, verdict: Verdict) -> None:
         """Pages of a request were read back."""

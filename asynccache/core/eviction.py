@@ -21,6 +21,11 @@ _SWEEP_FROM = 1024
 class EvictionPolicy(Protocol):
     """Writes ``node.stamp[c]``; of component ``c`` the smallest stamp goes first."""
 
+    @property
+    def now(self) -> int:
+        """The latest stamp of a touch: a clock that counts touches, for tools."""
+        ...
+
     def touch(self, node: Node, c: int) -> None:
         """A match or a commit used this."""
         ...
@@ -46,6 +51,10 @@ class Lru:
     def __init__(self) -> None:
         self._clock = 0
 
+    @property
+    def now(self) -> int:
+        return self._clock
+
     def touch(self, node: Node, c: int) -> None:
         self._clock = node.stamp[c] = self._clock + 1
 
@@ -59,6 +68,12 @@ class Lru:
     def end(self, node: Node, c: int) -> None:
         self._clock += 1
         node.stamp[c] = _ENDED + self._clock
+
+
+def last_touch(node: Node, c: int) -> int:
+    """When ``node``'s component ``c`` was used last, or was ended."""
+    stamp = node.stamp[c]
+    return stamp if stamp >= 0 else stamp - _ENDED
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from asynccache.core.claims import Claims
+from asynccache.core.eviction import last_touch
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
@@ -154,6 +155,8 @@ class RoomMaker:
             if node.state[base + c] == PRESENT:
                 self._count(node, tier, c)
                 if c == 0:
+                    if world.on_evict is not None:
+                        world.on_evict(tier, last_touch(node, c), world.pages(node, c))
                     world.publish((Medium.GPU, Medium.CPU)[tier], False, node)
                 world.vacate(node, base + c)
         if first == 0:

@@ -10,7 +10,7 @@ of component c comes with pins of all components before it, so what is pinned is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from asynccache.core import components
 from asynccache.core.eviction import POLICIES, Order
@@ -84,6 +84,7 @@ class World:
         self.dead_roots: list[Root] = []
         self.counters = Counters()
         self.ghosts = Ghosts(config.remember) if config.remember else None
+        self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last touch, pages of FULL
         self.clean_pages = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []

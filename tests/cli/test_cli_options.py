@@ -117,6 +117,6 @@ def test_bad_input_ends_with_2_and_one_sentence(capsys: pytest.CaptureFixture[st
 
 
 def test_settings_are_reported_as_plain_values() -> None:
-    values = stress("--write-policy", "write_back").report()
+    values = stress("--write-policy", "write_back").plain()
     assert values["write_policy"] == "write_back"
     assert values["page_size"] == 16

@@ -1,0 +1,173 @@
+"""A run over time: what its counters said, a few hundred times at most, and how old what was evicted had become.
+
+Counters are kept as they stand, so that leaving out every other sample loses nothing but detail: that is done, and the
+time between samples doubled, whenever there are too many. A sample reads plain counters and costs the loop a fraction
+of a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from asynccache.cli.meter import Meter
+from asynccache.cli.tally import Tally
+
+if TYPE_CHECKING:
+    from asynccache.core.eviction import EvictionPolicy
+    from asynccache.runtime.cache import AsyncCache
+
+EVERY = 0.25
+LIMIT = 480
+AGES_S = tuple(2.0**i for i in range(-1, 16))
+LAGS_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+TIERS = ("device", "host")
+
+
+class Sample(NamedTuple):
+    """Counters since the start, but ``l1`` and ``l2``: shares of the pages in use now; ``ticks``: of the meter."""
+
+    t_s: float
+    tokens: int
+    device: int
+    host: int
+    storage: int
+    l1: float
+    l2: float
+    l3_bytes: int
+    evicted_device: int
+    evicted_host: int
+    moved: tuple[int, ...]
+    ticks: int
+
+
+class Ages:
+    """How long pages had not been used when they were evicted, in pages by seconds.
+
+    The core keeps no time, but the policy's clock counts touches: ``mark`` notes both, and between two marks time is
+    taken to have passed evenly.
+    """
+
+    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._touches = array("q")
+        self._times = array("d")
+        self.pages = [[0] * (len(AGES_S) + 1) for _ in TIERS]
+        self.mark()
+
+    def mark(self) -> None:
+        """Note how far the policy's clock is."""
+        self._touches.append(self._policy.now)
+        self._times.append(self._clock())
+
+    def evicted(self, tier: int, touched: int, pages: int) -> None:
+        """The core evicts a node of ``pages`` pages that was touched last at ``touched``."""
+        age = self._clock() - self._time_of(touched)
+        self.pages[tier][bisect_left(AGES_S, age)] += pages
+
+    def _time_of(self, touched: int) -> float:
+        after = bisect_right(self._touches, touched)
+        if after == len(self._touches):
+            return self._times[-1]
+        if after == 0:
+            return self._times[0]
+        low, high = self._touches[after - 1], self._touches[after]
+        share = (touched - low) / (high - low)
+        return self._times[after - 1] + share * (self._times[after] - self._times[after - 1])
+
+    def report(self) -> dict[str, Any]:
+        """As plain values; the last count is of pages older than all bounds."""
+        return {"bounds_s": list(AGES_S), **{name: list(self.pages[tier]) for tier, name in enumerate(TIERS)}}
+
+
+class Sampler:
+    """Looks at one run. Belongs to the loop."""
+
+    def __init__(self, cache: AsyncCache, tally: Tally, meter: Meter) -> None:
+        self._cache = cache
+        self._tally = tally
+        self._meter = meter
+        self._every = EVERY
+        self._samples: list[Sample] = []
+        self._stages: tuple[str, ...] = tuple(cache.statistics().stages)
+        world = cache.core.world
+        self._ages = Ages(world.policy)
+        world.on_evict = self._ages.evicted
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            self.take()
+            await asyncio.sleep(self._every)
+
+    def take(self) -> None:
+        """One sample."""
+        self._ages.mark()
+        self._samples.append(self._look())
+        if len(self._samples) > LIMIT:
+            del self._samples[1::2]
+            self._every *= 2
+
+    def report(self) -> dict[str, Any]:
+        """``series`` by column, ``eviction_age``, ``loop_lag_histogram``."""
+        lags = self._meter.lags()
+        return {
+            "series": columns(self._samples, self._stages, lags),
+            "eviction_age": self._ages.report(),
+            "loop_lag_histogram": {"bounds_ms": list(LAGS_MS), "counts": histogram(lags, LAGS_MS, 1e3)},
+        }
+
+    def _look(self) -> Sample:
+        statistics, tally = self._cache.statistics(), self._tally
+        shares = [1 - shelf.free / shelf.capacity if shelf.capacity else 0.0
+                  for shelf in (statistics.device["full"], statistics.host["full"])]
+        return Sample(
+            round(self._meter.elapsed(), 3), tally.tokens, tally.device, tally.host, tally.storage,
+            round(shares[0], 4), round(shares[1], 4), int(statistics.storage.get("bytes", 0)),
+            statistics.core.evicted_device, statistics.core.evicted_host,
+            tuple(stage.bytes for stage in statistics.stages.values()), len(self._meter.lags()),
+        )
+
+
+def columns(samples: Sequence[Sample], stages: Sequence[str], lags: Sequence[float]) -> dict[str, Any]:
+    """One list a column; ``lag_max_ms`` is of the time since the sample before."""
+    plain = [name for name in Sample._fields if name not in ("moved", "ticks")]
+    ticks = [sample.ticks for sample in samples]
+    worst = [max(lags[start:end], default=0.0) for start, end in zip([0, *ticks], ticks, strict=False)]
+    return {
+        **{name: [getattr(sample, name) for sample in samples] for name in plain},
+        "moved_bytes": {name: [sample.moved[i] for sample in samples] for i, name in enumerate(stages)},
+        "lag_max_ms": [round(value * 1e3, 3) for value in worst],
+    }
+
+
+def histogram(samples: Sequence[float], bounds: Sequence[float], scale: float = 1.0) -> list[int]:
+    """How many of ``samples`` times ``scale`` are up to each bound and above the one before; the last: above all."""
+    places = np.searchsorted(np.asarray(bounds), np.asarray(samples, dtype=np.float64) * scale)
+    return [int(count) for count in np.bincount(places, minlength=len(bounds) + 1)]
+
+
+def percentiles(samples: Sequence[float], scale: float) -> list[float]:
+    """The 0th to the 100th of ``samples`` times ``scale``; nothing of nothing."""
+    if not samples:
+        return []
+    ordered = np.percentile(np.asarray(samples, dtype=np.float64) * scale, range(101))
+    return [round(float(value), 3) for value in ordered]
+
+
+def memcpy_rate(size: int = 64 << 20, rounds: int = 3) -> float:
+    """Bytes per second that one thread of this machine copies right now: the best of a few rounds."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - began)
+    return size / best
