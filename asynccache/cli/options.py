@@ -70,10 +70,11 @@ class Settings:
     serve: int | None = None
     config: str | None = None
     json: str | None = None
+    report: str | None = None
     quiet: bool = False
     cache: CacheConfig | None = None
 
-    def report(self) -> dict[str, object]:
+    def plain(self) -> dict[str, object]:
         """As plain values, for the JSON."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
         return values
@@ -233,6 +234,7 @@ OPTIONS: tuple[Option, ...] = (
            "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT while it runs; 0: any port"),
     Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
     Option("json", _text, _both(None), "PATH|-", "write the report as JSON"),
+    Option("report", _text, _both(None), "FILE.html", "write the report as one page with plots"),
     Option("quiet", None, _both(False), "", "no display, no summary"),
 )
 
