@@ -1,20 +1,22 @@
 """The command ``asynccache``: finds out what is wanted, and says in a sentence what cannot be done.
 
-Exit status: 0 all was well, 1 something was wrong with the cache or the run, 2 the input could not be used,
-130 interrupted.
+Exit status: 0 all was well, 1 something was wrong with the cache or the run, 2 the input could not be used, 3 a bug in
+asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where), 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal, NoReturn
 
 from asynccache import __version__
 from asynccache.cli.options import add_arguments, settle, suggest
-from asynccache.errors import AsyncCacheError
+from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
     "store": "the storage tier: CPU and bandwidth per page",
@@ -24,6 +26,8 @@ BENCHES = {
 }
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
 EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"
+CONFIG = "which settings hold and where they come from; whether a file can be used; what a file may say"
+BUG = 3
 _COMMANDS: dict[Literal["replay", "stress"], str] = {
     "replay": "serve the requests of a recorded trace, and verify every page",
     "stress": "serve made-up conversations, with faults and cancellations if wanted, and verify every page",
@@ -43,17 +47,38 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in given if argument != "--debug"]
+    debug = len(arguments) < len(given) or os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
     try:
         return _dispatch(arguments)
     except AsyncCacheError as error:
-        print(f"asynccache: {error}", file=sys.stderr)
-        return 2
+        return _refused(str(error), _help(arguments) if isinstance(error, ConfigError) else "", debug)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        return _refused(f"{named}{error.strerror or error}", "", debug)
+    except Exception as error:
+        hint = "" if debug else "this is a bug in asynccache; run the command with --debug to see where"
+        _refused(f"{type(error).__name__}: {error}", hint, debug)
+        return BUG
+
+
+def _refused(sentence: str, hint: str, debug: bool) -> int:
+    """One sentence, a hint, and nothing else unless it is asked for."""
+    if debug:
+        traceback.print_exc()
+    print(f"asynccache: {sentence}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+    return 2
+
+
+def _help(arguments: list[str]) -> str:
+    words = ["asynccache", *(word for word in arguments[:1] if word in (*_COMMANDS, "store", "config"))]
+    return f"{' '.join(words)} --help lists what there is"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -61,6 +86,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _bench(arguments[1:])
     if arguments[:1] == ["store"]:
         return _store(arguments[1:])
+    if arguments[:1] == ["config"]:
+        return _config(arguments[1:])
     if arguments[:1] == ["explain"]:
         return _explain(arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
@@ -71,11 +98,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
     parser.add_argument("--version", action="version", version=f"asynccache {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in _COMMANDS.items():
         _fill(commands.add_parser(name, help=text, description=text), name)
     commands.add_parser("store", help=STORE, add_help=False)
+    commands.add_parser("config", help=CONFIG, add_help=False)
     commands.add_parser("explain", help=EXPLAIN, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
@@ -95,6 +124,14 @@ def _run(arguments: list[str]) -> int:
     from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
 
     return execute(settings)
+
+
+def _config(arguments: list[str]) -> int:
+    from asynccache.cli import config
+
+    parser = _Parser(prog="asynccache config", description=CONFIG[0].upper() + CONFIG[1:] + ".")
+    config.add_arguments(parser)
+    return config.execute(parser.parse_args(arguments or ["--help"]))
 
 
 def _store(arguments: list[str]) -> int:

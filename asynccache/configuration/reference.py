@@ -8,12 +8,20 @@ from asynccache.configuration import settings, words
 from asynccache.configuration.building import variable
 from asynccache.configuration.settings import REQUIRED, Path, Setting
 
+BEGIN = "<!-- written by: python -m asynccache.configuration docs/configuration.md -->"
+END = "<!-- to here -->"
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
 
 
 def reference() -> str:
     """Markdown: a table for every table of the file."""
     return "\n".join(_lines()) + "\n"
+
+
+def renewed(page: str) -> str:
+    """The page with the reference between its two marks as it is now."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{reference()}\n{END}{rest.partition(END)[2]}"
 
 
 def _lines() -> Iterator[str]:

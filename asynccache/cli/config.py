@@ -1,0 +1,120 @@
+"""``asynccache config show|check|schema``: what would hold and why, whether a file can be used, what a file may say.
+
+``show`` prints a file that can be loaded again. ``check`` ends with 1 and a sentence for everything that is wrong.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from asynccache.cli.options import OPTIONS, Option, settle
+from asynccache.cli.runfile import SECTIONS
+from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
+from asynccache.configuration.writing import shown
+from asynccache.errors import ConfigError
+
+ACTIONS = {
+    "show": "every setting as it holds, with where it came from",
+    "check": "whether a file can be used, and everything that is wrong with it",
+    "schema": "what a file may say, as a JSON Schema",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command can be told."""
+    parser.add_argument("action", choices=list(ACTIONS), metavar="|".join(ACTIONS),
+                        help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
+    parser.add_argument("file", metavar="FILE", nargs="?",
+                        help="a TOML file (default: the one that ASYNCCACHE_CONFIG names)")
+    parser.add_argument("--json", action="store_true", help="show: as JSON")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Do it; the exit status.
+
+    Raises:
+        ConfigError: there is no file to look at.
+    """
+    if options.action == "schema":
+        print(json.dumps(whole_schema(), indent=2))
+        return 0
+    file: str | None = options.file or os.environ.get("ASYNCCACHE_CONFIG")
+    if options.action == "show":
+        return _show(file, options.json)
+    if file is None:
+        raise ConfigError("config check needs a FILE, or ASYNCCACHE_CONFIG that names one")
+    return _check(file)
+
+
+def _show(file: str | None, as_json: bool) -> int:
+    loaded = read_config(file)
+    if loaded.config is None:
+        return _tell(list(map(str, loaded.problems)))
+    print(json.dumps(_plain(loaded), indent=2) if as_json else as_toml(loaded.values), end="\n" if as_json else "")
+    return 0
+
+
+def _plain(loaded: Loaded) -> list[dict[str, object]]:
+    return [{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
+            for path, value, origin in loaded.values]
+
+
+def _check(file: str) -> int:
+    problems = list(dict.fromkeys(_problems(file)))
+    if not problems:
+        print(f"{file}: can be used")
+        return 0
+    return _tell(problems)
+
+
+def _tell(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"asynccache: {problem}", file=sys.stderr)
+    return 1
+
+
+def _problems(name: str) -> Iterator[str]:
+    try:
+        file = read_file(name)
+    except ConfigError as error:
+        yield str(error)
+        return
+    cache = describes_cache(file.table)
+    if cache:
+        problems = list(map(str, read_config(file).problems))
+        yield from problems
+    sections = [section for section in SECTIONS if section in file.table] or ([] if cache else ["stress"])
+    for section in sections:
+        yield from _run_problems(section, name)
+
+
+def _run_problems(section: str, name: str) -> Iterator[str]:
+    try:
+        settle("stress" if section == "stress" else "replay", {"config": name, "trace": "-"})
+    except ConfigError as error:
+        yield from str(error).split("\n")
+
+
+def whole_schema() -> dict[str, Any]:
+    """With the sections of runs."""
+    return schema({section: _section(section) for section in SECTIONS})
+
+
+def _section(section: str) -> dict[str, Any]:
+    options = [option for option in OPTIONS if section in option.defaults and option.name != "config"]
+    names = {name: option for option in options for name in (option.name, option.field)}
+    return {
+        "type": "object", "description": f"Options of asynccache {section}.", "additionalProperties": False,
+        "properties": {name: _option(option) for name, option in names.items()},
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    kinds = "boolean" if option.parse is None else ["string", "integer", "number", "array"]
+    return {"description": option.help, "type": kinds}

@@ -1,0 +1,233 @@
+"""``asynccache config``, the files of runs, and that no command ever answers with a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache import ConfigError, Full, SlidingWindow, WritePolicy, load_config
+from asynccache.cli import main as command
+from asynccache.cli.main import main
+from asynccache.cli.options import Settings, settle
+from asynccache.cli.sizing import configure
+
+ROOT = Path(__file__).parents[2]
+KV = """\
+model = "m"
+page_size = 16
+storage = "memory:?capacity=1MiB"
+[components.full]
+bytes_per_token = 64
+layers = 2
+device_tokens = 16384
+host_tokens = 32768
+[components.swa]
+window = 64
+bytes_per_token = 32
+device_tokens = 16384
+host_tokens = 16384
+[stress]
+requests = 12
+"""
+
+
+@pytest.fixture
+def kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("ASYNCCACHE_CONFIG", raising=False)
+    file = tmp_path / "kv.toml"
+    file.write_text(KV)
+    return file
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_show_prints_what_can_be_loaded_again(kv: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["config", "show", str(kv)]) == 0
+    shown = capsys.readouterr().out
+    assert f"# {kv} line 2" in shown
+    again = tmp_path / "again.toml"
+    again.write_text(shown)
+    assert load_config(again, env={}) == load_config(kv, env={})
+
+
+def test_show_as_json_and_the_file_from_the_environment(
+    kv: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCCACHE_CONFIG", str(kv))
+    monkeypatch.setenv("ASYNCCACHE_PAGE_SIZE", "32")
+    assert main(["config", "show", "--json"]) == 0
+    found = {one["setting"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["page_size"] == {
+        "setting": "page_size", "value": 32, "from": "environment variable ASYNCCACHE_PAGE_SIZE",
+    }
+
+
+def test_check_says_that_a_file_can_be_used(kv: Path, capsys: Captured) -> None:
+    assert main(["config", "check", str(kv)]) == 0
+    assert capsys.readouterr().out == f"{kv}: can be used\n"
+
+
+def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> None:
+    kv.write_text(KV.replace("window", "windw").replace("page_size = 16", "page_size = 0").replace(
+        "requests", "reqests") + "[replay]\nlimit = 0\n")
+    assert main(["config", "check", str(kv)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"asynccache: page_size=0 ({kv} line 2) must be above 0",
+        f"asynccache: components.swa.windw=64 ({kv} line 10): there is no such setting; did you mean 'window'?",
+        f"asynccache: components.swa.window is not given ({kv} line 9); window: tokens that a position attends to",
+        f"asynccache: {kv} line 15: stress has no setting 'reqests'; did you mean 'requests'?",
+        f"asynccache: {kv} line 17: limit=0: must be at least 1",
+    ]
+
+
+@pytest.mark.parametrize(("text", "message"), [("= 3", "not TOML"), (None, "cannot be read: No such file")])
+def test_check_of_what_is_no_file_is_a_sentence(kv: Path, text: str | None, message: str, capsys: Captured) -> None:
+    if text is None:
+        kv.unlink()
+    else:
+        kv.write_text(text)
+    assert main(["config", "check", str(kv)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"asynccache: {kv}: {message}")
+
+
+def test_check_needs_a_file_and_says_so(kv: Path, capsys: Captured) -> None:
+    assert main(["config", "check"]) == 2
+    assert "needs a FILE" in capsys.readouterr().err
+
+
+def test_the_schema_is_json(capsys: Captured) -> None:
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_what_the_page_shows_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    (shown,) = re.findall(r"```\n(asynccache: .*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNCCACHE_KEPT_FRACTION", "2.0")
+    Path("kv.toml").write_text(KV.replace("page_size = 16\n", "page_sise = 16\nwindow = 3\n"))
+    assert main(["config", "check", "kv.toml"]) == 1
+    said = capsys.readouterr().err.replace("='2.0'", "=2.0")
+    assert said == shown
+
+
+def test_the_python_on_the_page_runs_with_the_file_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    (file,), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python"))
+    (variables,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("kv.toml").write_text(file)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["config"].components[0].device_tokens == 131072
+    env = dict(line.split("#")[0].strip().split("=") for line in variables.splitlines())
+    config = load_config("kv.toml", env=env)
+    assert (config.page_size, config.storage, config.sidecars[0].bytes_per_page) == (32, None, 1024)
+    assert settle("stress", {"config": "kv.toml"}, env).duration == 5
+
+
+def stress(file: Path, env: dict[str, str] | None = None, **given: object) -> Settings:
+    return settle("stress", {"config": str(file), **given}, env or {})
+
+
+def test_a_run_has_the_cache_that_its_file_describes(kv: Path) -> None:
+    settings = stress(kv)
+    assert settings.requests == 12
+    config = configure(settings)
+    assert config == load_config(kv, env={})
+    assert (settings.page_size, settings.window, settings.components) == (16, 64, ("full", "swa"))
+    assert [type(component) for component in config.components] == [Full, SlidingWindow]
+
+
+def test_options_win_over_the_environment_over_the_file(kv: Path) -> None:
+    env = {"ASYNCCACHE_PAGE_SIZE": "32", "ASYNCCACHE_STRESS__REQUESTS": "5", "ASYNCCACHE_WRITE_POLICY": "write_back"}
+    settings = stress(kv, env, page_size="64")
+    assert (settings.page_size, settings.requests, settings.write_policy) == (64, 5, WritePolicy.WRITE_BACK)
+    assert configure(settings).page_size == 64
+    assert configure(stress(kv, {}, storage="none")).storage is None
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"layers": "2"}, "--layers=2: .*kv.toml describes the components"),
+    ({"device_tokens": "512"}, "--device-tokens=512: "),
+    ({"page_size": "100"}, r"not a multiple of page_size=100 \(page_size: Python"),
+])
+def test_what_the_file_says_about_its_components_stands(kv: Path, given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stress(kv, {}, **given)
+
+
+def test_a_run_refuses_what_it_cannot_run_on(kv: Path) -> None:
+    with pytest.raises(ConfigError, match="device='cuda': stress and replay run on the CPU device"):
+        stress(kv, {"ASYNCCACHE_DEVICE": "cuda"})
+
+
+def test_an_unknown_variable_of_a_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ASYNCCACHE_STRESS__REQESTS: stress has no setting 'reqests'.*'requests'"):
+        settle("stress", {}, {"ASYNCCACHE_STRESS__REQESTS": "5"})
+
+
+def test_the_whole_of_a_described_cache_is_in_the_report(kv: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert main(["stress", "--config", str(kv), "--rate", "0", "--quiet", "--json", str(report)]) == 0
+    assert json.loads(report.read_text())["settings"]["cache"]["components"][1]["window"] == 64
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def dispatch(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(command, "_dispatch", dispatch)
+    monkeypatch.delenv("ASYNCCACHE_DEBUG", raising=False)
+
+
+def test_a_bug_is_one_line_and_how_to_see_where(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    broken(monkeypatch, KeyError("x"))
+    assert main(["stress"]) == 3
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [
+        "asynccache: KeyError: 'x'", "this is a bug in asynccache; run the command with --debug to see where",
+    ]
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(("arguments", "debug"), [(["stress", "--debug"], ""), (["stress"], "1")])
+def test_who_asks_sees_the_traceback(
+    arguments: list[str], debug: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    broken(monkeypatch, KeyError("x"))
+    monkeypatch.setenv("ASYNCCACHE_DEBUG", debug)
+    assert main(arguments) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    broken(monkeypatch, PermissionError(13, "Permission denied", "/x/y"))
+    assert main(["stress"]) == 2
+    assert capsys.readouterr().err == "asynccache: /x/y: Permission denied\n"
+
+
+@pytest.mark.parametrize("arguments", [
+    ["store", "stat", "file:/no/such/folder/at/all"], ["store", "stat", "nothing:x"], ["store", "verify", "x"],
+    ["replay", "/no/such/trace.jsonl"], ["stress", "--json", "/no/such/folder/x.json"],
+    ["bench", "tree", "--nodes", "x"],
+    ["explain", "http://127.0.0.1:9", "--tokens", "1"], ["config", "show", "/no/such.toml"],
+])
+def test_no_bad_input_is_answered_with_a_traceback(arguments: list[str], capsys: Captured) -> None:
+    try:
+        status: object = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status in (1, 2)
+    said = capsys.readouterr().err
+    assert 1 <= len(said.splitlines()) <= 2
+    assert "Traceback" not in said

@@ -1,0 +1,146 @@
+"""The schema takes what the loader takes and refuses what it refuses, and so does the reference page show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.cli.config import whole_schema
+from asynccache.cli.options import OPTIONS
+from asynccache.configuration import describes_cache, read_config, settings
+from asynccache.configuration.reference import renewed
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "configuration.md").read_text()
+SCHEMA = whole_schema()
+EXAMPLES = [text for name in ("README.md", "docs/configuration.md")
+            for text in re.findall(r"```toml\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)]
+FULL: dict[str, Any] = {"bytes_per_token": 64, "device_tokens": 160}
+SMALL: dict[str, Any] = {"model": "m", "components": {"full": FULL}}
+
+
+def valid(content: Mapping[str, object]) -> bool:
+    found: bool = jsonschema.Draft202012Validator(SCHEMA).is_valid(content)
+    return found
+
+
+def loads(folder: Path, content: Mapping[str, Any]) -> bool:
+    return read_config(env={}, **content).config is not None
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_the_examples_are_valid_and_can_be_loaded(text: str, tmp_path: Path) -> None:
+    content = tomllib.loads(text)
+    jsonschema.Draft202012Validator(SCHEMA).validate(content)
+    if describes_cache(content):
+        (tmp_path / "kv.toml").write_text(text)
+        assert read_config(tmp_path / "kv.toml", env={}).problems == ()
+
+
+def test_there_are_examples_of_both_kinds() -> None:
+    assert {describes_cache(tomllib.loads(text)) for text in EXAMPLES} == {True, False}
+
+
+@pytest.mark.parametrize("content", [
+    {**SMALL, "page_sise": 16},
+    {**SMALL, "page_size": 0},
+    {**SMALL, "page_size": "16"},
+    {**SMALL, "page_size": True},
+    {**SMALL, "kept_fraction": 1.5},
+    {**SMALL, "eviction": "fifo"},
+    {**SMALL, "write_policy": "write_trough"},
+    {**SMALL, "sidecars": {"s": {"indices_from": "full"}}},
+    {**SMALL, "storage_options": {"a": 1}},
+    {"model": "m"},
+    {"model": "m", "components": {"full": {"bytes_per_token": 64}}},
+    {"model": "m", "components": {"full": FULL, "swaa": {}}},
+    {"model": "m", "components": {"full": {**FULL, "layer": 3}}},
+    {"components": {"full": FULL}},
+])
+def test_what_the_loader_refuses_the_schema_refuses(content: dict[str, Any], tmp_path: Path) -> None:
+    assert not valid(content)
+    assert not loads(tmp_path, content)
+
+
+@pytest.mark.parametrize("content", [
+    SMALL,
+    {**SMALL, "page-size": 32},
+    {**SMALL, "prefetch_timeout_max": 3},
+    {**SMALL, "write_policy": "write_back", "storage_options": {"a": "1"}},
+    {**SMALL, "sidecars": {"s": {"indices_from": "full", "bytes_per_page": 8, "hit_policy": "none"}}},
+])
+def test_what_the_loader_takes_the_schema_takes(content: dict[str, Any], tmp_path: Path) -> None:
+    assert valid(content)
+    assert loads(tmp_path, content)
+
+
+def test_sections_of_runs_have_their_options_and_no_others() -> None:
+    assert valid({**SMALL, "stress": {"duration": 5, "cancel-rate": 0.1, "insert_outputs": False}})
+    assert valid({"page_size": 32, "components": ["full", "swa"], "replay": {"limit": 3}})
+    assert not valid({**SMALL, "stress": {"limit": 3}})
+    assert not valid({"page_sise": 32})
+    assert {o.field for o in OPTIONS if "stress" in o.defaults} - {"config"} <= SCHEMA["else"]["properties"].keys()
+
+
+def rows() -> list[tuple[str, str, settings.Setting]]:
+    tables = {"cache": settings.CACHE, "sidecar": settings.SIDECAR, **settings.COMPONENTS}
+    return [(table, name, row) for table, found in tables.items() for name, row in found.items()]
+
+
+def test_every_field_of_every_dataclass_is_a_setting_with_words() -> None:
+    for cls, table in ((CacheConfig, settings.CACHE), (Sidecar, settings.SIDECAR), (Full, settings.COMPONENTS["full"]),
+                       (SlidingWindow, settings.COMPONENTS["swa"]), (Mamba, settings.COMPONENTS["mamba"])):
+        names = {f.name for f in dataclasses.fields(cls)}
+        assert table.keys() == names - set(settings.TABLES) - {"name"}
+    assert [name for _, name, row in rows() if not row.words.text.endswith(".")] == []
+
+
+def build(table: str, name: str, value: object) -> CacheConfig:
+    """A cache with one field set, past the loader: what the dataclasses themselves check."""
+    full, sidecars, others = Full(**FULL), (), ()  # type: tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+    if table == "full":
+        full = dataclasses.replace(full, **{name: value})
+    if table == "swa":
+        swa: Any = {"window": 16, **FULL, name: value}
+        others = (SlidingWindow(**swa),)
+    if table == "mamba":
+        mamba: Any = {"state_bytes": 64, "device_states": 2, name: value}
+        others = (Mamba(**mamba),)
+    if table == "sidecar":
+        sidecar: Any = {"name": "s", "indices_from": "full", "bytes_per_page": 64, name: value}
+        sidecars = (Sidecar(**sidecar),)
+    top: Any = {name: value} if table == "cache" else {}
+    return CacheConfig(**{"model": "m", "components": (full, *others), "sidecars": sidecars, **top})
+
+
+BOUNDED = [(table, name, row.words) for table, name, row in rows() if row.words[1:] != (None, None, None)]
+
+
+@pytest.mark.parametrize(("table", "name", "words"), BOUNDED, ids=[f"{t}.{n}" for t, n, _ in BOUNDED])
+def test_bounds_are_those_that_the_dataclasses_check(table: str, name: str, words: Any) -> None:
+    for bad in (words.above, None if words.low is None else words.low - 1, words.high and words.high + 1):
+        if bad is not None:
+            with pytest.raises(ConfigError, match=name):
+                build(table, name, int(bad))
+    for good in (words.low, words.high):
+        if good is not None and name not in ("host_tokens", "host_states"):
+            build(table, name, good)
+
+
+def test_the_reference_page_is_current() -> None:
+    """Red? python -m asynccache.configuration docs/configuration.md"""
+    assert renewed(PAGE) == PAGE
+    for _, name, _row in rows():
+        assert f"`{name}`" in PAGE
