@@ -282,5 +282,6 @@ async def test_nothing_is_told_of_a_store_after_the_cache_is_closed() -> None:
     assert any(isinstance(notice, StorageReport) for notice in reader.notices)
     await backend.clear()
     assert len(reader.notices) == told
+    assert backend._tell is None
     await backend.aclose()
     await device.aclose()
