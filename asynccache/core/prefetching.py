@@ -236,13 +236,14 @@ class Prefetches:
         if node is None or node.state[place] == PRESENT:
             return None
         if node.state[place] == ABSENT:
+            if node.end > self._world.shelves[place].slots.capacity:
+                return Skip("the host is too small for the anchor")
             if node.unsavable:
                 return Skip("the anchor cannot be backed up")
             if not self._transfers.save(node):
                 waits = begin is not Begin.NOW and self._something_ends()
                 return Wait(self._world.plan()) if waits else Skip("the anchor cannot be backed up now")
-        ops = tuple([op.id for op in node.ops if op.kind is BACKUP_HOST])
-        return Wait(self._world.plan(), ops) if ops else Skip("the host is too small for the anchor")
+        return Wait(self._world.plan(), tuple([op.id for op in node.ops if op.kind is BACKUP_HOST]))
 
     def _same(self, root: Node, key: bytes, anchor: int, total: int) -> Join | None:
         page = self._world.page_bytes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asynccache.testing.synchronous import SynchronousRuntime, core_config
+from asynccache.core.cache import Skip
+from asynccache.testing.fetching import open_fetch
+from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
 
 
 def pages_with_a_tail_that_no_host_holds(run: SynchronousRuntime) -> None:
@@ -41,4 +43,13 @@ def test_what_the_host_can_hold_by_turns_is_all_saved() -> None:
         run.insert(text)
     run.flush()
     assert run.unsaved() == (0, 0)
+    run.audit(idle=True)
+
+
+def test_a_prefetch_below_what_no_host_holds_copies_nothing_and_leaves_no_effect_behind() -> None:
+    run = SynchronousRuntime(core_config(host=3))
+    pages_with_a_tail_that_no_host_holds(run)
+    assert run.reach("abc") == (3, 3)
+    assert open_fetch(run, spell("abc!def")) == Skip("the host is too small for the anchor")
+    assert not any(run.core.statistics().operations.values()), "nobody would be told of it"
     run.audit(idle=True)
