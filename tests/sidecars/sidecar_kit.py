@@ -3,8 +3,10 @@ small pages and with pages of 256 tokens, FULL with an indexer, sidecars of side
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -69,6 +71,13 @@ def everything(page: int = 4, device: int = 16, host: int = 32, **more: Any) -> 
 def stack(*components: Component, sidecars: Sequence[Sidecar], page_size: int, **more: Any) -> CacheConfig:
     more.setdefault("prefetch_threshold", page_size)
     return CacheConfig(model=MODEL, components=components, sidecars=tuple(sidecars), page_size=page_size, **more)
+
+
+@asynccontextmanager
+async def opened(config: CacheConfig, **more: Any) -> AsyncIterator[AsyncCache]:
+    """``runtime_kit.opened``; a test that hangs fails."""
+    async with asyncio.timeout(60), runtime_kit.opened(config, **more) as cache:
+        yield cache
 
 
 STACKS = {"deepseek": deepseek, "deepseek-256": lambda **more: deepseek(256, 128, **more),

@@ -12,11 +12,12 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig, SlidingWindow
 from asynccache.core.settings import ComponentKind
-from tests.runtime.runtime_kit import opened, settled
+from tests.runtime.runtime_kit import settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
     deepseek,
     needed,
+    opened,
     push_out,
     serve,
     solid,

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from asynccache import AsyncCache, CacheConfig, ConfigError, Full, Sidecar
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Sidecar
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.poolmap import PoolMap
 from asynccache.storage import pool_digest, store_layout
-from tests.sidecars.sidecar_kit import deepseek, everything, indexed, stack
+from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 
 ALL, TRAILING = HitPolicy
 
@@ -102,10 +102,6 @@ async def test_a_sidecar_that_does_not_fit_is_refused_before_anything_is_allocat
 
 @pytest.mark.asyncio
 async def test_a_request_longer_than_the_pools_is_refused_and_leaves_nothing() -> None:
-    from asynccache import CacheFull
-    from tests.runtime.runtime_kit import opened
-    from tests.sidecars.sidecar_kit import text
-
     async with opened(deepseek(device=8)) as cache:
         before = cache.statistics().device
         with pytest.raises(CacheFull, match="9 slots are asked for"):

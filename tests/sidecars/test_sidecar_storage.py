@@ -18,12 +18,13 @@ from asynccache.runtime.prefetch import Wish
 from asynccache.runtime.stages import fetch
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import opened, settled
+from tests.runtime.runtime_kit import settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
     deepseek,
     needed,
     of,
+    opened,
     page_hashes,
     serve,
     solid,
