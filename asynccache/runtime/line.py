@@ -2,7 +2,7 @@
 
 Law: only the head may try, and nobody overtakes it. A place keeps the ticket its owner drew on arrival, so that one
 who steps aside (to wait for a prefetch, not for pages) comes back where it belongs. Whatever gives something back
-calls ``wake``: release, ack, failed load, revoked prefetch, and leaving the line.
+calls ``wake``: release, ack, failed load, a prefetch that ended (however), and leaving the line.
 """
 
 from __future__ import annotations

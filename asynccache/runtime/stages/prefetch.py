@@ -90,6 +90,7 @@ class PrefetchStage:
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
+        self._driver.line.wake()  # the head may try loads now, and nothing need have been given back
 
     async def _work(self, handle: PrefetchHandle) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
