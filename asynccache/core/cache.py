@@ -263,5 +263,5 @@ class CacheCore:
 
 __all__ = [
     "EVERYTHING", "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape",
-    "Skip", "Statistics", "Taken", "Begin", "Unsaved", "Wait", "needed_pages", "usable_end",
+    "Skip", "Statistics", "Survey", "Taken", "Begin", "Unsaved", "Wait", "needed_pages", "usable_end",
 ]  # fmt: skip

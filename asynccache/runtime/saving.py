@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from asynccache.core.cache import Unsaved
+from asynccache.core.cache import Survey, Unsaved
 from asynccache.core.plan import More, Plan, Status
 from asynccache.runtime.prefetch import Wish
 
 if TYPE_CHECKING:
     from asynccache.runtime.clearing import Clearing
-    from asynccache.runtime.driver import Driver
     from asynccache.runtime.machine import Machine
     from asynccache.storage import PageKey
 
@@ -41,16 +40,18 @@ async def drain(machine: Machine) -> Unsaved:
 
 async def unsaved(machine: Machine) -> Unsaved:
     """What would be lost if the process ended now. Cancelling it does nothing."""
-    return await _survey(machine.driver, machine.core.survey().unsaved)
+    return await _survey(machine, None, Survey.unsaved)
 
 
-async def _survey(driver: Driver, ask: Callable[[], T | More]) -> T:
-    """Every slice under one hold of the lock; also when the cache is closed."""
+async def _survey(machine: Machine, space: bytes | None, question: Callable[[Survey], T | More]) -> T:
+    """Begun and ended under one hold of the lock; also when the cache is closed."""
+    driver = machine.driver
     async with driver.lock:
         if driver.closed is None:
             driver.settle()
+        survey = machine.core.survey(space)
         answer: T
-        answer, cancelled = await driver.slices(ask)
+        answer, cancelled = await driver.slices(lambda: question(survey))
     if cancelled is not None:
         raise cancelled
     return answer
@@ -62,7 +63,7 @@ async def forget(machine: Machine, space: bytes) -> None:
     Leases finish undisturbed and publish nothing more. Cancelling it may leave stored pages undeleted.
     """
     _cancel_prefetches(machine, space)
-    stored = await _survey(machine.driver, machine.core.survey(space).hashes) if machine.store is not None else []
+    stored = await _survey(machine, space, Survey.hashes) if machine.store is not None else []
     await machine.driver.transact(lambda: machine.core.invalidate(space))
     if machine.store is not None:
         await machine.driver.ops.all(tuple(machine.driver.saving))

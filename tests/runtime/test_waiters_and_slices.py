@@ -11,7 +11,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
-from asynccache.core.cache import CacheCore
+from asynccache.core.cache import Ask, CacheCore, Grant
 from asynccache.core.plan import More, Status, Wait
 from asynccache.ranks import SingleRank
 from asynccache.runtime import hashing
@@ -19,6 +19,7 @@ from asynccache.runtime.claims import Claims
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.saving import unsaved
 from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, text, turns, until
 
 
@@ -161,3 +162,17 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
             await asyncio.wait_for(committing, 10)
         assert asked == 2
         assert (await cache.match(text(2))).device == 2 * PAGE
+
+
+@pytest.mark.asyncio
+async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile() -> None:
+    async with opened(settings()) as cache:
+        parts, key = machine(cache), np.array(text(2), "<i4").tobytes()
+        async with parts.driver.lock:
+            survey = asyncio.create_task(unsaved(parts))
+            await turns(3)
+            grant = parts.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))
+            assert isinstance(grant, Grant)
+            parts.driver.perform(parts.core.commit(grant.lease, key, b"").plan)
+            parts.driver.perform(parts.core.release(grant.lease))
+        assert (await survey).host == 2
