@@ -28,7 +28,7 @@ class Claim:
 
 
 class Claims:
-    """The claims of one world, by their holders' numbers, oldest first."""
+    """The claims of one world, by their holders' numbers, which rise with their arrival; oldest claim first."""
 
     __slots__ = ("_world", "held")
 
@@ -74,10 +74,10 @@ class Claims:
 
     def let_go(self, firm: bool) -> bool:
         """Take one claim away; false if there is none. The oldest goes first: it may have been forgotten. Then
-        (``firm``) those of requests in line, the youngest first: it is the last that would get in."""
+        (``firm``) those of requests in line, the highest number first: it came last and would get in last."""
         holder = next((holder for holder, claim in self.held.items() if not claim.firm), None)
         if holder is None and firm:
-            holder = next(reversed(self.held), None)
+            holder = max(self.held, default=None)
         if holder is None:
             return False
         self.drop(holder)

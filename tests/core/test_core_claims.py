@@ -156,10 +156,11 @@ def test_a_lease_takes_claims_before_an_only_copy_is_lost() -> None:
     run.audit(idle=True)
 
 
-def test_the_claim_of_the_lease_that_came_last_goes_first() -> None:
+@pytest.mark.parametrize("fetched", [("abcd", "efgh"), ("efgh", "abcd")], ids=" ".join)
+def test_the_claim_of_the_request_that_came_last_goes_first(fetched: tuple[str, str]) -> None:
     run = stored(device=4, host=8)
-    fetch(run, "abcd", 1)
-    fetch(run, "efgh", 2)
+    for text in fetched:
+        fetch(run, text, 1 if text == "abcd" else 2)
     run.core.confirm_claim(1, True)
     run.core.confirm_claim(2, True)
     run.insert("stuv")
