@@ -15,12 +15,13 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from socket import socket
 
 import torch
 import uvicorn
+import uvloop
 from asynccache_shim import Settings
 from asynccache_shim.engine import describe
 from openai_serving.app import build
@@ -108,23 +109,40 @@ def greeting(url: str, model: str) -> str:
     return f"{url}  try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
+@contextmanager
+def told_once() -> Iterator[None]:
+    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news."""
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+async def serve(args: argparse.Namespace, planned: Plan) -> int:
+    """Open everything, serve until SIGINT or SIGTERM, close everything; the exit status."""
+    async with Service(planned) as service:
+        app = build(service)
+        config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off")
+        server = Server(config, service, args.drain)
+        with told_once():
+            await server.serve()
+    return 0 if server.started else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the exit status."""
+    """Exit status: 0 served and stopped, 1 could not listen, 2 a setting is unusable."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
-        planned = plan(args)
+        return uvloop.run(serve(args, plan(args)))
     except AsyncCacheError as error:
         print(f"openai_server: {error}", file=sys.stderr)
         return 2
-    service = Service(planned)
-    config = uvicorn.Config(build(service), host=args.host, port=args.port, loop="uvloop", log_level=args.log_level)
-    server = Server(config, service, args.drain)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt):  # uvicorn, once all is closed, raises again the signal that it was stopped with
-        server.run()
-    return 0 if server.started else 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

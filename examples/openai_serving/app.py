@@ -10,7 +10,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -28,16 +27,9 @@ MAX_BODY = 16 << 20
 
 
 def build(service: Service) -> Starlette:
-    """The application; ``service`` is open for as long as it runs."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with service:
-            yield
-
+    """The application on a service that is open."""
     routes = Routes(service)
     return Starlette(
-        lifespan=lifespan,
         routes=[
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
@@ -46,7 +38,7 @@ def build(service: Service) -> Starlette:
             Route("/healthz", routes.healthz),
             Route("/statistics", routes.statistics),
         ],
-        exception_handlers={ApiError: _refused, HTTPException: _no_such_route, ClientDisconnect: _gone},
+        exception_handlers={ApiError: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed},
     )
 
 
@@ -181,7 +173,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
+async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(told.body, told.status, error.headers)
@@ -189,3 +181,9 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A bug. uvicorn logs it."""
+    told = ApiError(500, f"internal error: {type(error).__name__}", kind="server_error")
+    return JSONResponse(told.body, told.status)

@@ -57,6 +57,7 @@ class Generation:
                 if text := self._stops.put(reader.put(token)):
                     yield text
                 if self._stops.hit:
+                    self._request.abort()  # its usage does not grow any more
                     break
         except Exception as error:
             raise ApiError(500, f"the engine failed: {error!r}", kind="server_error") from error
@@ -178,7 +179,7 @@ class Service:
 
     def healthy(self) -> bool:
         """Whether a request would be taken."""
-        return self._scheduler.failure is None
+        return self._cache.closed is None and self._scheduler.failure is None
 
     def statistics(self) -> Mapping[str, Any]:
         """Requests, and all that the cache counts, as plain values."""

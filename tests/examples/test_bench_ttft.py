@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from asynccache.cli.bench_ttft import Bench, add_arguments, run
 from asynccache.cli.main import main
 
 SMALL = ["bench", "ttft", "--prefix", "64", "--own", "4", "--repeats", "2", "--layers", "1", "--width", "64"]
@@ -26,14 +28,16 @@ def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asynccache.cli.bench_ttft import Bench
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args([*SMALL[2:], "--quiet"])
 
     async def nothing(*args: object) -> None:
         """The device keeps what it has."""
 
     monkeypatch.setattr(Bench, "_empty_device", nothing)
     with pytest.raises(RuntimeError, match=r"no such hit: Hits\(device=64, .*\), not \(0, 64, 0\)"):
-        main([*SMALL, "--quiet"])
+        run(options)
 
 
 @pytest.mark.parametrize(

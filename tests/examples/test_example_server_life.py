@@ -82,8 +82,17 @@ async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    ran = subprocess.run(command("--device-tokens", "100"), capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 2
-    assert "device_tokens=100 is not a multiple of page_size=16" in ran.stderr
-    assert "Traceback" not in ran.stderr
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--device-tokens", "100"), "device_tokens=100 is not a multiple of page_size=16"),
+        (("--storage", "tape:0"), "tape"),
+        (("--step-tokens", "16"), "step_tokens=16 must hold a token for each of max_running=32"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_a_sentence(options: tuple[str, ...], told: str) -> None:
+    ran = subprocess.run(command(*options), capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (2, ""), ran.stderr
+    assert ran.stderr.startswith("openai_server: ")
+    assert told in ran.stderr
+    assert ran.stderr.count("\n") == 1
