@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except AsyncCacheError as error:
-        return _refused(str(error), _help(arguments) if isinstance(error, ConfigError) else "", debug)
+        return _refused(f"{error}{_see(arguments) if isinstance(error, ConfigError) else ''}", debug)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -61,24 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
-        return _refused(f"{named}{error.strerror or error}", "", debug)
+        return _refused(f"{named}{error.strerror or error}", debug)
     except Exception as error:
-        hint = "" if debug else "this is a bug in asynccache; run the command with --debug to see where"
-        _refused(f"{type(error).__name__}: {error}", hint, debug)
+        _refused(f"{type(error).__name__}: {error}; this is a bug in asynccache, --debug shows where", debug)
         return BUG
 
 
-def _refused(sentence: str, hint: str, debug: bool) -> int:
-    """One sentence, a hint, and nothing else unless it is asked for."""
+def _refused(sentence: str, debug: bool) -> int:
+    """A line with a sentence and a hint, and nothing else unless it is asked for."""
     if debug:
         traceback.print_exc()
-    print(f"asynccache: {sentence}" + (f"\n{hint}" if hint else ""), file=sys.stderr)
+    print(f"asynccache: {sentence}", file=sys.stderr)
     return 2
 
 
-def _help(arguments: list[str]) -> str:
-    words = ["asynccache", *(word for word in arguments[:1] if word in (*_COMMANDS, "store", "config"))]
-    return f"{' '.join(words)} --help lists what there is"
+def _see(arguments: list[str]) -> str:
+    command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, "store", "config", "explain") else ""
+    return f"; see asynccache {command} --help" if command else ""
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -159,13 +158,19 @@ def _bench(arguments: list[str]) -> int:
     module: Any = import_module(f"asynccache.cli.bench_{chosen}")
     own = _Parser(prog=f"asynccache bench {chosen}", description=BENCHES[chosen] + ".", conflict_handler="resolve")
     own.add_argument("--json", metavar="PATH|-", default="-", help="where the figures go (default: -)")
+    own.add_argument("--report", metavar="FILE.html", help="write them as one page with plots, too")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])
-    from asynccache.cli.report import check_writable, dump
+    from asynccache.cli.output import check_writable, dump, write_page
 
     path = options.json or "-"
     check_writable(path)
-    dump(module.run(options), path)
+    if options.report is not None:
+        check_writable(options.report, "--report")
+    figures = module.run(options)
+    dump(figures, path)
+    if options.report is not None:
+        write_page(figures, options.report)
     return 0
 
 

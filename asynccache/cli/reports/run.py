@@ -1,0 +1,281 @@
+"""The figures of ``stress`` and ``replay``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asynccache.cli.reports import svg
+from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
+from asynccache.cli.text import milliseconds, number, percent, size
+
+HITS = (("L1 device", "device", "l1"), ("L2 host", "host", "l2"), ("L3 storage", "storage", "l3"))
+ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+_BINS = 40
+
+
+def figures(report: Report) -> list[Figure]:
+    """All that the report has data for."""
+    makers = (hits, capacity, first_token, filling, bandwidth, lag, ages)
+    return [found for make in makers if (found := make(report)) is not None]
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:g} s"
+
+
+def _count(value: float) -> str:
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:g}"
+
+
+# hits
+
+
+def bins(times: Sequence[float], columns: Sequence[Sequence[int]], count: int) -> list[tuple[float, list[int]]]:
+    """What counters rose by between samples, at most ``count`` times evenly spaced: (end, rise of each)."""
+    step = max(1, -(-(len(times) - 1) // count))
+    ends = [*range(step, len(times) - 1, step), len(times) - 1]
+    starts = [0, *ends[:-1]]
+    return [(times[b], [c[b] - c[a] for c in columns]) for a, b in zip(starts, ends, strict=True) if b > a]
+
+
+def hits(report: Report) -> Figure | None:
+    """Hit ratio by tier over time."""
+    series = report["series"]
+    rises = [(t, rise) for t, rise in bins(series["t_s"], [series[k] for k in ("tokens", "device", "host", "storage")],
+                                           _BINS) if rise[0]]
+    if len(rises) < 2:
+        return None
+    plots = [svg.Series(name, kind, [(t, rise[i] / rise[0]) for t, rise in rises])
+             for i, (name, _, kind) in enumerate(HITS, 1)]
+    top = max(sum(rise[1:]) / rise[0] for _, rise in rises)
+
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, height(width), svg.Axis("time", 0, series["t_s"][-1], _seconds),
+                          svg.Axis("", 0, min(1.0, max(0.05, top * 1.05)), _share))
+        svg.areas(frame, plots)
+        return frame
+
+    total, hit = report["tokens"]["total"], report["tokens"]["hit"]
+    rows = [(name, percent(hit[key], total), number(hit[key])) for name, key, _ in HITS]
+    rows.append(("computed", percent(total - sum(hit.values()), total), number(total - sum(hit.values()))))
+    return Figure("hits", "Where do prompts come from?", f"{percent(sum(hit.values()), total)} of "
+                  f"{number(total)} prompt tokens were in the cache when their request arrived.", draw,
+                  [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
+                  "Prompt tokens that became complete since the point before, each at the nearest tier that had it.")
+
+
+# capacity
+
+
+def capacity(report: Report) -> Figure | None:
+    """What caches of other sizes would have had."""
+    found: Mapping[str, Any] = report.get("capacity", {})
+    points = [(p["units"], p["hit_ratio"]) for p in found.get("points", ())]
+    if len(points) < 3 or not points[-1][1]:
+        return None
+    tiers = found["tiers"]
+    low, high = max(1, points[-1][0] // 300), max([points[-1][0], *(t["units"] for t in tiers)]) * 1.3
+    unit = found["unit_tokens"]
+
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, height(width, 320), svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count,
+                                                              log=True), svg.Axis("", 0, points[-1][1] * 1.12, _share))
+        line = [(x, y) for x, y in [*points, (high, points[-1][1])] if x >= low]
+        dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
+        svg.lines(frame, [svg.Series("LRU", "ink", line)], [svg.Mark(t["tier"], t["units"]) for t in tiers], dots)
+        return frame
+
+    rows = [(f"{t['tier']}: {number(t['units'])}", f"{t['hit_ratio']:.4f}", f"{t['measured']:.4f}") for t in tiers]
+    rows += [(number(x), f"{y:.4f}", "") for x, y in points[-1::-12][::-1]]
+    colours = [("LRU of this size", "ink"), *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
+    return Figure("capacity", "What would more, or less, memory buy?",
+                  f"No cache, however large, finds more than {percent(points[-1][1], 1)}; "
+                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", draw, colours,
+                  Table(("pages", "LRU", "measured"), rows),
+                  f"One pass of LRU stack distances (Mattson et al. 1970) over {found['source']}; "
+                  f"{number(found['lookups'])} lookups of {number(found['different'])} different pages.")
+
+
+# time to first token
+
+
+def first_token(report: Report) -> Figure | None:
+    """With the cache and without it."""
+    found = report["ttft_percentiles_ms"]
+    if len(set(found["with"])) < 2:
+        return None
+    low = max(0.01, min(v for v in found["with"] if v > 0) * 0.8)
+    high = max(*found["with"], *found["without"]) * 1.2
+    plots = [svg.Series(name, kind, [(max(v, low), i / 100) for i, v in enumerate(found[key])])
+             for name, key, kind in (("with the cache", "with", "l1"), ("without", "without", "plain"))]
+
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, height(width), svg.Axis("time to first token", low, high, _ms, log=True),
+                          svg.Axis("", 0, 1, _share))
+        svg.lines(frame, plots)
+        return frame
+
+    rows = [(f"p{p}" if p < 100 else "max", milliseconds(found["with"][p]), milliseconds(found["without"][p]))
+            for p in (10, 25, 50, 75, 90, 99, 100)]
+    rows.append(("mean", milliseconds(report["ttft_mean_ms"]), milliseconds(report["ttft_without_cache_mean_ms"])))
+    rate = number(report["settings"]["prefill_tokens_per_s"])
+    return Figure("first-token", "How much sooner does the first token come?",
+                  _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), draw,
+                  [(p.name, p.kind) for p in plots],
+                  Table(("", "with", "without"), rows),
+                  f"Share of requests that had their first token by then: the measured wait for pages, and prefill "
+                  f"modelled at {rate} tokens/s.")
+
+
+def _sooner(mean: float, without: float) -> str:
+    if without >= mean > 0:
+        return f"{without / mean:.2f} times sooner in the mean."
+    return (f"Not sooner: in the mean it took {milliseconds(mean)}, and computing all of it would have taken "
+            f"{milliseconds(without)}. Waiting for pages cost more than it saved.")
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
+
+
+# tiers, stages
+
+
+def filling(report: Report) -> Figure | None:
+    """How full L1 and L2 are."""
+    series = report["series"]
+    tiers = [(name, key, kind) for name, key, kind in (("L1", "l1", "l1"), ("L2", "l2", "l2")) if any(series[key])]
+    if len(series["t_s"]) < 3 or not tiers:
+        return None
+    plots = [svg.Series(name, kind, list(zip(series["t_s"], series[key], strict=True))) for name, key, kind in tiers]
+
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, height(width, 240), svg.Axis("time", 0, series["t_s"][-1], _seconds),
+                          svg.Axis("", 0, 1, _share))
+        svg.lines(frame, plots)
+        return frame
+
+    evicted, last = report["evicted"], {key: series[key][-1] for _, key, _ in tiers}
+    rows = [(name, percent(last[key], 1), number(evicted[side])) for (name, key, _), side in
+            zip(tiers, ("device", "host"), strict=False)]
+    full = " and ".join(name for name, key, _ in tiers if max(series[key]) > 0.95)
+    return Figure("filling", "Are the tiers full?", f"{full} filled up." if full else "No: there was room left.", draw,
+                  [(p.name, p.kind) for p in plots], Table(("tier", "in use at the end", "pages evicted"), rows),
+                  "Share of FULL's pages in use. Evictions count pages of all components; "
+                  f"{number(report['lost_pages'])} pages were lost for good.")
+
+
+def bandwidth(report: Report) -> Figure | None:
+    """Stages against what the machine can copy."""
+    series, limit = report["series"], report.get("memcpy_bytes_per_s")
+    times, moved = series["t_s"], series["moved_bytes"]
+    found = []
+    for name, counts in moved.items():
+        rises = [(c - b) / (t - s) for s, t, b, c in zip(times, times[1:], counts, counts[1:], strict=False)
+                 if t - s > 0.05]
+        if counts and counts[-1] and rises:
+            found.append((name, counts[-1] / times[-1], max(rises), counts[-1]))
+    if not found or not limit:
+        return None
+    low = min(mean for _, mean, _, _ in found) / 2
+
+    def draw(width: int) -> svg.Frame:
+        frame = svg.Frame(width, dot_height(width, len(found)) + 14, svg.Axis(
+            "bytes per second", low, limit * 2, lambda v: size(v) + "/s", log=True, at=_powers(low, limit * 2)),
+            svg.Axis("", 0, 1, _share), left=160 if width > 500 else 14)
+        dots = [svg.Row(f"{name} {ARROWS.get(name, '')}", [("l1", mean), ("l2", peak)])
+                for name, mean, peak, _ in found]
+        svg.rows(frame, dots, [svg.Mark("memcpy", limit)])
+        return frame
+
+    name, _, peak, _ = max(found, key=lambda row: row[2])
+    rows = [(name, size(mean) + "/s", size(peak) + "/s", size(total)) for name, mean, peak, total in found]
+    return Figure("bandwidth", "How close do transfers come to what the machine can do?",
+                  f"{name} came to {percent(peak, limit)} of what one thread copies here ({size(limit)}/s).", draw,
+                  [("mean of the run", "l1"), ("peak between two samples", "l2")],
+                  Table(("stage", "mean", "peak", "bytes"), [*rows, ("memcpy", size(limit) + "/s", "", "")]),
+                  "memcpy of 64 MiB by one thread, measured right after the run. A stage moves what is asked of it: "
+                  "far below the limit means that there was no more to move, or that something else was the limit.")
+
+
+def _powers(low: float, high: float) -> tuple[float, ...]:
+    return tuple(float(1 << p) for p in range(0, 60, 5) if low <= 1 << p <= high)
+
+
+# the loop, ages
+
+
+def lag(report: Report) -> Figure | None:
+    """Lateness of the loop."""
+    found = report["loop_lag_histogram"]
+    if not sum(found["counts"]):
+        return None
+    names = [*(f"≤{bound:g}" for bound in found["bounds_ms"]), f">{found['bounds_ms'][-1]:g}"]
+    spread = report["loop_lag_ms"]
+
+    def draw(width: int) -> svg.Frame:
+        return _histogram(width, names, [svg.Series("ticks", "l1", list(enumerate(found["counts"])))],
+                          "milliseconds late")
+
+    return Figure("lag", "Does anything block the event loop?",
+                  f"Of {number(sum(found['counts']))} ticks of 5 ms, 99 % were at most {milliseconds(spread['p99'])} "
+                  f"late; the worst was {milliseconds(spread['max'])}.", draw,
+                  [("ticks, on a logarithmic scale", "l1")],
+                  Table(("ms late", "ticks"), _told(names, [found["counts"]])),
+                  f"99.9 % of ticks waited at most {milliseconds(report['run_queue_ms']['p999'])} for a core: that "
+                  "much of the lag is the machine's, not the loop's.")
+
+
+def ages(report: Report) -> Figure | None:
+    """How old what was evicted had become."""
+    found = report["eviction_age"]
+    sides = [(name, key, kind) for name, key, kind in HITS[:2] if sum(found[key])]
+    if not sides:
+        return None
+    last = 1 + max(i for _, key, _ in sides for i, count in enumerate(found[key]) if count)
+    names = [_age(found["bounds_s"], i) for i in range(last)]
+    plots = [svg.Series(name, kind, list(enumerate(found[key][:last]))) for name, key, kind in sides]
+
+    def draw(width: int) -> svg.Frame:
+        return _histogram(width, names, plots, "seconds since a page was used last")
+
+    name, key, _ = sides[0]
+    return Figure("ages", "For how long is a page kept that nobody asks for?",
+                  f"Half of what left {name} had been idle for {_half(found['bounds_s'], found[key])}.", draw,
+                  [(f"{p.name}, pages on a logarithmic scale", p.kind) for p in plots],
+                  Table(("seconds", *(p.name for p in plots)),
+                        _told(names, [found[key][:last] for _, key, _ in sides])),
+                  "Pages of FULL by the time from their last use to their eviction, in seconds of the run.")
+
+
+def _age(bounds: Sequence[float], i: int) -> str:
+    return f"≤{bounds[i]:g}" if i < len(bounds) else f">{bounds[-1]:g}"
+
+
+def _half(bounds: Sequence[float], counts: Sequence[int]) -> str:
+    seen = 0
+    for i, count in enumerate(counts):
+        seen += count
+        if 2 * seen >= sum(counts):
+            return f"at most {bounds[i]:g} s" if i < len(bounds) else f"more than {bounds[-1]:g} s"
+    return ""
+
+
+def _histogram(width: int, names: Sequence[str], series: Sequence[svg.Series], label: str) -> svg.Frame:
+    top = max(y for one in series for _, y in one.points)
+    frame = svg.Frame(width, height(width, 260), svg.Axis(label, 0, len(names), lambda value: "", at=(0.0,)),
+                      svg.Axis("", 0.5, max(10.0, top * 1.5), _count, log=True))
+    svg.bars(frame, names, series)
+    return frame
+
+
+def _told(names: Sequence[str], columns: Sequence[Sequence[int]]) -> list[tuple[str, ...]]:
+    return [(name, *(number(c[i]) for c in columns)) for i, name in enumerate(names) if any(c[i] for c in columns)]

@@ -1,0 +1,60 @@
+"""The style sheet of the pages: light, dark and paper."""
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1d20; --soft: #5a5d66; --grid: #e3e4e8; --card: #ffffff;
+  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c;
+  --card: #1c1e23; --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 24px 20px 40px; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 8px; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; line-height: 1.3; margin: 0 0 2px; }
+p { margin: 0 0 8px; }
+section { background: var(--card); border: 1px solid var(--grid); border-radius: 8px; padding: 16px 18px;
+  margin: 18px 0; }
+.verdict.good strong { color: var(--good); } .verdict.bad strong, .problems { color: var(--bad); }
+.tiles { display: flex; flex-wrap: wrap; gap: 8px 32px; margin: 14px 0 0; }
+.tiles dt { color: var(--soft); font-size: .85rem; } .tiles dd { margin: 0; font-size: 1.35rem; }
+.answer { color: var(--ink); } .source { color: var(--soft); font-size: .85rem; margin: 10px 0 0; max-width: 75ch; }
+.beside { display: flex; gap: 24px; align-items: flex-start; }
+figure { margin: 0; flex: 1 1 0; min-width: 0; }
+svg { display: block; width: 100%; height: auto; } svg.narrow { display: none; }
+.table { flex: 0 0 340px; overflow-x: auto; max-width: 100%; }
+.table table { width: 100%; } #settings .table { flex: none; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+th, td { text-align: right; padding: 3px 0 3px 16px; border-bottom: 1px solid var(--grid); font-weight: normal; }
+th:first-child { text-align: left; padding-left: 0; } thead th { color: var(--soft); }
+td { white-space: nowrap; } #settings td { white-space: normal; }
+#settings td, #settings th { text-align: left; overflow-wrap: anywhere; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 0; margin: 6px 0 0;
+  font-size: .85rem; color: var(--soft); }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -1px; }
+.swatch.l1 { background: var(--l1); } .swatch.l2 { background: var(--l2); } .swatch.l3 { background: var(--l3); }
+.swatch.plain { background: var(--plain); } .swatch.ink { background: var(--ink); }
+.swatch.limit { width: 3px; background: var(--ink); border-radius: 0; margin: 0 10px 0 5px; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name { fill: var(--ink); }
+.grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
+.mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 4 3; }
+.limit { stroke: var(--ink); stroke-width: 2.5; }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .area { fill-opacity: .28; stroke: none; }
+.line.l1 { stroke: var(--l1); } .line.l2 { stroke: var(--l2); } .line.l3 { stroke: var(--l3); }
+.line.plain { stroke: var(--plain); stroke-dasharray: 6 4; } .line.ink { stroke: var(--ink); }
+.area.l1, .bar.l1, .dot.l1 { fill: var(--l1); } .area.l2, .bar.l2, .dot.l2 { fill: var(--l2); }
+.area.l3, .bar.l3, .dot.l3 { fill: var(--l3); }
+.dot { stroke: var(--card); stroke-width: 1.5; }
+footer { color: var(--soft); font-size: .85rem; }
+@media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
+  figure { flex: none; width: 100%; } }
+@media (max-width: 560px) { main { padding: 14px 10px 30px; } section { padding: 12px 12px; }
+  svg.wide { display: none; } svg.narrow { display: block; } }
+@media print { :root { --page: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #ccc; --l1: #0067ac;
+  --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e; }
+  body { font-size: 11pt; } main { max-width: none; padding: 0; }
+  section { break-inside: avoid; border: 0; padding: 8px 0; } #settings { break-inside: auto; }
+  .beside { flex-direction: column; } figure { width: 100%; }
+  svg.wide { display: block; } svg.narrow { display: none; }
+  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
+""".strip()

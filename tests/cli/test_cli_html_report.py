@@ -1,0 +1,247 @@
+"""The page of a run: well-formed, complete in itself, true to the JSON, drawn by a real browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from asynccache.cli.main import main
+from asynccache.cli.reports import page, run, svg
+from asynccache.cli.reports.svg import Axis, Frame, Mark, Row, Series
+
+HTML = "{http://www.w3.org/1999/xhtml}"
+SVG = "{http://www.w3.org/2000/svg}"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), "")
+QUESTIONS = ["hits", "capacity", "first-token", "filling", "bandwidth", "lag", "ages"]
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """One short real run that evicts: its JSON and its page."""
+    folder = tmp_path_factory.mktemp("report")
+    files = folder / "run.json", folder / "run.html"
+    assert main(["stress", "--requests", "120", "--rate", "0", "--concurrency", "8", "--device-tokens", "12288",
+                 "--host-tokens", "16384", "--storage", "memory:?capacity=64MiB", "--quiet",
+                 "--json", str(files[0]), "--report", str(files[1])]) == 0
+    return json.loads(files[0].read_text()), files[1].read_text()
+
+
+def parsed(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def cells(root: ElementTree.Element, name: str) -> dict[str, list[str]]:
+    """The table of a figure: the first cell of each row, and the others."""
+    section = next(s for s in root.iter(f"{HTML}section") if s.get("id") == name)
+    rows = [["".join(cell.itertext()) for cell in row] for row in section.iter(f"{HTML}tr")]
+    return {first: rest for first, *rest in rows}
+
+
+def test_it_is_well_formed_and_needs_nothing_else(stress: tuple[dict[str, Any], str]) -> None:
+    root = parsed(stress[1])
+    assert [element.tag for element in root.iter(f"{HTML}script")] == [f"{HTML}script"]
+    for element in root.iter():
+        assert element.tag not in {HTML + name for name in ("link", "img", "iframe", "object", "embed")}
+        assert not {"src", "href", "srcset"} & set(element.attrib)
+        assert not any(name.startswith("on") for name in element.attrib)
+    assert not re.search(r"url\(|@import", stress[1])
+    assert set(re.findall(r"https?://[^\s\"'<]+", stress[1])) == {
+        "http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
+
+
+def test_it_answers_all_questions_of_a_run(stress: tuple[dict[str, Any], str]) -> None:
+    root = parsed(stress[1])
+    assert [s.get("id") for s in root.iter(f"{HTML}section")] == [*QUESTIONS, "settings"]
+    names = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(names) == len(set(names))
+    for drawing in root.iter(f"{SVG}svg"):
+        title = drawing[0]
+        assert title.tag == f"{SVG}title"
+        assert title.get("id") == drawing.get("aria-labelledby")
+        assert (title.text or "").count("?") == 1
+    assert {d.get("class") for d in root.iter(f"{SVG}svg")} == {"wide", "narrow"}
+    for section in root.iter(f"{HTML}section"):
+        assert len(list(section.iter(f"{HTML}table"))) == 1
+        assert len(list(section.iter(f"{HTML}caption"))) == 1
+
+
+def test_its_figures_are_those_of_the_json(stress: tuple[dict[str, Any], str]) -> None:
+    report, text = stress
+    root = parsed(text)
+    data = next(root.iter(f"{HTML}script")).text or ""
+    assert json.loads(data) == report
+    hit = report["tokens"]["hit"]
+    assert [row[1] for row in list(cells(root, "hits").values())[1:4]] == [f"{hit[k]:,}" for k in hit]
+    tiers = list(cells(root, "capacity").values())[1:4]
+    assert tiers == [[f"{t['hit_ratio']:.4f}", f"{t['measured']:.4f}"] for t in report["capacity"]["tiers"]]
+    shown = sum(int(row[0].replace(",", "")) for row in list(cells(root, "lag").values())[1:])
+    assert shown == sum(report["loop_lag_histogram"]["counts"])
+    ages = list(cells(root, "ages").values())[1:]
+    assert sum(int(row[0].replace(",", "")) for row in ages) == sum(report["eviction_age"]["device"])
+
+
+def test_the_samples_end_where_the_counters_do(stress: tuple[dict[str, Any], str]) -> None:
+    report = stress[0]
+    series = report["series"]
+    lengths = {len(column) for name, column in series.items() if name != "moved_bytes"}
+    assert lengths == {len(column) for column in series["moved_bytes"].values()}
+    assert series["tokens"][-1] == report["tokens"]["total"]
+    assert series["device"][-1] == report["tokens"]["hit"]["device"]
+    assert series["t_s"] == sorted(series["t_s"])
+    assert report["memcpy_bytes_per_s"] > 1e7
+    assert 0 < sum(report["eviction_age"]["device"]) <= report["evicted"]["device"]
+    assert sum(report["loop_lag_histogram"]["counts"]) > 0
+    assert report["capacity"]["tiers"][0]["units"] == 12288 // 16
+
+
+def test_what_would_end_an_element_is_escaped(stress: tuple[dict[str, Any], str]) -> None:
+    bad = "</script><b>&amp;"
+    report = {**stress[0], "problems": [bad], "ok": False}
+    root = parsed(page(report))
+    assert json.loads(next(root.iter(f"{HTML}script")).text or "")["problems"] == [bad]
+    assert bad in "".join(root.itertext())
+
+
+def test_a_run_without_anything_makes_a_page(stress: tuple[dict[str, Any], str]) -> None:
+    empty: dict[str, list[float]] = {"with": [], "without": []}
+    nothing = {"bounds_ms": [1.0], "counts": [0, 0]}
+    report = {**stress[0], "ttft_percentiles_ms": empty, "loop_lag_histogram": nothing, "capacity": {},
+              "eviction_age": {"bounds_s": [1.0], "device": [0, 0], "host": [0, 0]},
+              "series": {**{k: [] for k in stress[0]["series"]}, "moved_bytes": {}}}
+    assert "too little to draw" in page(report)
+
+
+def test_rises_are_between_samples_and_add_up() -> None:
+    times, counts = [float(i) for i in range(11)], [i * i for i in range(11)]
+    found = run.bins(times, [counts], 4)
+    assert [end for end, _ in found] == [3.0, 6.0, 9.0, 10.0]
+    assert sum(rise[0] for _, rise in found) == 100
+
+
+def frame(**changes: Any) -> Frame:
+    return Frame(720, 300, Axis("x", 0, 10, str), Axis("y", 0, 1, str)._replace(**changes))
+
+
+def test_scales_and_ticks() -> None:
+    assert frame().at_x(0) == 52
+    assert frame().at_x(10) == 704
+    assert frame().at_y(2) == frame().at_y(1) == 14
+    assert Axis("", 0, 1, str).ticks(6) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert Axis("", 1, 1e6, str, log=True).ticks(9) == [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
+    assert Axis("", 1, 100, str, log=True).share(10) == pytest.approx(0.5)
+
+
+def test_names_of_marks_do_not_lie_on_each_other() -> None:
+    drawn = frame()
+    svg.lines(drawn, [Series("", "l1", [(0, 0), (10, 1)])], [Mark("first", 5.0), Mark("second", 5.1)])
+    places = re.findall(r'class="name" x="([\d.]+)" y="([\d.]+)"', "".join(drawn.parts))
+    assert len({y for _, y in places}) == 2
+
+
+def test_labels_stay_inside_the_drawing() -> None:
+    drawn = Frame(360, 200, Axis("", 1, 10, lambda v: f"{v:g} milliseconds", log=True), Axis("", 0, 1, str), left=14)
+    svg.rows(drawn, [Row("row", [("l1", 3.0)])])
+    for x, words in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>([^<]*)<', "".join(drawn.parts)):
+        assert float(x) + len(words) * 3.3 <= 360.5, words
+
+
+def bench_reports() -> dict[str, dict[str, Any]]:
+    cpu = {"mean": 4.0, "p50": 3.0, "p99": 9.0, "max": 20.0}
+    operations = {name: {"cpu": cpu, "goal_us": goal, "what": f"a {name}"} for name, goal in (("match", 5), ("pin", 3))}
+    grown = {name: {"cpu": cpu} for name in ("match", "pin", "insert", "evict")}
+    rates = {"gb_per_s": 1.5, "cpu_us_per_page": 20.0}
+    spread = {"p50": 0.1, "p99": 1.0, "p999": 3.0, "max": 9.0}
+    call = {"core_us": 4.4, "await_us": 8.8, "adds_us": 4.4, "goal_us": 5.0}
+    return {
+        "tree": {"shapes": {"full p16": operations},
+                 "growth": {"full": [{"nodes": 1000, **grown}, {"nodes": 10_000, **grown}]}},
+        "store": {"sizes": [{"page_bytes": 65536, "raw": {"memcpy": rates}, "direct": {"put": rates, "stats": {}}}],
+                  "settings": {"url": "file:/x"}},
+        "runtime": {"overhead": {"uvloop": {"match": call}},
+                    "stress": {"uvloop": {"loop_lag_ms": spread, "run_queue_ms": spread}}},
+        "ttft": {"ttft_ms": {"no cache": 900.0, "L1": 40.0}, "all_ms": {"no cache": [890.0, 910.0], "L1": [40.0]},
+                 "prefix_tokens": 4096, "own_tokens": 32, "parameters": 50_000_000, "torch_threads": 2},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bench", "plots"), [("tree", 2), ("store", 1), ("runtime", 2), ("ttft", 1)])
+def test_benchmarks_have_pages(bench: str, plots: int) -> None:
+    root = parsed(page({"bench": bench, **bench_reports()[bench]}))
+    assert len(list(root.iter(f"{SVG}svg"))) == 2 * plots
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "--requests", "1", "--report", "/nowhere/x.html"]) == 2
+    assert "--report=/nowhere/x.html: cannot be written" in capsys.readouterr().err
+
+
+# a real browser
+
+
+def pixels(path: Path) -> tuple[int, int, list[bytes]]:
+    """Width, height and rows of an 8-bit PNG without interlacing."""
+    data = path.read_bytes()
+    width, height, _, colour = struct.unpack(">IIBB", data[16:26])
+    depth = {2: 3, 6: 4}[colour]
+    at, body = 8, b""
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at:at + 8])
+        body += data[at + 8:at + 8 + length] if kind == b"IDAT" else b""
+        at += 12 + length
+    raw, stride, rows = zlib.decompress(body), width * depth, list[bytes]()
+    before = bytearray(stride)
+    for y in range(height):
+        line = bytearray(raw[y * (stride + 1) + 1:(y + 1) * (stride + 1)])
+        _unfilter(raw[y * (stride + 1)], line, before, depth)
+        rows.append(bytes(line))
+        before = line
+    return width, height, [b"".join(row[i:i + 3] for i in range(0, stride, depth)) for row in rows]
+
+
+def _unfilter(kind: int, line: bytearray, up: bytearray, depth: int) -> None:
+    for i in range(len(line)):
+        a, b = (line[i - depth] if i >= depth else 0), up[i]
+        c = up[i - depth] if i >= depth else 0
+        if kind == 4:
+            p = a + b - c
+            guess = min((abs(p - a), 0, a), (abs(p - b), 1, b), (abs(p - c), 2, c))[2]
+        else:
+            guess = (0, a, b, (a + b) // 2)[kind]
+        line[i] = (line[i] + guess) & 255
+
+
+def screenshot(file: Path, width: int, *, dark: bool) -> set[bytes]:
+    """The colours that a browser shows."""
+    shot = file.with_suffix(".png")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+               f"--user-data-dir={file.parent / 'profile'}", f"--window-size={width},900", f"--screenshot={shot}",
+               f"--blink-settings=preferredColorScheme={0 if dark else 1}", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    if not shot.is_file():
+        pytest.skip(f"the browser takes no screenshot here: {done.stderr[-200:]}")
+    _, _, rows = pixels(shot)
+    return {row[i:i + 3] for row in rows for i in range(0, len(row), 3)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="no chromium or chrome is installed")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_a_browser_draws_it_in_light_and_dark(
+    width: int, dark: bool, stress: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(stress[1])
+    seen = screenshot(file, width, dark=dark)
+    paper, ink, line = ("15161a", "ececf0", "62b4f0") if dark else ("fcfcfb", "1c1d20", "0067ac")
+    for colour in (paper, ink, line):
+        assert bytes.fromhex(colour) in seen, colour
