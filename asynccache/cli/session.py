@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from asynccache import AsyncCache
-from asynccache.cli import leaks, report
+from asynccache.cli import leaks, output, report
 from asynccache.cli.capacity import capacity
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
@@ -56,9 +56,9 @@ def execute(settings: Settings) -> int:
     """
     torch.set_num_threads(1)  # the engine's own threads are the parallel part
     if settings.json is not None:
-        report.check_writable(settings.json)
+        output.check_writable(settings.json)
     if settings.report is not None:
-        report.check_writable(settings.report, "--report")
+        output.check_writable(settings.report, "--report")
     display = choose(settings.quiet)
     session = Session(settings, display)
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
@@ -71,9 +71,9 @@ def execute(settings: Settings) -> int:
     if session.trace is not None:
         print(session.trace, file=sys.stderr)
     if settings.json is not None:
-        report.dump(result, settings.json)
+        output.dump(result, settings.json)
     if settings.report is not None:
-        report.write_page(result, settings.report)
+        output.write_page(result, settings.report)
     if settings.quiet and not result["ok"]:
         print("\n".join(result["problems"]), file=sys.stderr)
     if not result["ok"]:

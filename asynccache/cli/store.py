@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TextIO
 
+from asynccache.cli.output import check_writable, dump
 from asynccache.cli.text import number, percent, size
 from asynccache.errors import ConfigError
 from asynccache.storage import (
@@ -58,8 +59,6 @@ def execute(args: argparse.Namespace) -> int:
     if rate is not None and rate < 1:
         raise ConfigError(f"--rate={args.rate!r} must be at least one byte a second")
     if args.json is not None:
-        from asynccache.cli.report import check_writable, dump  # torch comes with it
-
         check_writable(args.json)
     report = asyncio.run(_verify(args.url, rate) if args.action == "verify" else _stat(args.url))
     if args.json != "-":

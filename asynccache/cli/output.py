@@ -1,0 +1,53 @@
+"""Where a report goes: JSON to a file or standard output, the page with plots to a file. Imports nothing of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from asynccache.errors import ConfigError
+
+
+def check_writable(path: str, option: str = "--json") -> None:
+    """Find out before a run whether its report can be written to ``path``.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path != "-":
+        _write(path, "", "a", option)
+
+
+def dump(report: Mapping[str, Any], path: str) -> None:
+    """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = json.dumps(report, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        _write(path, text, "w")
+
+
+def write_page(report: Mapping[str, Any], path: str) -> None:
+    """Write the page with plots to ``path``. Blocking.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from asynccache.cli.reports import page
+
+    _write(path, page(report), "w", "--report")
+
+
+def _write(path: str, text: str, mode: str, option: str = "--json") -> None:
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{option}={path}: cannot be written: {error.strerror or error}") from None
