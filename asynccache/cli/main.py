@@ -68,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refused(sentence: str, debug: bool) -> int:
-    """A line with a sentence and a hint, and nothing else unless it is asked for."""
+    """A sentence and a hint for everything that is wrong, and nothing else unless it is asked for."""
     if debug:
         traceback.print_exc()
-    print(f"asynccache: {sentence}", file=sys.stderr)
+    for line in sentence.split("\n"):  # a file can be wrong in several places
+        print(f"asynccache: {line}", file=sys.stderr)
     return 2
 
 

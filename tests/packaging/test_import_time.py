@@ -1,0 +1,77 @@
+"""What imports what: torch, and whatever else is large, is loaded when it is used, and not when a name is imported."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import asynccache
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "uvloop", "xxhash", "aiofiles", "rich", "cupy", "transformers", "zmq", "prometheus_client")
+CONFIG = "asynccache.CacheConfig(model='m', components=(asynccache.Full(bytes_per_token=64, device_tokens=160),))"
+LOADED = ("asynccache.load_config(env={}, model='m', "
+          "components=(asynccache.Full(bytes_per_token=64, device_tokens=160),))")
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy modules that a fresh interpreter has loaded after ``code``."""
+    show = f"\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code + show], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("code", ["", CONFIG, LOADED, "dir(asynccache)", "asynccache.ConfigError"])
+def test_the_package_and_its_settings_load_nothing_heavy(code: str) -> None:
+    assert loaded_by(f"import asynccache\n{code}") == set()
+
+
+def command(*arguments: str) -> str:
+    return (f"from asynccache.cli.main import main\ntry:\n    main({list(arguments)!r})\n"
+            "except SystemExit as end:\n    assert not end.code, end.code")
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--help",), ("--version",), ("stress", "--help"), ("replay", "--help"), ("config", "schema"), ("bench", "--help"),
+    ("bench", "tree", "--help"),
+])
+def test_commands_that_touch_no_page_load_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    assert loaded_by(command(*arguments)) == set()
+
+
+def test_a_store_is_looked_at_without_torch(tmp_path: Path) -> None:
+    make = (
+        "import asyncio\nfrom asynccache.storage import RECORD_SCHEMA, StoreLayout, open_store\n"
+        f"url = 'file:{tmp_path}/kv?capacity=64MiB'\n"
+        "async def main():\n    await (await open_store(url, StoreLayout({'full': 4096}, RECORD_SCHEMA))).aclose()\n"
+        "asyncio.run(main())\n"
+    )
+    looked = loaded_by(make + command("store", "stat", f"file:{tmp_path}/kv", "--json", "-"))
+    assert not looked & {"torch", "numpy", "rich"}
+
+
+def test_the_tree_is_measured_without_torch() -> None:
+    few = "from asynccache.cli import bench_tree\nbench_tree.PROMPTS = bench_tree.CONVERSATIONS = 2\n"
+    few += "bench_tree.CONTINUATIONS = bench_tree.TURNS = 2\n"
+    measured = loaded_by(few + command("bench", "tree", "--nodes", "", "--shapes", "0", "--quiet"))
+    assert not measured & {"torch", "numpy", "rich"}
+
+
+def test_the_cache_itself_does_load_torch() -> None:
+    """Else the tests above could not fail."""
+    assert "torch" in loaded_by("import asynccache\nasynccache.AsyncCache")
+
+
+def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
+    for name in asynccache.__all__:
+        assert getattr(asynccache, name) is not None
+    assert set(dir(asynccache)) == set(asynccache.__all__)
+    tree = ast.parse((ROOT / "asynccache" / "__init__.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported >= set(asynccache.__all__) - {"__version__"}
+    with pytest.raises(AttributeError, match="has no attribute 'AsyncCach'"):
+        asynccache.AsyncCach  # noqa: B018
