@@ -3,7 +3,7 @@
 Laws:
 * In order of rank; nobody overtakes who waits for pages. Who waits for storage is overtaken.
 * While anybody holds pages, nobody waits for pages: it is tried again in the next step. When nobody does, the first in
-  line waits for backups and other users of the cache, with a chunk that fits.
+  line waits for backups and other users of the cache, with a chunk that fits; it gives way to whoever ranks before it.
 * Nobody gives up what is cached of it because room for load_back is a moment away.
 * Who was retracted does not come back before pages were given back.
 """
@@ -11,6 +11,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from asynccache import CacheClosed, CacheFull, Lease, LoadFailed
 from asynccache_shim.admission import Offer, cut_offers, demand, offer, passes
@@ -81,37 +82,40 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
     if job.over or await _try(board, job, offers):
         return not job.over
     try:
-        alone = not board.cache.statistics().leases
-        return (alone and await _wait_for(board, job, offers[0], shorter=False)) or (
-            not job.over and await _wait_for(board, job, offers[-1], shorter=True)
-        )
+        if not board.cache.statistics().leases:
+            with suppress(CacheFull):
+                return await _wait_for(board, job, offers[0], shorter=False)
+        return not job.over and await _wait_for(board, job, offers[-1], shorter=True)
     except CacheFull as error:
         board.drop(job, Finish.FAILED, error)
         return False
 
 
 async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
-    """Whether it is in. Raises ``CacheFull`` if the shortest match does not fit either."""
+    """Whether it is in; it is not if it was aborted, or gave way.
+
+    Raises:
+        CacheFull: it never would be.
+    """
     lease = _lease(board, job, terms, wait=True, shorter=shorter)
+    board.alone = job
     try:
-        await _wait_in_line(job, lease)
-    except CacheFull:
-        if shorter:
-            raise
-        return False
+        entered = await _wait_in_line(job, lease)
     except BaseException:
         lease.release()
         raise
-    if job.over:
-        lease.release()
-        return False
-    _entered(board, job, lease)
-    return True
+    finally:
+        board.alone = None
+    if entered and not job.over:
+        _entered(board, job, lease)
+        return True
+    lease.release()
+    return False
 
 
-async def _wait_in_line(job: Job, lease: Lease) -> None:
-    """Return when the lease has entered or the request was aborted. In a task of its own, so that an abort cancels
-    this and nothing else; cancelling it gives up the place in line."""
+async def _wait_in_line(job: Job, lease: Lease) -> bool:
+    """Whether the lease has entered. In a task of its own, so that whoever has it give way cancels this and nothing
+    else; cancelling it gives up the place in line."""
     job.entering = asyncio.ensure_future(lease.__aenter__())
     try:
         await asyncio.wait([job.entering])
@@ -121,8 +125,10 @@ async def _wait_in_line(job: Job, lease: Lease) -> None:
         raise
     finally:
         entering, job.entering = job.entering, None
-    if not entering.cancelled():
-        entering.result()
+    if entering.cancelled():
+        return False
+    entering.result()
+    return True
 
 
 async def _try(board: Board, job: Job, offers: list[Offer]) -> bool:

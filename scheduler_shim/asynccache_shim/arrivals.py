@@ -31,10 +31,10 @@ def arrive(board: Board, job: Job) -> None:
     job.handle = board.cache.prefetch(job.tokens, extra_key=job.request.extra_key)
     if job.handle.done():
         job.request.state = State.WAITING
+        board.call(job)
     else:
         job.request.state = State.PREFETCHING
         job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
-    board.bell.set()
 
 
 async def _fetched(board: Board, job: Job) -> None:
@@ -45,13 +45,13 @@ async def _fetched(board: Board, job: Job) -> None:
             await handle
     except TimeoutError:
         job.patient = False  # the next attempt to admit it has the fetch stopped; what it has is kept
-        board.bell.set()
+        board.call(job)
         await _stopped(job)
     except AsyncCacheError:
         pass  # the cache is closed, and the scheduler's next call says so
     if not job.over:
         job.request.state = State.WAITING
-    board.bell.set()
+    board.call(job)
 
 
 async def _stopped(job: Job) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from asynccache import AsyncCache, ConfigError
 from asynccache_shim.admission import Shape, Slots, shape_of
 from asynccache_shim.job import Job
+from asynccache_shim.planning import by_rank
 from asynccache_shim.request import Finish, State
 
 
@@ -30,7 +31,8 @@ class Settings:
 
 
 class Board:
-    """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet."""
+    """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet;
+    ``alone``: who waits in the cache's line, while nobody holds pages."""
 
     def __init__(self, cache: AsyncCache, settings: Settings) -> None:
         self.cache = cache
@@ -43,6 +45,7 @@ class Board:
             )
         self.waiting: dict[int, Job] = {}
         self.held: dict[int, Job] = {}
+        self.alone: Job | None = None
         self.ended: list[int] = []
         self.freed = 0
         self.bell = asyncio.Event()
@@ -68,6 +71,12 @@ class Board:
         """It has a lease now."""
         self.waiting.pop(job.id, None)
         self.held[job.id] = job
+
+    def call(self, job: Job) -> None:
+        """It may be admitted from now on: the loop looks, also if it waits for somebody who comes after this one."""
+        if self.alone is not None and by_rank([job, self.alone])[0] is job:
+            self.alone.give_way()
+        self.bell.set()
 
     def release(self, job: Job) -> None:
         """Its lease goes back, now. Idempotent."""
@@ -96,7 +105,6 @@ class Board:
         job.request.end(finish, error)
         if job.handle is not None:
             job.handle.cancel()
-        if job.entering is not None:
-            job.entering.cancel()
+        job.give_way()
         self.waiting.pop(job.id, None)
         self.release(job)

@@ -81,6 +81,11 @@ class Job:
         if self.request.hits is None:
             self.request.hits = lease.hits
 
+    def give_way(self) -> None:
+        """It gives up its place in the cache's line, if it has one."""
+        if self.entering is not None:
+            self.entering.cancel()
+
     def left(self) -> Lease | None:
         """It holds nothing any more; the lease, for whoever releases it."""
         lease, self.lease = self.lease, None

@@ -21,6 +21,8 @@ from asynccache_shim.model import Sampling
 Tokens = npt.NDArray[np.int32]
 ExtraKey = str | bytes | None
 
+MAX_TOKEN = int(np.iinfo(np.int32).max)
+
 
 class State(Enum):
     """Where a request stands."""
@@ -86,8 +88,8 @@ class Request:
         self.tokens = as_tokens(tokens)
         if not len(self.tokens) or self.limits.max_new_tokens < 1:
             raise ConfigError("request: it needs at least one token, and at least one more to generate")
-        self.priority = priority
-        self.extra_key = extra_key
+        self.priority = as_priority(priority)
+        self.extra_key = as_extra_key(extra_key)
         self.sampling = sampling or Sampling()
         self.ended = ended
         self.state = State.NEW
@@ -194,6 +196,31 @@ def as_tokens(tokens: list[int] | Tokens) -> Tokens:
         ConfigError: a token is negative or beyond int32.
     """
     wide = np.asarray(tokens, np.int64)
-    if wide.ndim != 1 or (len(wide) and (wide.min() < 0 or wide.max() > np.iinfo(np.int32).max)):
+    if wide.ndim != 1 or (len(wide) and (wide.min() < 0 or wide.max() > MAX_TOKEN)):
         raise ConfigError("request: tokens are one row of integers from 0 to 2**31 - 1")
     return wide.astype(np.int32)
+
+
+def as_priority(priority: object) -> int:
+    """
+    Raises:
+        ConfigError: it does not compare with others.
+    """
+    if not isinstance(priority, int):
+        raise ConfigError(f"request: priority={priority!r} is no integer")
+    return priority
+
+
+def as_extra_key(extra_key: object) -> ExtraKey:
+    """
+    Raises:
+        ConfigError: it is nothing that can be digested.
+    """
+    try:
+        if isinstance(extra_key, str):
+            extra_key.encode()
+        elif not isinstance(extra_key, bytes | None):
+            raise ConfigError(f"request: extra_key={extra_key!r} is neither text nor bytes")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"request: extra_key: {error}") from error
+    return extra_key

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from asynccache import AsyncCache, CacheClosed, ConfigError
@@ -20,9 +19,10 @@ from asynccache_shim.admitting import admit
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board, Settings
 from asynccache_shim.job import Job
-from asynccache_shim.model import Batch, Model, Work
-from asynccache_shim.request import Finish, Request
+from asynccache_shim.model import NO_TOKEN, Batch, Model, Work
+from asynccache_shim.request import MAX_TOKEN, Finish, Request
 from asynccache_shim.running import finish_step, grow_all, plan_admitted, works_of
+from asynccache_shim.thread import ModelThread, returned
 
 
 class Scheduler:
@@ -34,7 +34,7 @@ class Scheduler:
     def __init__(self, cache: AsyncCache, model: Model, settings: Settings | None = None) -> None:
         self._board = Board(cache, settings or Settings())
         self._model = model
-        self._thread = ThreadPoolExecutor(1, "model")
+        self._thread = ModelThread()
         self._loop: asyncio.Task[None] | None = None
         self._closing = False
         self._failure: BaseException | None = None
@@ -71,7 +71,7 @@ class Scheduler:
         if self._loop is not None:
             await asyncio.wait([self._loop])
         self._end_all()
-        self._thread.shutdown(wait=False)
+        self._thread.close(wait=False)
 
     def submit(self, request: Request) -> Request:
         """Into the queue; returns it, to iterate over. From the loop's thread.
@@ -87,12 +87,17 @@ class Scheduler:
         self._count += 1
         job = Job(request, self._count)
         request.submitted(lambda: self._aborted(job))
-        arrive(self._board, job)
+        try:
+            arrive(self._board, job)
+        except Exception as error:
+            self._board.drop(job, Finish.FAILED, error)
+            raise
         return request
 
     def _aborted(self, job: Job) -> None:
-        if job.entering is not None:
-            job.entering.cancel()
+        """Who waits leaves at once; who holds pages, when no step uses them."""
+        if job.id in self._board.waiting:
+            self._board.drop(job, Finish.ABORTED)
         self._board.bell.set()
 
     # the loop
@@ -141,8 +146,8 @@ class Scheduler:
         board = self._board
         batch = Batch(tuple(work for _, work in works), tuple(board.ended))
         board.ended.clear()
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._model.forward, batch)
-        cancelled = await _returned(future)
+        future = self._thread.start(self._model.forward, batch)
+        cancelled = await returned(future)
         try:
             tokens = _checked(batch, future.result())
         except Exception as error:
@@ -155,22 +160,12 @@ class Scheduler:
             raise cancelled
 
 
-async def _returned(future: asyncio.Future[Sequence[int]]) -> asyncio.CancelledError | None:
-    """Return when the model has, whatever comes; the cancellation, if one came."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    return cancelled
-
-
-def _checked(batch: Batch, tokens: Sequence[int]) -> list[int]:
+def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:
     """What the model returned, if it is what was asked for."""
+    tokens = [int(token) for token in answer]
     if len(tokens) != len(batch.works):
         raise ConfigError(f"model: {len(tokens)} tokens came back for {len(batch.works)} works")
     for work, token in zip(batch.works, tokens, strict=True):
-        if work.sample == (token < 0):
+        if not (0 <= token <= MAX_TOKEN if work.sample else token == NO_TOKEN):
             raise ConfigError(f"model: token {token} came back for request {work.request_id}, sample={work.sample}")
-    return list(tokens)
+    return tokens

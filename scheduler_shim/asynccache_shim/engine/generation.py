@@ -5,9 +5,7 @@ Law: no page goes back while a forward call may still touch it. A cancellation w
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import torch
 from asynccache import AsyncCache, Hits, Lease, LoadFailed
 from asynccache_shim.engine.paged import PagedModel
 from asynccache_shim.model import Batch, Checkpoint, Work
+from asynccache_shim.thread import ModelThread, returned
 
 _NONE = np.empty(0, np.int32)
 
@@ -38,11 +37,11 @@ class Generator:
         self._model = model
         self._chunk = chunk
         self._ids = count(1)
-        self._thread = ThreadPoolExecutor(1, "engine")
+        self._thread = ModelThread()
 
     def close(self) -> None:
         """Wait for the call that runs."""
-        self._thread.shutdown()
+        self._thread.close(wait=True)
 
     async def generate(
         self, tokens: Sequence[int], new_tokens: int, *, extra_key: str | bytes | None = None
@@ -67,17 +66,12 @@ class Generator:
         try:
             return await run.all()
         finally:
-            self._thread.submit(self._model.forward, Batch((), (run.id,)))
+            self._thread.start(self._model.forward, Batch((), (run.id,)))
 
     async def compute(self, work: Work) -> torch.Tensor:
         """A forward call in the thread. Cancelling it waits for its end."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._model.compute, work)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
+        future = self._thread.start(self._model.compute, work)
+        cancelled = await returned(future)
         if cancelled is not None:
             raise cancelled
         return future.result()
