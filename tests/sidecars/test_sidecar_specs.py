@@ -11,6 +11,7 @@ from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Si
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime import announcing
 from asynccache.runtime.poolmap import PoolMap
 from asynccache.storage import pool_digest, store_layout
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
@@ -169,3 +170,14 @@ def test_whether_a_rank_writes_a_pool_and_under_which_key_comes_from_its_spec() 
 def test_one_rank_holds_whole_pages_and_writes_all_of_them() -> None:
     for spec in everything().pools():
         assert spec.on_rank(0, 1) == spec
+
+
+def test_a_page_of_a_logical_full_is_announced_with_the_last_of_its_parts() -> None:
+    """A router is told that storage has a page when the part that is written last comes."""
+    for config, name in ((deepseek(), "draft"), (indexed(), "full"), (everything(), "full")):
+        mapped = pools(config)
+        key_of = announcing._key_of(mapped)
+        assert key_of is not None
+        assert key_of(bytes(32)) == mapped.key(name, bytes(32)).key
+    bare = stack(*deepseek().components, sidecars=[], page_size=4)
+    assert announcing._key_of(pools(bare)) is None
