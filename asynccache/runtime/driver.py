@@ -6,7 +6,8 @@ Laws:
 * Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
 * A cancellation that arrives between two slices is kept until the last one is done.
 
-Mutable state: the core (under the lock; release, advance and truncate are single transactions and need none), the
+Mutable state: the core (under the lock; release, advance, truncate and claims are single transactions that split
+nothing and need none; nor does a call that one slice suffices for while nobody has the lock or waits for it), the
 outcomes that wait, ``saving`` (backups in flight), and ``closed``.
 """
 
