@@ -11,7 +11,7 @@ INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c 
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test check lint bench clean
+.PHONY: help demo test check lint bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
+	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
 
 demo: $(VENV)/.installed-cli
@@ -41,6 +42,10 @@ bench: $(VENV)/.installed-cli
 	$(BIN)/asynccache bench tree --json $(BENCH)/tree.json
 	$(BIN)/asynccache bench store --json $(BENCH)/store.json
 	$(BIN)/asynccache bench runtime --json $(BENCH)/runtime.json
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -101,20 +101,19 @@ class CheckedStore:
         return await self._guarded(len(keys), lambda: self.backend.delete(keys))
 
     async def clear(self) -> None:
-        """Forget everything.
+        """Forget everything. Cancelling it may leave the store cleared.
 
         Raises:
-            BackendError: the backend could not. ``Timeout``: not before the deadline. Cancelling it may leave the store
-            cleared.
+            BackendError: the backend could not. ``Timeout``: not before the deadline.
         """
         await self._whole("clear", self.backend.clear)
 
     async def flush(self) -> None:
         """Return once everything put so far would survive a power loss, as far as the backend promises that.
+        Cancelling it leaves some of it volatile.
 
         Raises:
-            BackendError: the backend could not. ``Timeout``: not before the deadline. Cancelling it leaves some of it
-            volatile.
+            BackendError: the backend could not. ``Timeout``: not before the deadline.
         """
         await self._whole("flush", self.backend.flush)
 

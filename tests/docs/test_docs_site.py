@@ -1,0 +1,77 @@
+"""The site builds without a warning and without a network, and loads nothing from another host."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.docs.docs_kit import ROOT
+
+pytest.importorskip("material")
+
+_LOADS = {"script": "src", "img": "src", "iframe": "src", "video": "src", "link": "href", "use": "href"}
+_CALLED = re.compile(r"url\(\s*['\"]?(?:https?:)?//|@import\s+['\"]?(?:https?:)?//")
+
+
+class _Loads(HTMLParser):
+    """What a browser fetches to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in _LOADS and values.get("rel") not in ("canonical", "next", "prev"):
+            self.found.append(values.get(_LOADS[tag]) or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT, env=os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_nothing_comes_from_another_host(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        loads = _Loads()
+        loads.feed(page.read_text(encoding="utf-8"))
+        assert loads.found
+        assert not [url for url in loads.found if re.match(r"(https?:)?//", url)], page
+    for sheet in site.rglob("*.css"):
+        assert not _CALLED.search(sheet.read_text(encoding="utf-8")), sheet
+
+
+@pytest.mark.slow
+def test_the_reference_has_what_it_promises(site: Path) -> None:
+    cache = (site / "api/cache.html").read_text(encoding="utf-8")
+    import asynccache
+
+    for name in sorted(set(asynccache.__all__) - {"__version__", "load_config"}):
+        assert re.search(rf'id="asynccache\.[\w.]*\b{name}"', cache), name
+    assert 'id="asynccache_shim.scheduler.Scheduler.submit"' in (site / "api/shim.html").read_text(encoding="utf-8")
+    backend = (site / "api/backend.html").read_text(encoding="utf-8")
+    assert 'id="asynccache.storage.contract.StorageBackend.get"' in backend
+
+
+@pytest.mark.slow
+def test_pictures_are_in_the_pages(site: Path) -> None:
+    assert (site / "concepts.html").read_text(encoding="utf-8").count("<svg viewBox") >= 5
+    assert "--8&lt;--" not in "".join(page.read_text(encoding="utf-8") for page in site.rglob("*.html"))
