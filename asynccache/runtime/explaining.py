@@ -76,8 +76,7 @@ async def explain(machine: Machine, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
     found = machine.core.explain(space, key)
     present = await _stored(machine, space, key, found) if machine.store is not None else {}
-    full = POOL_NAME[ComponentKind.FULL] if POOL_NAME[ComponentKind.FULL] in present else next(iter(present), "")
-    spans = tuple(_merged([*_in_tree(found), *_beyond(found, present.get(full, ()), machine.config.page_size)]))
+    spans = tuple(_merged([*_in_tree(found), *_beyond(found, _of_full(machine, present), machine.config.page_size)]))
     return Explained(
         tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host,
         storage=_reach(machine, found, present), spans=spans,
@@ -100,6 +99,12 @@ async def _stored(machine: Machine, space: bytes, key: bytes, found: Explanation
         for at in range(0, pages, BATCH_PAGES):
             answers[name] += await machine.store.exists(keys[at : at + BATCH_PAGES])
     return answers
+
+
+def _of_full(machine: Machine, present: dict[str, list[Result]]) -> list[Result]:
+    """For every page, what is known of all the pools together that FULL consists of."""
+    parts = [present[spec.name] for spec in machine.pools.lead if spec.name in present]
+    return [Result.FAILED if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
 
 
 def _in_tree(found: Explanation) -> Iterator[Span]:

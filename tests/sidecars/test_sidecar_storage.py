@@ -371,3 +371,18 @@ async def test_a_fetch_that_is_cancelled_in_the_middle_of_any_pool_leaves_nothin
             assert all(shelf.free == shelf.capacity for shelf in cache.statistics().host.values())
             backend.hold = None
             assert await cached(cache, prompt) == PAGES
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pool", ["c4", "c4_indexer", "c128", "draft"])
+async def test_a_page_of_a_logical_full_is_in_storage_if_each_of_its_pools_has_it(pool: str) -> None:
+    config = deepseek()
+    prompt = text(config, PAGES, extra=1)
+    async with stored(config, [prompt]) as backend:
+        backend.bad = {keys_of(config, prompt)[pool, 3]: "missing"}
+        async with opened(config, storage=backend) as cache:
+            explained = await cache.explain(prompt)
+            assert [(s.start // 4, s.stop // 4, s.where.value) for s in explained.spans] == [
+                (0, 3, "storage"), (3, 4, "nowhere"), (4, 6, "storage"),
+            ]  # fmt: skip
+            assert explained.storage == 3 * config.page_size
