@@ -25,6 +25,7 @@ BENCHES = {
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
+PLAN = "what each GiB of host memory or disk would save, from one pass over a recorded trace"
 EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"
 CONFIG = "which settings hold and where they come from; whether a file can be used; what a file may say"
 BUG = 3
@@ -77,7 +78,7 @@ def _refused(sentence: str, debug: bool) -> int:
 
 
 def _see(arguments: list[str]) -> str:
-    command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, "store", "config", "explain") else ""
+    command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, "store", "config", "plan", "explain") else ""
     return f"; see asynccache {command} --help" if command else ""
 
 
@@ -88,6 +89,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _store(arguments[1:])
     if arguments[:1] == ["config"]:
         return _config(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        return _plan(arguments[1:])
     if arguments[:1] == ["explain"]:
         return _explain(arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         _fill(commands.add_parser(name, help=text, description=text), name)
     commands.add_parser("store", help=STORE, add_help=False)
     commands.add_parser("config", help=CONFIG, add_help=False)
+    commands.add_parser("plan", help=PLAN, add_help=False)
     commands.add_parser("explain", help=EXPLAIN, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
@@ -140,6 +144,14 @@ def _store(arguments: list[str]) -> int:
     parser = _Parser(prog="asynccache store", description=STORE[0].upper() + STORE[1:] + ".")
     store.add_arguments(parser)
     return store.execute(parser.parse_args(arguments or ["--help"]))
+
+
+def _plan(arguments: list[str]) -> int:
+    from asynccache.cli import plan
+
+    parser = _Parser(prog="asynccache plan", description=PLAN[0].upper() + PLAN[1:] + ".")
+    plan.add_arguments(parser)
+    return plan.execute(parser.parse_args(arguments or ["--help"]))
 
 
 def _explain(arguments: list[str]) -> int:

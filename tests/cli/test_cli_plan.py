@@ -1,0 +1,93 @@
+"""``asynccache plan``: its hit ratios are those of the curve, its seconds those of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynccache.cli.main import main
+
+REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
+BLOCK = 512
+GIB_OF_BLOCKS = "8"  # at 2 GiB a block: four blocks
+
+
+def write_trace(path: Path) -> Path:
+    """a b c d twice, then e f g h, then a b c d, which needs eight blocks: 16 blocks, 8 hits at most."""
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    rows = [{"timestamp": 1000 * i, "input_length": 4 * BLOCK, "output_length": 1, "hash_ids": ids}
+            for i, ids in enumerate([first, first, second, first])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def planned(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "plan.json"
+    trace = write_trace(tmp_path / "trace.jsonl")
+    assert main(["plan", str(trace), "--bytes-per-token", str(4 << 20), "--device-tokens", "0", "--json", str(out),
+                 "--prefill-tokens-per-s", "100", "--host-gb-per-s", "4.194304", "--storage-gb-per-s", "2.097152",
+                 *arguments]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token is 4 MiB: 10 ms to compute, 1 ms from the host, 3 ms from storage."""
+    found = planned(tmp_path, "--host-gib", "2,8", "--storage-gib", "16", "--host-gib-price", "2")
+    device, small, host, storage = found["rows"]
+    assert [row["hit_ratio"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
+    assert small["tokens"] == BLOCK
+    assert device["saved_s"] == 0
+    assert small["saved_s"] == pytest.approx(1 * BLOCK * 0.009, abs=1e-3)
+    assert host["saved_s"] == pytest.approx(4 * BLOCK * 0.009, abs=1e-3)
+    assert storage["saved_s"] == pytest.approx(4 * BLOCK * 0.009 + 4 * BLOCK * 0.007, abs=1e-3)
+    assert host["adds_s_per_gib"] == pytest.approx(3 * BLOCK * 0.009 / 6, abs=1e-3)
+    assert host["adds_s_per_price"] == pytest.approx(3 * BLOCK * 0.009 / 12, abs=1e-3)
+    assert storage["adds_s_per_gib"] == pytest.approx(4 * BLOCK * 0.007 / 16, abs=1e-3)
+    assert storage["adds_s_per_price"] is None
+    assert (found["highest_hit_ratio"], found["highest_needs_gib"], found["seconds"]) == (0.5, 16.0, 3.0)
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert sum("GiB" in line or "L2 host" in line for line in shown) >= 3
+
+
+def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(tmp_path, "--host-gib", GIB_OF_BLOCKS, "--storage-gib", "16", "--storage-gb-per-s", "0.1")
+    assert found["rows"][-1]["adds_s_per_gib"] < 0
+    shown = capsys.readouterr().out
+    assert "from L3 takes longer than computing it" in shown
+    assert "from L2 takes longer" not in shown
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--host-gib", "x"), "--host-gib=x must be sizes in GiB"),
+    (("--host-gib=-1",), "--host-gib=-1: a size must be above 0"),
+    (("--host-gib", ""), "needs a host tier"),
+    (("--prefill-tokens-per-s", "0"), "--prefill-tokens-per-s=0.0 must be above 0"),
+    (("--limit", "0"), "--limit=0 must be above 0"),
+])  # fmt: skip
+def test_what_cannot_be_used_is_refused(
+    arguments: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(write_trace(tmp_path / "t.jsonl")), *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write_trace(tmp_path / "t.jsonl")), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["command"] == "plan"
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
+def test_the_recorded_trace(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", str(REAL), "--bytes-per-token", "131072", "--device-tokens", str(1000 * BLOCK),
+                 "--host-gib", "625", "--storage-gib", "6250", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    blocks_of = 276_491 * BLOCK / 144_793_823
+    ratios = [row["hit_ratio"] / blocks_of for row in rows]
+    assert ratios == pytest.approx([0.047, 0.224, 0.380], abs=0.0008)
