@@ -1,0 +1,196 @@
+"""A release as others take it: sdist and wheel are built, installed into a clean environment, and used from there.
+
+Nothing is fetched: the wheel is installed without its dependencies, which are then lent from the environment that the
+tests run in. That one has asynccache too, but behind the clean one on the path, and not as an installation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import asynccache
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim")
+CORE = {"torch", "numpy", "aiofiles", "xxhash", "uvloop"}
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+class Built(NamedTuple):
+    sdist: Path
+    wheel: Path
+
+
+class Clean(NamedTuple):
+    """A virtual environment with the wheel. ``bare`` has nothing else, ``lent`` its dependencies as well."""
+
+    bare: Path
+    lent: Path
+
+
+def run(*command: object, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 or not check, done.stderr[-2000:] + done.stdout[-2000:]
+    return done
+
+
+def build(source: Path, target: str, folder: Path) -> Path:
+    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
+    (made,) = (path for path in folder.iterdir() if path.suffix == (".whl" if target == "wheel" else ".gz"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist, and the wheel that is built from what the sdist has."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("built")
+    sdist = build(ROOT, "sdist", folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    return Built(sdist, build(source, "wheel", folder))
+
+
+@pytest.fixture(scope="module")
+def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
+    made = Clean(*(tmp_path_factory.mktemp(name) / "venv" for name in Clean._fields))
+    for folder in made:
+        venv.create(folder, with_pip=False)
+        pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check")
+        run(*pip, "install", "--quiet", "--no-deps", "--no-index", built.wheel, cwd=folder)
+    (packages,) = made.lent.glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return made
+
+
+def metadata(wheel: Path) -> Message:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def test_versions_and_changelog_agree() -> None:
+    assert PROJECT["version"] == asynccache.__version__
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(rf"\b{re.escape(PROJECT['version'])}\b", headings[0])
+
+
+def test_every_package_says_that_it_has_types() -> None:
+    for folder in ("asynccache", "backends/asynccache_backends", "scheduler_shim/asynccache_shim"):
+        assert (ROOT / folder / "py.typed").is_file()
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_builds_tests_and_explains_it(built: Built) -> None:
+    with tarfile.open(built.sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    for path in ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile",
+                 "constraints.txt", "tests/packaging/test_release.py", "docs/design.md", "docs/configuration.md",
+                 "examples/serve.py", "asynccache/py.typed", "backends/asynccache_backends/memory.py", ".ci/run"):
+        assert path in names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".git/", ".venv/", "build/"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_module_and_mark_of_types_and_nothing_else(built: Built) -> None:
+    names = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
+    tracked = run("git", "ls-files", cwd=ROOT, check=False).stdout.split()
+    sources = {re.sub(r"^(backends|scheduler_shim)/", "", path) for path in tracked if (ROOT / path).is_file()}
+    assert names >= {path for path in sources if path.split("/")[0] in PACKAGES}
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    for package in PACKAGES:
+        assert f"{package}/py.typed" in names
+
+
+@pytest.mark.slow
+def test_what_installing_it_pulls_is_little(built: Built) -> None:
+    found = metadata(built.wheel)
+    requires = [text for text in found.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert {re.split(r"[<>=!;\s]", text)[0] for text in requires} == CORE
+    (uvloop,) = (text for text in requires if text.startswith("uvloop"))
+    assert "sys_platform != 'win32'" in uvloop.replace('"', "'")
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE"]
+    assert found["Version"] == asynccache.__version__
+    assert found["Requires-Python"] == PROJECT["requires-python"]
+
+
+@pytest.mark.slow
+def test_without_its_dependencies_it_can_be_asked(clean: Clean) -> None:
+    """Help, versions and configuration need nothing but Python."""
+    folder = clean.bare.parent
+    tool = clean.bare / "bin" / "asynccache"
+    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}\n"
+    assert "usage: asynccache" in run(tool, "--help", cwd=folder).stdout
+    (folder / "kv.toml").write_text('model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
+    assert "can be used" in run(tool, "config", "check", "kv.toml", cwd=folder).stdout
+    where = run(clean.bare / "bin" / "python", "-c", "import asynccache; print(asynccache.__file__)", cwd=folder)
+    assert where.stdout.startswith(str(clean.bare))
+
+
+@pytest.mark.slow
+def test_entry_points_work_from_the_wheel(clean: Clean) -> None:
+    folder = clean.lent.parent
+    code = ("import asynccache_backends, asynccache_shim, asynccache.cli.session as s; print(s.__file__)\n"
+            "from asynccache.storage import backend_class\n"
+            "import sys\nfor name in ('file', 'memory'):\n"
+            "    print(sys.modules[backend_class(name).__module__].__file__)")
+    files = run(clean.lent / "bin" / "python", "-c", code, cwd=folder).stdout.split()
+    assert len(files) == 3
+    assert all(file.startswith(str(clean.lent)) for file in files)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_file_store_from_the_wheel_verifies_every_page(clean: Clean) -> None:
+    folder = clean.lent.parent
+    done = run(clean.lent / "bin" / "asynccache", "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
+               "--storage", f"file:{folder}/kv?capacity=256MiB", cwd=folder)
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["served"] == 10
+    assert report["verify"]["pages"] > 0
+    stat = run(clean.lent / "bin" / "asynccache", "store", "stat", f"file:{folder}/kv", "--json", "-", cwd=folder)
+    assert json.loads(stat.stdout)["pages"] > 0
+
+
+TYPED = """\
+from asynccache import AsyncCache, CacheConfig, Full, load_config
+from asynccache_backends.memory import MemoryBackend
+
+config: CacheConfig = load_config("kv.toml", page_size=32)
+
+async def serve(cache: AsyncCache) -> int:
+    async with cache.lease([1, 2, 3], new_tokens=4) as lease:
+        reveal_type(lease.cached)
+        return lease.cached
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_see_through_the_names_that_are_loaded_late(clean: Clean) -> None:
+    pytest.importorskip("mypy")
+    folder = clean.bare.parent
+    check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", clean.bare / "bin" / "python",
+             "--config-file=", "--cache-dir", folder / "mypy")
+    (folder / "typed.py").write_text(TYPED)
+    said = run(*check, "typed.py", cwd=folder)
+    assert 'Revealed type is "int"' in said.stdout.replace("builtins.", "")
+    (folder / "wrong.py").write_text(TYPED.replace("config: CacheConfig", "config: int"))
+    said = run(*check, "wrong.py", cwd=folder, check=False)
+    assert 'has type "CacheConfig", variable has type "int"' in said.stdout.replace("asynccache.config.", "")
