@@ -76,7 +76,7 @@ class Job:
         self.entry = self.length
         self.pages = lease.pages
         self.reserved = len(self.pages) * page_size
-        self.marks = (lease.checkpoint_at, self.entry // page_size * page_size) if has_states else ()
+        self.marks = (lease.checkpoint_at, (self.entry - 1) // page_size * page_size) if has_states else ()
         self.request.state = State.LOADING
         if self.request.hits is None:
             self.request.hits = lease.hits

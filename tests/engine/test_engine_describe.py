@@ -123,6 +123,27 @@ def test_a_model_that_keeps_something_elsewhere_is_refused() -> None:
         describe(model, 8)
 
 
+def test_a_layer_that_is_updated_twice_in_a_call_is_refused() -> None:
+    model = make("qwen3")
+    block = model.model.layers[0].self_attn
+    forward = block.forward
+
+    class Halves:
+        def __init__(self, cache: Any) -> None:
+            self._cache = cache
+
+        def update(self, keys: Any, values: Any, layer: int, *more: Any) -> Any:
+            self._cache.update(keys[:, :, :1], values[:, :, :1], layer, *more)
+            return self._cache.update(keys[:, :, 1:], values[:, :, 1:], layer, *more)
+
+    def halved(*args: Any, past_key_values: Any, **options: Any) -> Any:
+        return forward(*args, past_key_values=Halves(past_key_values), **options)
+
+    block.forward = halved
+    with pytest.raises(ConfigError, match="took 2 updates in one forward call"):
+        describe(model, 8)
+
+
 def test_a_model_with_a_cache_of_its_own_is_refused() -> None:
     small = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "context_length": 64}
     model = transformers.AutoModelForCausalLM.from_config(transformers.RwkvConfig(**small))

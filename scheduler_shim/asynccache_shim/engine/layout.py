@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from asynccache import CacheConfig, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
+from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
 from asynccache_shim.engine.parts import Part
 
 COMPONENTS = ("full", "swa", "mamba")
@@ -61,6 +62,24 @@ class Layout:
             pools.append(PoolPlan(name, own[0].source, len(own), max(t.page_bytes(page_size) for t in own),
                                   "+".join(dict.fromkeys(t.dtypes for t in own))))  # fmt: skip
         return cls(model, page_size, window, tuple(pools), _placed(parts))
+
+    def with_draft(self, draft: Layout) -> tuple[Layout, Layout]:
+        """For speculative decoding, two layouts: of a cache that has room for a draft model's KV too, and the one that
+        the draft runs on. What it keeps of every token is a sidecar of FULL, what its windows keep one of SWA.
+
+        Raises:
+            ConfigError: the draft's cache does not follow this model's.
+        """
+        if draft.page_size != self.page_size:
+            raise ConfigError(f"draft: page_size={draft.page_size}, and the model's is {self.page_size}")
+        if draft.recurrent:
+            raise ConfigError("draft: it keeps recurrent states, and those have no sidecars")
+        if draft.window > self.window:
+            raise ConfigError(f"draft: its window of {draft.window} is longer than the model's, {self.window}")
+        own = tuple(replace(pool, name=f"draft_{pool.name}") for pool in draft.pools)
+        layers = tuple(replace(layer, parts=tuple(map(_drafted, layer.parts))) for layer in draft.layers)
+        name = f"{self.model}+{draft.model}"
+        return replace(self, model=name, pools=self.pools + own), replace(draft, pools=own, layers=layers)
 
     def pool(self, name: str) -> PoolPlan | None:
         """The plan of a pool, if there is such a one."""
@@ -128,3 +147,10 @@ def _placed(parts: Sequence[tuple[Part, ...]]) -> tuple[LayerPlan, ...]:
         return taken[pool]
 
     return tuple(LayerPlan(p, tuple(tuple(place(t.pool) for t in part.tracks) for part in p)) for p in parts)
+
+
+def _drafted(part: Part) -> Part:
+    """The same, in the draft's pools."""
+    other = copy.copy(part)
+    other.tracks = tuple(replace(track, pool=f"draft_{track.pool}") for track in part.tracks)
+    return other

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from asynccache import ConfigError
 from asynccache_shim.engine.memory import Slots, Track
 from asynccache_shim.model import Pages
 
@@ -65,6 +66,17 @@ def overhear(layer: Any, method: str) -> Calls:
     return calls
 
 
+def sole(calls: Calls, what: str) -> tuple[Any, ...]:
+    """The only one of them.
+
+    Raises:
+        ConfigError: the model made none, or several.
+    """
+    if len(calls) != 1:
+        raise ConfigError(f"a layer's {what} took {len(calls)} updates in one forward call, and 1 is understood")
+    return calls[0]
+
+
 class Attention(Part):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
@@ -89,7 +101,7 @@ class Attention(Part):
         return overhear(layer, "update")
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
-        (keys, values, *_), = heard
+        keys, values, *_ = sole(heard, "keys and values")
         made = {"keys": keys[0].transpose(0, 1), self._values: values[0].transpose(0, 1)}
         slots[0].write(span.tables[self.tracks[0].source], span.start, made)
 
@@ -107,7 +119,7 @@ class IndexerKeys(Part):
         return overhear(layer, "update_indexer")
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
-        (keys, *_), = heard
+        keys, *_ = sole(heard, "indexer")
         slots[0].write(span.tables["full"], span.start, {"keys": keys[0]})
 
 
