@@ -55,18 +55,17 @@ def _tokens(settings: Settings, facts: Mapping[str, Any]) -> dict[str, float]:
     rooms = {name: tiers[name]["full"]["capacity"] * settings.page_size for name in ("device", "host")
              if tiers.get(name, {}).get("full", {}).get("capacity")}
     stage = facts.get("stages", {}).get("backup_storage", {})
-    room = _storage_bytes(settings.storage, facts)
+    room = storage_bytes(settings.storage, facts.get("storage", {}))
     if room and stage.get("tokens"):
         rooms["storage"] = room / (stage["bytes"] / stage["tokens"])
     return rooms
 
 
-def _storage_bytes(url: str | None, facts: Mapping[str, Any]) -> float:
-    """What the store says, else what its URL says, else 0."""
+def storage_bytes(url: str | None, statistics: Mapping[str, float]) -> float:
+    """Room in the store: what it says, else what its URL says, else 0."""
     if url is None:
         return 0.0
-    said: float = facts.get("storage", {}).get("capacity_bytes", 0)
-    if said:
+    if said := statistics.get("capacity_bytes"):
         return said
     try:
         return float(parse_size("capacity", dict(parse_url(url).options)["capacity"]))

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-_PANEL_EVERY, _LINE_EVERY = 1.0, 10.0
+_PANEL_EVERY, _LINE_EVERY = 1.0, 5.0
 _WIDTH = 80
+_NARROW = 72
 
 
 class Snapshot(NamedTuple):
@@ -112,7 +113,7 @@ class Panel:
         with live:
             try:
                 while True:
-                    drawing = loop.run_in_executor(None, _draw, live, take())
+                    drawing = loop.run_in_executor(None, _draw, live, take(), self._console.width)
                     await drawing
                     await asyncio.sleep(self._every)
             finally:
@@ -121,8 +122,8 @@ class Panel:
                         await asyncio.wait([drawing])
 
 
-def _draw(live: Live, now: Snapshot) -> None:
-    live.update(panel(now), refresh=True)
+def _draw(live: Live, now: Snapshot, width: int) -> None:
+    live.update(panel(now, width), refresh=True)
 
 
 def line(now: Snapshot) -> str:
@@ -133,27 +134,29 @@ def line(now: Snapshot) -> str:
             f"{now.mismatches} wrong · lag p99 {milliseconds(now.lag[0])}")
 
 
-def panel(now: Snapshot) -> RenderableType:
-    """A snapshot as a block of at most 80 columns."""
+def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
+    """A snapshot as a block of at most ``width`` columns, and never more than 80."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
+    width = min(width, _WIDTH)
+    shown = rows(now) if width >= _NARROW else narrow_rows(now)
     head = Table.grid(padding=(0, 1, 0, 0), expand=True)
     head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     head.add_column(justify="right", no_wrap=True)
     head.add_row(Text(now.title, style="bold"), Text(now.clock))
     body = Table.grid(padding=(0, 2))
-    body.add_column(style="dim", no_wrap=True, min_width=max(len(name) for name, _ in rows(now)))
+    body.add_column(style="dim", no_wrap=True, min_width=max(len(name) for name, _ in shown))
     body.add_column(no_wrap=True, overflow="ellipsis")
-    for name, text in rows(now):
+    for name, text in shown:
         body.add_row(Text(name), Text(text))
     parts: list[RenderableType] = [head]
     if now.progress is not None:
-        parts.append(Text(bar(now.progress, _WIDTH), style="green", no_wrap=True))
+        parts.append(Text(bar(now.progress, width), style="green", no_wrap=True))
     parts.append(body)
     if now.note:
-        parts.append(Text(now.note, style="yellow", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(now.note, style="yellow"))
     return Group(*parts)
 
 
@@ -172,4 +175,20 @@ def rows(now: Snapshot) -> list[tuple[str, str]]:
         ("moving", moves),
         ("verified", f"{number(now.verified)} pages, {wrong}"),
         ("loop lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])} · memory {size(now.memory)}"),
+    ]
+
+
+def narrow_rows(now: Snapshot) -> list[tuple[str, str]]:
+    """The same for few columns: shorter words, and a line for each tier and stage."""
+    wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
+    ended = ((now.cancelled, "cancelled"), (now.failed, "failed"))
+    gone = [f"{number(count)} {name}" for count, name in ended if count]
+    return [
+        ("requests", f"{number(now.served)} · {now.running} running"),
+        ("", f"{now.rate:.0f}/s" + "".join(f" · {text}" for text in gone)),
+        ("hits", percent(sum(now.hits), now.tokens)),
+        *((name, f"{bar(share, 10):<10} {100 * share:3.0f} %") for name, share in now.tiers),
+        *((name, f"{rate / (1 << 20):.1f} MiB/s") for name, rate in now.stages),
+        ("verified", f"{number(now.verified)}, {wrong}"),
+        ("lag", f"p99 {milliseconds(now.lag[0])} · max {milliseconds(now.lag[1])}"),
     ]

@@ -122,6 +122,7 @@ class Session:
             found = await self._serve(config, device, source)
         finally:
             await device.aclose()
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
         left: leaks.Left = found.pop("left")
         tasks = len(asyncio.all_tasks() - before)
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
@@ -205,7 +206,7 @@ class Session:
             self.trace = driver.trace
             if ending is not None:
                 ending.cancel()
-            loop.remove_signal_handler(signal.SIGINT)
+            loop.add_signal_handler(signal.SIGINT, self._interrupt_late)
             sampler.take()
             self._over_time = sampler.report()
             for task in (showing, sampling):
@@ -238,6 +239,12 @@ class Session:
             watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"
         else:
             driver.abort()
+
+    def _interrupt_late(self) -> None:
+        """All requests have ended: the report is about to come, and only who insists goes without it."""
+        self._interrupts += 1
+        if self._interrupts > 2:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
     async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
         """All requests are released: what does the core hold, and is it sound?"""

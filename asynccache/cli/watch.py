@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from asynccache.cli.capacity import storage_bytes
 from asynccache.cli.display import Snapshot
 from asynccache.cli.driver import Driver
 from asynccache.cli.meter import Meter, peak_rss, spread
@@ -61,7 +62,9 @@ class Watch:
     def _tiers(self) -> tuple[tuple[str, float], ...]:
         statistics = self._cache.statistics()
         shelves = [("L1", statistics.device["full"]), ("L2", statistics.host["full"])]
-        return tuple((name, 1 - s.free / s.capacity) for name, s in shelves if s.capacity)
+        used = [(name, 1 - s.free / s.capacity) for name, s in shelves if s.capacity]
+        room = storage_bytes(self._settings.storage, statistics.storage)
+        return (*used, ("L3", statistics.storage.get("bytes", 0) / room)) if room else tuple(used)
 
     def _rates(self) -> tuple[tuple[str, float], ...]:
         """Bytes per second since the last look."""

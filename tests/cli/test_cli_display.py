@@ -27,7 +27,7 @@ NOW = Snapshot(
 
 def drawn(now: Snapshot, width: int) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width, force_terminal=False).print(panel(now))
+    Console(file=out, width=width, force_terminal=False).print(panel(now, width))
     return out.getvalue().rstrip("\n").split("\n")
 
 
@@ -45,7 +45,17 @@ def test_the_panel_fits_80_columns_and_shows_every_row() -> None:
 def test_the_panel_survives_a_narrow_terminal_and_no_progress() -> None:
     lines = drawn(NOW._replace(progress=None, note="", mismatches=3), 40)
     assert max(map(len, lines)) <= 40
-    assert len(lines) == 7
+    assert "…" not in "".join(lines[1:])
+    for part in ("1,234,567 · 512 running", "L1        █", "L2→L1     1144.4 MiB/s", "3 WRONG", "max 123 ms"):
+        assert part in "\n".join(lines)
+
+
+@pytest.mark.parametrize("width", [20, 39, 40, 60, 71, 72, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = drawn(NOW, width)
+    assert max(map(len, lines)) <= width
+    bar = next(row for row in lines if "█" in row)
+    assert bar.rstrip().count("█") == int(0.345 * min(width, 80))
 
 
 def test_a_line_tells_the_same() -> None:
