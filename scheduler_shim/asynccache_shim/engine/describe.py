@@ -173,13 +173,16 @@ def _try(model: Any, layout: Layout) -> None:
     """Run a page and a bit; go on from the whole page alone, as a second request that shares it would."""
     size = layout.page_size
     ids = _ids(model, size + 3)
-    memory = {p.name: _Memory(p.layers, 3, p.layer_bytes, model.device) for p in layout.pools}
+    more = -(-3 // size)  # pages after the first
+    first = _Request(1, np.arange(1 + more, dtype=np.int32), np.array([0], np.int32))
+    second = _Request(2, np.array([0, *range(1 + more, 1 + 2 * more)], np.int32), np.array([1], np.int32))
+    memory = {p.name: _Memory(p.layers, 1 + 2 * more, p.layer_bytes, model.device) for p in layout.pools}
     paged = PagedModel(model, layout, memory)
     tokens = ids.cpu().numpy().astype(np.int32)
-    paged.compute(_work(tokens, 0, size, FIRST, Checkpoint(size, 1)))
-    paged.compute(_work(tokens, size, size + 2, FIRST))
-    found = [paged.compute(_work(tokens, size + 2, size + 3, FIRST))]
-    found += [paged.compute(_work(tokens, size, size + 3, SECOND))]
+    paged.compute(_work(tokens, 0, size, first, Checkpoint(size, 1)))
+    paged.compute(_work(tokens, size, size + 2, first))
+    found = [paged.compute(_work(tokens, size + 2, size + 3, first))]
+    found += [paged.compute(_work(tokens, size, size + 3, second))]
     expected = _straight(model, ids, (0, size, size + 2, size + 3)), _straight(model, ids, (0, size, size + 3))
     for seen, wanted in zip(found, expected, strict=True):
         error = float((seen - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
@@ -196,10 +199,6 @@ class _Request(NamedTuple):
     id: int
     pages: Pages
     states: Pages
-
-
-FIRST = _Request(1, np.array([0, 1], np.int32), np.array([0], np.int32))
-SECOND = _Request(2, np.array([0, 2], np.int32), np.array([1], np.int32))
 
 
 def _work(tokens: Pages, start: int, stop: int, who: _Request, checkpoint: Checkpoint | None = None) -> Work:
