@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli import explain, main, session, store
+from asynccache.cli import explain, main, plan, session, store
 from tests.docs.docs_kit import ROOT, Block, all_blocks, commands
 
 PYTHON = all_blocks("python")
@@ -79,7 +79,7 @@ def _run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def understood(settings: Any) -> int:
         return 0
 
-    for module in (session, store, explain):
+    for module in (session, store, explain, plan):
         monkeypatch.setattr(module, "execute", understood)
     for bench in main.BENCHES:
         monkeypatch.setattr(f"asynccache.cli.bench_{bench}.run", lambda options: {})
