@@ -53,7 +53,7 @@ async def _admit_one(board: Board, job: Job, budget: int) -> bool:
     if len(board.held) < board.settings.max_running and await _through_the_gates(board, job, budget):
         return True
     loser = victim(list(board.held.values()))
-    if board.settings.preempt and loser is not None and loser.priority < job.priority:
+    if board.settings.preempt and not job.over and loser is not None and loser.priority < job.priority:
         await retract(board, loser)  # one a step: what it held takes a moment to be free
     return False
 
@@ -137,6 +137,9 @@ async def _try(board: Board, job: Job, offers: list[Offer]) -> bool:
             lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
         except CacheFull:
             continue
+        if job.over:
+            lease.release()
+            return False
         _entered(board, job, lease)
         return True
     return False

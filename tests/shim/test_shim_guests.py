@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Batch, Finish, Limits, Request
+from asynccache_shim import Batch, Finish, Limits, Request, State, admitting
 
 from asynccache import CacheClosed, CacheFull, ConfigError
 from asynccache.testing.slow_backend import SlowBackend
@@ -165,6 +165,31 @@ async def test_an_abort_behind_one_that_waits_alone_takes_effect_at_once() -> No
             assert low.finish is None
         await low.done()
     await store.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("pages", [2, 10])
+async def test_an_abort_between_the_gates_takes_nothing_and_nobody_elses_pages(
+    pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it would have come in, or would have had another one retracted."""
+    match = admitting._match
+
+    async def aborted(board: Any, job: Any) -> Any:
+        found = await match(board, job)
+        if job.priority:
+            job.request.abort()
+        return found
+
+    monkeypatch.setattr(admitting, "_match", aborted)
+    async with serving(config(16)) as served:
+        low = served.ask(text(6), 24)
+        await until(lambda: len(low.output) > 2)
+        high = served.ask(text(pages, seed=1), 4, priority=1)
+        assert await high.done() == []
+        await low.done()
+        assert low.retractions == 0
+        assert (high.state, high.hits) == (State.FINISHED, None)
 
 
 # forgetting
