@@ -44,7 +44,7 @@ bench: $(VENV)/.installed-cli
 	$(BIN)/asynccache bench runtime --json $(BENCH)/runtime.json
 
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 clean:
