@@ -149,7 +149,8 @@ def test_names_of_marks_do_not_lie_on_each_other() -> None:
 
 
 def test_labels_stay_inside_the_drawing() -> None:
-    drawn = Frame(360, 200, Axis("", 1, 10, lambda v: f"{v:g} milliseconds", log=True), Axis("", 0, 1, str), left=14)
+    across = Axis("", 1, 10, lambda v: f"{v:g} milliseconds", at=(1.0, 10.0))
+    drawn = Frame(360, 200, across, Axis("", 0, 1, str), left=14)
     svg.rows(drawn, [Row("row", [("l1", 3.0)])])
     for x, words in re.findall(r'<text class="tick" x="([\d.]+)"[^>]*>([^<]*)<', "".join(drawn.parts)):
         assert float(x) + len(words) * 3.3 <= 360.5, words
