@@ -30,13 +30,16 @@ EVICTION_POLICIES = ("lru",)
 class Full:
     """Full attention: every token keeps ``bytes_per_token`` bytes (all layers together; 0: a logical pool).
 
-    ``host_tokens`` 0 means that there is no host tier, and then no storage either.
+    ``host_tokens`` 0 means that there is no host tier, and then no storage either. ``covers``: for each of the
+    ``layers`` the layer of the model that it belongs to, never falling; none given: their own numbers. A load_back
+    brings layer i of the model whole before layer i+1, whatever pools it lies in.
     """
 
     bytes_per_token: int
     device_tokens: int
     host_tokens: int = 0
     layers: int = 1
+    covers: tuple[int, ...] = ()
     dtype: str = "uint8"
 
 
@@ -49,6 +52,7 @@ class SlidingWindow:
     device_tokens: int
     host_tokens: int = 0
     layers: int = 1
+    covers: tuple[int, ...] = ()
     dtype: str = "uint8"
 
 
@@ -60,6 +64,7 @@ class Mamba:
     device_states: int
     host_states: int = 0
     layers: int = 1
+    covers: tuple[int, ...] = ()
     dtype: str = "uint8"
 
 
@@ -81,6 +86,7 @@ class Sidecar:
     indices_from: str
     bytes_per_page: int
     layers: int = 1
+    covers: tuple[int, ...] = ()
     hit_policy: HitPolicy | None = None
     replicated: bool = False
     dtype: str = "uint8"
@@ -105,8 +111,14 @@ class PoolSpec:
     indices_from: str | None = None
     replicated: bool = False
     dtype: str = "uint8"
+    covers: tuple[int, ...] = ()
     shard: str = "replicated"
     writes: bool = True
+
+    @property
+    def model_layers(self) -> tuple[int, ...]:
+        """For each of the pool's layers the layer of the model that it belongs to."""
+        return self.covers or tuple(range(self.layers))
 
     def on_rank(self, rank: int, ranks: int) -> PoolSpec:
         """The pool as rank ``rank`` of ``ranks`` holds it: a part of every page, or all of it, stored by the first."""
@@ -197,7 +209,7 @@ class CacheConfig:
             device_pages=_slots(component, self.page_size, host=False),
             host_pages=_slots(component, self.page_size, host=True),
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
-            dtype=component.dtype,
+            dtype=component.dtype, covers=component.covers,
         )
 
 
@@ -224,6 +236,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
     if not re.fullmatch(r"[\w.-]+", spec.name):
         raise ConfigError(f"{where}: a pool's name is made of letters, digits, '_', '.' and '-'")
     _positive(f"{where}: layers", spec.layers)
+    _check_covers(where, spec.covers, spec.layers)
     _positive(f"{where}: bytes_per_page", spec.bytes_per_page)
     if spec.bytes_per_page % spec.layers:
         raise ConfigError(f"{where}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers={spec.layers}")
@@ -233,7 +246,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
     return PoolSpec(
         name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
         device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
-        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype,
+        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype, covers=spec.covers,
     )
 
 
@@ -296,9 +309,16 @@ def _check_components(config: CacheConfig) -> None:
         raise ConfigError(f"storage={config.storage!r} needs a host tier: host_tokens is 0")
 
 
+def _check_covers(where: str, covers: tuple[int, ...], layers: int) -> None:
+    if covers and (len(covers) != layers or covers[0] < 0 or list(covers) != sorted(covers)):
+        raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of layers={layers}, "
+                          "never falling")
+
+
 def _check_component(component: Component, page_size: int) -> None:
     name = POOL_NAME[_KIND[type(component)]]
     _positive(f"{name}: layers", component.layers)
+    _check_covers(name, component.covers, component.layers)
     if isinstance(component, Mamba):
         _positive(f"{name}: state_bytes", component.state_bytes)
         _positive(f"{name}: device_states", component.device_states)

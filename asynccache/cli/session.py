@@ -184,7 +184,7 @@ class Session:
     async def _faulty_storage(self, config: CacheConfig) -> StorageBackend | None:
         if not self._settings.faults or config.storage is None:
             return None
-        url = parse_url(config.storage)
+        url = parse_url(config.storage, config.storage_options)
         backend = await backend_class(url.scheme).open(url, store_layout(config.pools()))
         return FaultyBackend(backend, self._settings.faults, self._settings.seed)
 

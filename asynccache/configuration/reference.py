@@ -10,7 +10,7 @@ from asynccache.configuration.settings import REQUIRED, Path, Setting
 
 BEGIN = "<!-- written by: python -m asynccache.configuration docs/configuration.md -->"
 END = "<!-- to here -->"
-_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}
+_TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", tuple: "integers"}
 
 
 def reference() -> str:
@@ -56,5 +56,5 @@ def _type(row: Setting) -> str:
 def _default(row: Setting) -> str:
     if row.default is REQUIRED:
         return "must be given"
-    value = row.default
+    value = list(row.default) if isinstance(row.default, tuple) else row.default
     return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -60,6 +60,8 @@ class Setting:
 
 
 def _typed(kind: type[Any], value: object) -> object:
+    if kind is tuple:
+        return _numbers(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if issubclass(kind, Enum):
@@ -69,20 +71,27 @@ def _typed(kind: type[Any], value: object) -> object:
     return value
 
 
+def _numbers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or any(type(one) is not int for one in value):
+        raise ConfigError("must be a list of integers")
+    return tuple(value)
+
+
 def _from_text(kind: type[Any], value: str) -> object:
     if kind is bool:
         if value.lower() not in _TRUE + _FALSE:
             raise ConfigError("must be true or false")
         return value.lower() in _TRUE
-    if kind in (int, float):
+    if kind in (int, float, tuple):
         try:
-            return kind(value)
+            return tuple(map(int, value.split(","))) if kind is tuple else kind(value)
         except ValueError:
             raise ConfigError(f"must be {_WANTED[kind]}") from None
     return value
 
 
-_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text (in quotes)"}
+_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text (in quotes)",
+           tuple: "integers with commas between them"}
 
 
 def _plain(value: object) -> object:
@@ -95,6 +104,8 @@ def _rows(cls: type[Any], meanings: Mapping[str, words.Words], without: Iterable
 
 
 def _row(field: Field[Any], hint: Any, meanings: Mapping[str, words.Words]) -> Setting:
+    if get_origin(hint) is tuple:
+        hint = tuple
     optional = get_origin(hint) in (Union, types.UnionType)
     kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
     choices = tuple(m.value for m in kind) if issubclass(kind, Enum) else ()

@@ -19,6 +19,8 @@ class Words(NamedTuple):
 
 
 _LAYERS = Words("Layers that the bytes are divided among, evenly.", above=0)
+_COVERS = Words("For each of the layers the layer of the model that it belongs to, never falling; none: their own "
+                "numbers.")
 _DTYPE = Words("What the bytes are; part of the storage key, so that another dtype's pages are never read.")
 
 CACHE = {
@@ -48,6 +50,7 @@ _ATTENTION = {
     "device_tokens": Words("Room on the device, in tokens: whole pages.", above=0),
     "host_tokens": Words("Room in host memory, in tokens: whole pages; 0: no host tier.", low=0),
     "layers": _LAYERS,
+    "covers": _COVERS,
     "dtype": _DTYPE,
 }
 
@@ -59,6 +62,7 @@ COMPONENTS = {
         "device_states": Words("Room on the device, in states.", above=0),
         "host_states": Words("Room in host memory, in states; 0: no host tier.", low=0),
         "layers": _LAYERS,
+        "covers": _COVERS,
         "dtype": _DTYPE,
     },
 }
@@ -73,6 +77,7 @@ SIDECAR = {
     "indices_from": Words("The component (`full`, `swa`, `mamba`) or sidecar whose page ids this pool uses."),
     "bytes_per_page": Words("Bytes of one page, all layers together.", above=0),
     "layers": _LAYERS,
+    "covers": _COVERS,
     "hit_policy": Words("Which pages a hit needs; follows from `indices_from`, and is checked against it."),
     "replicated": Words("Whether every rank holds the same bytes, so that one stores them for all."),
     "dtype": _DTYPE,

@@ -182,6 +182,13 @@ def test_the_whole_of_a_described_cache_is_in_the_report(kv: Path, tmp_path: Pat
     assert json.loads(report.read_text())["settings"]["cache"]["components"][1]["window"] == 64
 
 
+@pytest.mark.parametrize("more", [[], ["--faults", "0.01"]])
+def test_a_run_hands_the_options_of_storage_on(kv: Path, more: list[str], capsys: Captured) -> None:
+    kv.write_text(KV.replace("[stress]", '[storage_options]\ncapasity = "1MiB"\n[stress]'))
+    assert main(["stress", "--config", str(kv), "--quiet", *more]) == 2
+    assert "unknown option 'capasity'" in capsys.readouterr().err
+
+
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def dispatch(arguments: list[str]) -> int:
         raise error

@@ -105,6 +105,13 @@ def _write(folder: Path, text: str) -> Path:
 
 def test_python_alone_is_enough_and_its_tuples_replace_what_a_file_has(kv: Path) -> None:
     full = Full(bytes_per_token=64, device_tokens=160)
+    kv.write_text(GOOD + """[components.mamba]
+state_bytes = 64
+device_states = 2
+[sidecars.s]
+indices_from = "full"
+bytes_per_page = 8
+""")
     config = load_config(kv, env={}, components=(full,), storage=None, sidecars=[])
     assert config == CacheConfig(model="my-model", components=(full,))
     assert load_config(env={}, model="m", components=(full,)) == CacheConfig(model="m", components=(full,))

@@ -15,7 +15,7 @@ import pytest
 from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.cli.config import whole_schema
 from asynccache.cli.options import OPTIONS
-from asynccache.configuration import describes_cache, read_config, settings
+from asynccache.configuration import as_toml, describes_cache, read_config, settings
 from asynccache.configuration.reference import renewed
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +72,26 @@ def test_there_are_examples_of_both_kinds() -> None:
 def test_what_the_loader_refuses_the_schema_refuses(content: dict[str, Any], tmp_path: Path) -> None:
     assert not valid(content)
     assert not loads(tmp_path, content)
+
+
+def test_lists_of_integers_in_every_way(tmp_path: Path) -> None:
+    """Layers of the model that a pool's layers belong to."""
+    table = {"covers": [0, 2], "layers": 2, **FULL}
+    assert valid({"model": "m", "components": {"full": table}})
+    assert not valid({"model": "m", "components": {"full": {**table, "covers": [0.5]}}})
+    (tmp_path / "kv.toml").write_text(
+        'model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\nlayers = 2\ncovers = [0, 2]\n')
+    env = {"ASYNCCACHE_COMPONENTS__FULL__COVERS": "1,3"}
+    wanted = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160, layers=2, covers=(1, 3)),))
+    loaded = read_config(tmp_path / "kv.toml", env=env)
+    assert loaded.config == wanted
+    (tmp_path / "again.toml").write_text(as_toml(loaded.values))
+    assert read_config(tmp_path / "again.toml", env={}).config == wanted
+    for bad in ([True], ["0"], 3):
+        (problem,) = read_config(tmp_path / "kv.toml", env={}, components={"full": {"covers": bad}}).problems
+        assert "(Python) must be a list of integers" in problem.sentence
+    (problem,) = read_config(tmp_path / "kv.toml", env={"ASYNCCACHE_COMPONENTS__FULL__COVERS": "a"}).problems
+    assert "must be integers with commas between them" in problem.sentence
 
 
 @pytest.mark.parametrize("content", [
