@@ -156,6 +156,18 @@ def test_labels_stay_inside_the_drawing() -> None:
         assert float(x) + len(words) * 3.3 <= 360.5, words
 
 
+@pytest.mark.parametrize("width", [720, 360])
+def test_names_of_bars_do_not_meet(width: int) -> None:
+    names = [f"<={10 ** i}" for i in range(1, 12)]
+    drawn = Frame(width, 200, Axis("", 0, len(names), lambda v: "", at=(0.0,)), Axis("", 0, 1, str))
+    svg.bars(drawn, names, [Series("", "l1", [(i, 1.0) for i in range(len(names))])])
+    shown = [(float(x), words) for x, words in re.findall(
+        r'<text class="tick" x="([\d.]+)" y="170"[^>]*>([^<]+)<', "".join(drawn.parts))]
+    assert len(shown) > 2
+    for (left, one), (right, other) in zip(shown, shown[1:], strict=False):
+        assert right - left >= (len(one) + len(other)) * 3
+
+
 def bench_reports() -> dict[str, dict[str, Any]]:
     cpu = {"mean": 4.0, "p50": 3.0, "p99": 9.0, "max": 20.0}
     operations = {name: {"cpu": cpu, "goal_us": goal, "what": f"a {name}"} for name, goal in (("match", 5), ("pin", 3))}

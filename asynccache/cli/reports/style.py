@@ -49,12 +49,14 @@ footer { color: var(--soft); font-size: .85rem; }
 @media (max-width: 900px) { .beside { flex-direction: column; } .table { flex: none; width: 100%; }
   figure { flex: none; width: 100%; } }
 @media (max-width: 560px) { main { padding: 14px 10px 30px; } section { padding: 12px 12px; }
+  th, td { padding-left: 8px; } table { font-size: .8rem; }
   svg.wide { display: none; } svg.narrow { display: block; } }
 @media print { :root { --page: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #ccc; --l1: #0067ac;
   --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e; }
   body { font-size: 11pt; } main { max-width: none; padding: 0; }
   section { break-inside: avoid; border: 0; padding: 8px 0; } #settings { break-inside: auto; }
-  .beside { flex-direction: column; } figure { width: 100%; }
+  .beside { flex-direction: column; gap: 6px; } figure { flex: none; width: 74%; } .table { flex: none; width: 74%; }
+  #settings .table { width: 100%; } table { font-size: .75rem; } th, td { padding-top: 1px; padding-bottom: 1px; }
   svg.wide { display: block; } svg.narrow { display: none; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """.strip()

@@ -163,7 +163,7 @@ def bars(frame: Frame, names: Sequence[str], series: Sequence[Series]) -> None:
     bottom = frame.height - _BOTTOM
     room = frame.at_x(1) - frame.at_x(0)
     width = room * 0.8 / max(1, len(series))
-    skip = -(-max(map(len, names)) * _LETTER // room)
+    skip = -(-(max(map(len, names)) * _LETTER + 6) // room)
     for i, name in enumerate(names):
         if not i % skip:
             frame.text(frame.at_x(i) + room / 2, bottom + 16, name)
