@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -164,7 +165,7 @@ def test_names_of_bars_do_not_meet(width: int) -> None:
     shown = [(float(x), words) for x, words in re.findall(
         r'<text class="tick" x="([\d.]+)" y="170"[^>]*>([^<]+)<', "".join(drawn.parts))]
     assert len(shown) > 2
-    for (left, one), (right, other) in zip(shown, shown[1:], strict=False):
+    for (left, one), (right, other) in pairwise(shown):
         assert right - left >= (len(one) + len(other)) * 3
 
 

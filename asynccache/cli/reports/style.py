@@ -54,9 +54,10 @@ footer { color: var(--soft); font-size: .85rem; }
 @media print { :root { --page: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #ccc; --l1: #0067ac;
   --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e; }
   body { font-size: 11pt; } main { max-width: none; padding: 0; }
-  section { break-inside: avoid; border: 0; padding: 8px 0; } #settings { break-inside: auto; }
-  .beside { flex-direction: column; gap: 6px; } figure { flex: none; width: 74%; } .table { flex: none; width: 74%; }
-  #settings .table { width: 100%; } table { font-size: .75rem; } th, td { padding-top: 1px; padding-bottom: 1px; }
-  svg.wide { display: block; } svg.narrow { display: none; }
+  section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
+  .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
+  .table { flex: 0 0 270px; width: auto; } #settings .table { flex: none; }
+  table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
+  svg.wide { display: none; } svg.narrow { display: block; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """.strip()
