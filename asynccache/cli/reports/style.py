@@ -20,11 +20,11 @@ section { background: var(--card); border: 1px solid var(--grid); border-radius:
 .beside { display: flex; gap: 24px; align-items: flex-start; }
 figure { margin: 0; flex: 1 1 0; min-width: 0; }
 svg { display: block; width: 100%; height: auto; } svg.narrow { display: none; }
-.table { flex: 0 0 340px; overflow-x: auto; max-width: 100%; }
+.table { flex: 0 0 372px; overflow-x: auto; max-width: 100%; }
 .table table { width: 100%; } #settings .table { flex: none; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-th, td { text-align: right; padding: 3px 0 3px 16px; border-bottom: 1px solid var(--grid); font-weight: normal; }
+th, td { text-align: right; padding: 3px 0 3px 12px; border-bottom: 1px solid var(--grid); font-weight: normal; }
 th:first-child { text-align: left; padding-left: 0; } thead th { color: var(--soft); }
 td { white-space: nowrap; } #settings td { white-space: normal; }
 #settings td, #settings th { text-align: left; overflow-wrap: anywhere; }
