@@ -105,13 +105,14 @@ def device_to_device_steps(parts: Sequence[Part]) -> Iterator[Step]:
 
 
 def host_to_device_steps(parts: Sequence[Part], layers: int) -> Iterator[Step]:
-    """A step per layer; a pool with fewer layers has no part in the later steps."""
+    """A step per layer of the model: every pool's layers that belong to it."""
     pieces = [cut(p.src, p.dst, p.device.spec.bytes_per_page // p.device.spec.layers) for p in parts]
-    for i in range(layers):
+    for layer in range(layers):
         yield [
             Transfer(part.device.arrays[i], _host(part).array[:, i], at)
             for part, at in zip(parts, pieces, strict=True)
-            if i < part.device.spec.layers
+            for i, belongs in enumerate(part.device.spec.model_layers)
+            if belongs == layer
         ]
 
 

@@ -95,7 +95,7 @@ class Device(Protocol):
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:
         """Enqueue one batch, layer by layer; ``events[i]`` is done when layers 0..i of every copy are there.
-        ``len(events) == layers``, the largest layer count; a pool with fewer layers finishes with its last."""
+        ``len(events) == layers``, the model's; which pool's layers belong to one: ``PoolSpec.model_layers``."""
         ...
 
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:

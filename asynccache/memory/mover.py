@@ -74,7 +74,7 @@ class Mover:
         own = {spec.name: DevicePool(spec, given[spec.name]) for spec in pools if spec.name in given}
         device.check_room(*_demands(pools, given, host_align))
         self.device = device
-        self.layers = max(spec.layers for spec in pools)
+        self.layers = 1 + max(spec.model_layers[-1] for spec in pools)
         self.device_pools: Mapping[str, DevicePool]
         self.host_pools: Mapping[str, HostPool]
         self.device_pools, self.host_pools = _allocate(device, pools, own, host_align)

@@ -11,6 +11,7 @@ import struct
 from functools import lru_cache
 from hashlib import sha256
 
+from asynccache.errors import ConfigError
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 HASH_BYTES = 32
@@ -23,14 +24,26 @@ THREAD_PAGE_BYTES = 2048
 
 @lru_cache(maxsize=4096, typed=True)
 def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """H(-1): what else than its tokens a page depends on. ``epoch`` moves when the namespace is invalidated."""
-    if isinstance(extra_key, str):
-        extra = b"s" + extra_key.encode()
-    else:
-        extra = b"-" if extra_key is None else b"b" + bytes(extra_key)
-    name = model.encode()
+    """H(-1): what else than its tokens a page depends on. ``epoch`` moves when the namespace is invalidated.
+
+    Raises:
+        ConfigError: ``extra_key`` is something else, or text that has no UTF-8.
+    """
+    extra, name = _tagged(extra_key), model.encode()
     fields = struct.pack("<III", page_size, len(name), len(extra))
     return sha256(SCHEMA + fields + name + extra + (struct.pack("<Q", epoch) if epoch else b"")).digest()
+
+
+def _tagged(extra_key: str | bytes | None) -> bytes:
+    """No two keys give the same bytes."""
+    if extra_key is None:
+        return b"-"
+    if isinstance(extra_key, bytes):
+        return b"b" + extra_key
+    try:
+        return b"s" + extra_key.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise ConfigError(f"extra_key={extra_key!r} must be text, bytes or None") from None
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:

@@ -65,18 +65,16 @@ def pool_digest(
     page_size: int,
     *,
     layout: str = "page_first",
-    layers: tuple[int, int] | None = None,
     shard: str | None = None,
 ) -> bytes:
     """A digest of all that must be equal for two caches to exchange the bytes of this pool.
 
-    ``layers`` is the range of the model's layers that the pool holds, the default: all of them; ``shard`` names this
-    rank's part of every page, the default: what the spec says. Neither what indexes the pool nor how many pages it has
-    changes the bytes.
+    Which of the model's layers they are, too. ``shard`` names this rank's part of every page, the default: what the
+    spec says. Neither what indexes the pool nor how many pages it has changes the bytes.
     """
-    first, last = layers or (0, spec.layers)
+    covers = ",".join(map(str, spec.model_layers))
     part = spec.shard if shard is None else shard
-    fields = (spec.name, spec.dtype, layout, part, str(page_size), str(spec.bytes_per_page), str(first), str(last))
+    fields = (spec.name, spec.dtype, layout, part, str(page_size), str(spec.bytes_per_page), covers)
     digest = hashlib.sha256(RECORD_SCHEMA)
     for field in fields:
         data = field.encode()

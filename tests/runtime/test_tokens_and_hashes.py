@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache import ConfigError
+from asynccache import AsyncCache, CacheConfig, ConfigError, Full
 from asynccache.runtime import hashing
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.tokens import as_key
@@ -113,3 +114,37 @@ async def test_long_keys_are_hashed_in_slices(monkeypatch: pytest.MonkeyPatch) -
     assert sum(sizes) == 1000
     assert max(sizes) <= 64
     assert turns >= len(sizes) - 1
+
+
+@pytest.mark.parametrize("extra_key", [5, True, 1.5, ("a",), "\ud800"])
+def test_an_extra_key_that_is_neither_text_nor_bytes_is_refused(extra_key: object) -> None:
+    with pytest.raises(ConfigError, match=r"extra_key=.* must be text, bytes or None"):
+        namespace_digest("m", 16, extra_key)
+
+
+@pytest.mark.asyncio
+async def test_a_bad_extra_key_is_told_at_every_door_and_nothing_is_left() -> None:
+    config = CacheConfig(model="m", components=(Full(bytes_per_token=1, device_tokens=64),))
+    bad: Any = 5
+    async with AsyncCache(config) as cache:
+        for door in (cache.match, cache.keep, cache.invalidate, cache.prefetch, _leased(cache)):
+            with pytest.raises(ConfigError, match="extra_key=5"):
+                await _through(door, bad)
+        assert cache.statistics().leases == 0
+
+
+def _leased(cache: AsyncCache) -> Callable[..., Awaitable[object]]:
+    async def lease(tokens: list[int], extra_key: Any) -> None:
+        async with cache.lease(tokens, extra_key=extra_key):
+            pass
+
+    return lease
+
+
+async def _through(door: Callable[..., Any], bad: Any) -> None:
+    if door.__name__ == "invalidate":
+        await door(bad)
+    elif door.__name__ == "keep":
+        await door([1] * 32, ttl=1.0, extra_key=bad)
+    else:
+        await door([1] * 32, extra_key=bad)

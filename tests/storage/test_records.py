@@ -77,7 +77,7 @@ def test_the_digest_changes_with_all_that_changes_the_bytes(other: dict[str, str
 def test_the_digest_changes_with_page_size_layout_layers_and_shard() -> None:
     digests = {
         pool_digest(SPEC, 16), pool_digest(SPEC, 32), pool_digest(SPEC, 16, layout="layer_first"),
-        pool_digest(SPEC, 16, layers=(4, 8)), pool_digest(SPEC, 16, shard="tp 0/2"),
+        pool_digest(replace(SPEC, covers=tuple(range(4, 4 + SPEC.layers))), 16), pool_digest(SPEC, 16, shard="tp 0/2"),
         pool_digest(SPEC, 16, shard="tp 1/2"),
     }
     assert len(digests) == 6

@@ -15,13 +15,18 @@ COMPONENTS = ("full", "swa", "mamba")
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its ``layers``."""
+    """One pool: ``layer_bytes`` are those of a page, or a state, in one of its layers. ``covers``: for each of them
+    the layer of the model that it belongs to."""
 
     name: str
     source: str
-    layers: int
+    covers: tuple[int, ...]
     layer_bytes: int
     dtype: str
+
+    @property
+    def layers(self) -> int:
+        return len(self.covers)
 
     @property
     def page_bytes(self) -> int:
@@ -31,7 +36,7 @@ class PoolPlan:
         """What sits at a window's pages is needed where the window ends, what sits at FULL's everywhere."""
         policy = HitPolicy.TRAILING_PAGES if self.source == "swa" else HitPolicy.ALL_PAGES
         return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=self.page_bytes, layers=self.layers,
-                       hit_policy=policy, dtype=self.dtype)  # fmt: skip
+                       covers=self.covers, hit_policy=policy, dtype=self.dtype)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,12 @@ class Layout:
     @classmethod
     def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[Part, ...]]) -> Layout:
         """From the parts of each layer of the model."""
-        tracks = [track for layer in parts for part in layer for track in part.tracks]
+        tracks = [(i, track) for i, layer in enumerate(parts) for part in layer for track in part.tracks]
         pools = []
-        for name in dict.fromkeys(track.pool for track in tracks):
-            own = [track for track in tracks if track.pool == name]
-            pools.append(PoolPlan(name, own[0].source, len(own), max(t.page_bytes(page_size) for t in own),
+        for name in dict.fromkeys(track.pool for _, track in tracks):
+            covers = tuple(i for i, track in tracks if track.pool == name)
+            own = [track for _, track in tracks if track.pool == name]
+            pools.append(PoolPlan(name, own[0].source, covers, max(t.page_bytes(page_size) for t in own),
                                   "+".join(dict.fromkeys(t.dtypes for t in own))))  # fmt: skip
         return cls(model, page_size, window, tuple(pools), _placed(parts))
 
@@ -121,20 +127,21 @@ class Layout:
 
     def _full(self, device_tokens: int, host_tokens: int) -> Full:
         """Without layers of full attention FULL is logical: slots, and no bytes."""
-        pool = self.pool("full") or PoolPlan("full", "full", 1, 0, "uint8")
+        pool = self.pool("full") or PoolPlan("full", "full", (0,), 0, "uint8")
         return Full(bytes_per_token=pool.page_bytes // self.page_size, device_tokens=device_tokens,
-                    host_tokens=host_tokens, layers=pool.layers, dtype=pool.dtype)  # fmt: skip
+                    host_tokens=host_tokens, layers=pool.layers, covers=pool.covers, dtype=pool.dtype)  # fmt: skip
 
     def _swa(self, device_tokens: int, host_tokens: int) -> SlidingWindow:
         pool = self.pool("swa")
         assert pool is not None
         return SlidingWindow(window=self.window, bytes_per_token=pool.page_bytes // self.page_size, layers=pool.layers,
-                             device_tokens=device_tokens, host_tokens=host_tokens, dtype=pool.dtype)  # fmt: skip
+                             covers=pool.covers, device_tokens=device_tokens, host_tokens=host_tokens,
+                             dtype=pool.dtype)  # fmt: skip
 
     def _mamba(self, device_states: int, host_states: int) -> Mamba:
         pool = self.pool("mamba")
         assert pool is not None
-        return Mamba(state_bytes=pool.page_bytes, layers=pool.layers, device_states=device_states,
+        return Mamba(state_bytes=pool.page_bytes, layers=pool.layers, covers=pool.covers, device_states=device_states,
                      host_states=host_states, dtype=pool.dtype)  # fmt: skip
 
 
