@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from uuid import uuid4
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -37,6 +38,7 @@ def build(service: Service) -> Starlette:
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/healthz", routes.healthz),
             Route("/statistics", routes.statistics),
+            Route("/metrics", routes.metrics),
         ],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed},
     )
@@ -69,6 +71,9 @@ class Routes:
 
     async def statistics(self, request: Request) -> Response:
         return JSONResponse(self._service.statistics())
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         ask = parse(await _body(request), chat=chat)

@@ -16,8 +16,10 @@ from typing import Any
 
 from asynccache_shim import Finish, Limits, Request, Scheduler, Settings
 from asynccache_shim.engine import Layout, PagedModel
+from prometheus_client import CollectorRegistry, generate_latest
 
 from asynccache import AsyncCache, CacheClosed, CacheConfig, CacheFull
+from asynccache.metrics import CacheCollector, LoopLag
 from openai_serving.protocol import ApiError, Ask
 from openai_serving.text import BEGIN, END, Reader, StopStrings
 
@@ -110,6 +112,7 @@ class Service:
         self._live: set[Generation] = set()
         self._ended: Counter[str] = Counter()
         self._closing = False
+        self._registry = CollectorRegistry()
         self._cache: AsyncCache
         self._scheduler: Scheduler
 
@@ -119,6 +122,10 @@ class Service:
             self._cache = await stack.enter_async_context(AsyncCache(self.plan.cache))
             model = PagedModel(self.plan.model, self.plan.layout, self._cache.pools)
             self._scheduler = await stack.enter_async_context(Scheduler(self._cache, model, self.plan.settings))
+            lag = LoopLag()
+            lag.start()
+            stack.callback(lag.stop)
+            self._registry.register(CacheCollector(self._cache, lag=lag))
             self._stack = stack.pop_all()
         return self
 
@@ -180,6 +187,10 @@ class Service:
     def healthy(self) -> bool:
         """Whether a request would be taken."""
         return self._cache.closed is None and self._scheduler.failure is None
+
+    def metrics(self) -> bytes:
+        """What the cache counts, in Prometheus' text format."""
+        return generate_latest(self._registry)
 
     def statistics(self) -> Mapping[str, Any]:
         """Requests, and all that the cache counts, as plain values."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
@@ -13,6 +14,7 @@ import pytest_asyncio
 import torch
 from openai_serving.models import make
 from openai_serving.text import BEGIN, END, Reader, encode
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.examples.server_kit import PAGE, Server, running, settled, statistics
 
@@ -136,6 +138,22 @@ async def test_concurrent_streams_share_their_prefix(client: openai.AsyncOpenAI)
         assert cached(usage) == len(f"Shared. {PREFIX}") // PAGE * PAGE
         assert reason == "length"
         assert said == straight(f"Shared. {PREFIX}{chr(ord('a') + i)}?", 12)
+
+
+@pytest.mark.asyncio
+async def test_metrics_count_what_the_cache_served(client: openai.AsyncOpenAI) -> None:
+    for _ in range(2):
+        await client.completions.create(**GREEDY, prompt=PREFIX + "Figures", max_tokens=1)
+    text = await asyncio.to_thread(_read, f"{str(client.base_url).removesuffix('/v1/')}/metrics")
+    samples = {(s.name, s.labels.get("tier")): s.value
+               for family in text_string_to_metric_families(text) for s in family.samples}
+    served = await settled(client)
+    assert samples["asynccache_hit_tokens_total", "device"] == served["cache"]["lookups"]["hits"]["device"] > 0
+
+
+def _read(url: str) -> str:
+    with urlopen(url, timeout=20) as response:
+        return str(response.read().decode())
 
 
 @pytest.mark.asyncio
