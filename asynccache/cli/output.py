@@ -18,6 +18,8 @@ def check_writable(path: str, option: str = "--json") -> None:
     """
     if path != "-":
         _write(path, "", "a", option)
+    elif option != "--json":  # standard output has the summary or the JSON
+        raise ConfigError(f"{option}=-: the page goes to a file only, for example {option} run.html")
 
 
 def dump(report: Mapping[str, Any], path: str) -> None:

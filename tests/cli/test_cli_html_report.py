@@ -199,6 +199,17 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(capsys: pytes
     assert "--report=/nowhere/x.html: cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["stress", "--requests", "1", "--quiet"], ["bench", "tree"]])
+def test_a_page_is_not_written_to_standard_output(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asynccache.cli.bench_tree.run", lambda options: {"bench": "tree", **bench_reports()["tree"]})
+    assert main([*command, "--report", "-"]) == 2
+    assert "--report=-: the page goes to a file only" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 # a real browser
 
 
