@@ -64,7 +64,10 @@ def execute(settings: Settings) -> int:
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
-        result |= session.afterwards(result)
+        try:
+            result |= session.afterwards(result)
+        except KeyboardInterrupt:  # who does not want to wait for it gets the report without it
+            result["interrupted"] = True
     if not settings.quiet:
         out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)

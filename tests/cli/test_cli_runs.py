@@ -239,6 +239,20 @@ def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monk
     assert report["elapsed_s"] < 30
 
 
+def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypatch: pytest.MonkeyPatch,
+                                                                       tmp_path: Path) -> None:
+    def pressed() -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asynccache.cli.session.memcpy_rate", pressed)
+    page = tmp_path / "run.html"
+    report = run("stress", *SMALL, "--requests", "5", "--report", page, "--json", tmp_path / "run.json", status=130)
+    assert report["interrupted"]
+    assert (report["ok"], report["served"]) == (True, 5)
+    assert "capacity" not in report
+    assert "<svg" in page.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
