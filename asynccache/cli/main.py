@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 from asynccache import __version__
 from asynccache.cli.options import add_arguments, settle, suggest
+from asynccache.cli.output import debugging
 from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in given if argument != "--debug"]
-    debug = len(arguments) < len(given) or os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
+    if len(arguments) < len(given):
+        os.environ["ASYNCCACHE_DEBUG"] = "1"
+    debug = debugging()
     try:
         return _dispatch(arguments)
     except AsyncCacheError as error:

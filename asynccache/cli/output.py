@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from asynccache.errors import ConfigError
+
+
+def debugging() -> bool:
+    """Whether whoever started us wants to see tracebacks: ``ASYNCCACHE_DEBUG``, which ``--debug`` sets."""
+    return os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
 
 
 def check_writable(path: str, option: str = "--json") -> None:

@@ -72,7 +72,9 @@ def execute(settings: Settings) -> int:
         out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)
     if session.trace is not None:
-        print(session.trace, file=sys.stderr)
+        result["trace"] = session.trace
+        print(session.trace if output.debugging() else "asynccache: --debug shows where the error is from",
+              file=sys.stderr)
     if settings.json is not None:
         output.dump(result, settings.json)
     if settings.report is not None:

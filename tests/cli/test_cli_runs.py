@@ -239,6 +239,22 @@ def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monk
     assert report["elapsed_s"] < 30
 
 
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report(
+    debug: str, monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def breaks(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(Server, "serve", breaks)
+    monkeypatch.setenv("ASYNCCACHE_DEBUG", debug)
+    report = run("stress", *SMALL, "--requests", "5", *out, status=1)
+    said = capsys.readouterr().err
+    assert "met KeyError: 'x'" in said
+    assert ("Traceback" in said, "--debug shows where" in said) == (bool(debug), not debug)
+    assert "in breaks" in report["trace"]
+
+
 def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypatch: pytest.MonkeyPatch,
                                                                        tmp_path: Path) -> None:
     def pressed() -> float:
