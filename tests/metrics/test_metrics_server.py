@@ -49,6 +49,7 @@ async def test_the_pages() -> None:
 async def test_explain_by_post_and_by_get() -> None:
     async with opened(settings(host=16)) as cache, Exposed(cache) as exposed:
         await serve(cache, text(4))
+        await cache.flush()
         _, _, posted = await fetch(exposed, "/explain", {"tokens": text(4)})
         _, _, got = await fetch(exposed, "/explain?tokens=" + ",".join(map(str, text(4))))
         assert json.loads(posted) == json.loads(got)

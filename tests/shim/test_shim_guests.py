@@ -50,7 +50,7 @@ async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
         other = served.ask(text(3), 20)
         request = Request(text(2))
         request.extra_key = "\ud800"
-        with pytest.raises(UnicodeEncodeError):
+        with pytest.raises(ConfigError, match="extra_key"):
             served.scheduler.submit(request)
         assert request.finish is Finish.FAILED
         assert await other.done() == continuation(text(3), 20)
