@@ -75,7 +75,7 @@ class CacheCore:
         self._commits = Commits(self.world, self._transfers, self._matching)
         self._prefetches = Prefetches(self.world, self._transfers)
         self._invalidation = Invalidation(self.world, self._transfers.room)
-        self.explaining = Explaining(self.world)
+        self.explaining = Explaining(self.world, self._matching)
 
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""

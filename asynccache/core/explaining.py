@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asynccache.core.ghosts import Gone
+from asynccache.core.matching import Matching
 from asynccache.core.settings import ComponentKind
 from asynccache.core.states import ABSENT, HERE, NAMES, PRESENT
 from asynccache.core.tree import Node, Root, walk
@@ -60,8 +61,9 @@ class Explanation(NamedTuple):
 class Explaining:
     """Answers for one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, matching: Matching) -> None:
         self._world = world
+        self._matching = matching
         self._size = world.config.page_size
 
     def explain(self, space: bytes, key: bytes) -> Explanation:
@@ -70,13 +72,13 @@ class Explaining:
         root = world.roots.get(space)
         path, reached = walk(root, key, 0, page) if root is not None else ([], 0)
         pages, tree = len(key) // page, reached // page
-        device = world.valid_end(path, tree, False)
-        full = world.components[0].longest_end(path, tree, True)
+        found = self._matching.ends(path, reached)
+        full = found.full
         end, limit = self._limit(path, full)
         gone = self.gone(path[-1] if path else root or Root(space, world.count), key, tree)
         ends, why = self._why(path, pages, full, end, limit, gone)
         return Explanation(
-            pages * size, min(device, end) * size, end * size, full * size, tree * size,
+            pages * size, found.device * size, end * size, full * size, tree * size,
             tuple(self._runs(path, tree)), self._loads(path, end), ends, why, gone,
         )  # fmt: skip
 
@@ -146,16 +148,8 @@ class Explaining:
         return runs
 
     def _loads(self, path: Sequence[Node], end: int) -> tuple[Load, ...]:
-        loads = []
-        for component in self._world.components:
-            c, first, pages = component.index, component.first_page(end), 0
-            for node in path:
-                start = node.parent.end if node.parent is not None else 0
-                if node.end > first and start < end and node.state[c] not in HERE:
-                    pages += min(node.end, end) - max(start, first)
-            if pages:
-                loads.append(Load(component.kind, pages))
-        return tuple(loads)
+        lacking = zip(self._world.components, self._matching.missing(path, end), strict=True)
+        return tuple(Load(component.kind, pages) for component, pages in lacking if pages)
 
 
 _WORDS = {

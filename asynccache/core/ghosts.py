@@ -37,11 +37,15 @@ class Ghosts:
         """The node that began with ``page`` below ``parent`` has left the tree. A root may go and come again; its
         digest stays."""
         young = self._young
-        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone
+        young[_mark(parent, page)] = gone
         if len(young) >= self._half:
             self._old, self._young = young, {}
 
     def find(self, parent: Node, page: bytes) -> Gone:
         """What became of ``page``, which would follow ``parent``."""
-        mark = (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
+        mark = _mark(parent, page)
         return Gone(self._young.get(mark) or self._old.get(mark) or 0)
+
+
+def _mark(parent: Node, page: bytes) -> int:
+    return (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
