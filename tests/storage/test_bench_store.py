@@ -17,17 +17,7 @@ from asynccache.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def plug_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backends as an installed distribution offers them."""
-    info = tmp_path / "bench_plugins-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-plugins\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[asynccache.backends]\nfile = asynccache_backends.file:FileBackend\n"
-        "memory = asynccache_backends.memory:MemoryBackend\n"
-    )
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+pytestmark = pytest.mark.usefixtures("plug_ins")
 
 
 def options(*words: str) -> argparse.Namespace:

@@ -21,27 +21,11 @@ from asynccache_backends.file.reads import BATCHES, Stretch, find_stretches, pla
 from asynccache_backends.file.segments import list_segments
 
 from asynccache.errors import ConfigError
-from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, blank, content, keys_of, page_key, record_of
+from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, blank, keys_of, page_key, record_of
+from tests.storage.file_store_kit import get, open_at, put
 
 FULL = LAYOUT.page_bytes["full"]
-
-
-async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
-    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
-
-
-async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    return await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
-
-
-async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    """Read keys; every hit must be right."""
-    pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results
 
 
 @pytest.mark.asyncio

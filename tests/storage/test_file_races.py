@@ -15,27 +15,11 @@ from asynccache_backends.file import FileBackend
 from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
 
 from asynccache.errors import Unavailable
-from asynccache.storage import CheckedStore, PageKey, Result, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, content, keys_of, page_key
+from asynccache.storage import CheckedStore, Result
+from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
+from tests.storage.file_store_kit import get, open_at, put
 
 FULL = LAYOUT.page_bytes["full"]
-
-
-async def open_at(folder: Path, options: str = "capacity=16MiB&segment=1MiB") -> CheckedStore:
-    return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), LAYOUT), LAYOUT)
-
-
-async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    return await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
-
-
-async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    """Read keys; every hit must be right."""
-    pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results
 
 
 def backend_of(store: CheckedStore) -> FileBackend:

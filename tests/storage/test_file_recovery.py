@@ -15,8 +15,10 @@ from asynccache_backends.file.folder import Manifest, _digest
 from asynccache_backends.file.segments import list_segments
 
 from asynccache.errors import Unavailable
-from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, content, keys_of, page_key
+from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
+from tests.storage.file_store_kit import fill
+from tests.storage.file_store_kit import get as read
 
 FULL = LAYOUT.page_bytes["full"]
 KEYS = keys_of(60)
@@ -26,20 +28,6 @@ FIRST_GROUP = BLOCK_BYTES + 42 * FULL
 async def open_at(folder: Path, options: str = "") -> CheckedStore:
     backend = await FileBackend.open(parse_url(f"file:{folder}?capacity=64MiB&segment=4MiB{options}"), LAYOUT)
     return CheckedStore(backend, LAYOUT)
-
-
-async def fill(store: CheckedStore, keys: list[PageKey]) -> None:
-    pages = [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys]
-    assert await store.put(keys, pages) == [Result.HIT] * len(keys)
-
-
-async def read(store: CheckedStore, keys: list[PageKey]) -> list[Result]:
-    """Read keys; every hit must be right."""
-    pages = [aligned(LAYOUT.page_bytes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results
 
 
 async def reopened(folder: Path) -> tuple[list[Result], dict[str, int | float]]:

@@ -26,10 +26,11 @@ from asynccache.storage import (
     Verify,
     parse_url,
 )
-from asynccache.testing.backend_suite import LAYOUT, aligned, content, keys_of, page_key
+from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
 from asynccache.testing.simulated_backend import SimulatedBackend
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.storage.file_store_kit import fill
 
 FULL = LAYOUT.page_bytes["full"]
 KEYS = keys_of(60)
@@ -39,11 +40,6 @@ OPTIONS = "capacity=64MiB&segment=4MiB"
 
 async def open_at(folder: Path, options: str = OPTIONS, layout: StoreLayout = LAYOUT) -> CheckedStore:
     return CheckedStore(await FileBackend.open(parse_url(f"file:{folder}?{options}"), layout), layout)
-
-
-async def fill(store: CheckedStore, keys: Sequence[PageKey]) -> None:
-    pages = [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys]
-    assert await store.put(keys, pages) == [Result.HIT] * len(keys)
 
 
 async def read(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
