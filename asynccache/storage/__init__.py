@@ -17,6 +17,7 @@ from asynccache.storage.contract import (
     StorageBackend,
     StoreLayout,
 )
+from asynccache.storage.listing import Collectable, Collected, Listable, Stored
 from asynccache.storage.opening import backend_class, open_store
 from asynccache.storage.records import (
     RECORD_SCHEMA,
@@ -34,8 +35,9 @@ from asynccache.storage.watching import Reporting, Tell, Watchable, watch
 from asynccache.storage.workers import Workers
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckedStore", "PageKey",
-    "ParsedUrl", "Part", "Permit", "Record", "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend",
-    "StoreLayout", "Tell", "Verify", "Watchable", "Workers", "backend_class", "completed", "header_of", "open_store",
-    "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "verify", "watch",
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckedStore",
+    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Record", "Reporting",
+    "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "Stored", "Tell", "Verify", "Watchable",
+    "Workers", "backend_class", "completed", "header_of", "open_store", "parse_size", "parse_url", "pool_digest",
+    "seal", "settled", "storage_key", "store_layout", "verify", "watch",
 ]

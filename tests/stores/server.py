@@ -1,0 +1,166 @@
+"""A real store server as a child process on loopback: started, hung, killed, restarted, and always ended.
+
+Each kind of server is a subclass in a module of its own. A server that cannot start is a failed test where the stores
+are required (``CI`` or ``ASYNCCACHE_STORES=required`` in the environment) and a skip with the reason anywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+HOST = "127.0.0.1"
+READY_WITHIN = 30.0
+
+
+class CannotStart(Exception):
+    """The server is not installed, or did not come up; the message says which and what to do."""
+
+
+def required() -> bool:
+    """Whether a server that cannot start is a failure."""
+    return os.environ.get("ASYNCCACHE_STORES") == "required" or bool(os.environ.get("CI"))
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections at ``port``."""
+    with suppress(OSError), socket.create_connection((HOST, port), timeout=0.5):
+        return True
+    return False
+
+
+class Server:
+    """One process. Subclasses say ``command()``, ``url`` and, if a listening port is not enough, ``ready()``."""
+
+    program = ""                                       # looked up in PATH and beside the interpreter
+    hint = ""                                          # how to install it
+
+    def __init__(self, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"asynccache-{type(self).__name__.lower()}-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(port={self.port}, pid={self.pid})"
+
+    # what a subclass says
+
+    @property
+    def url(self) -> str:
+        """What ``--storage`` takes."""
+        raise NotImplementedError
+
+    def command(self, program: str) -> Sequence[str]:
+        """How to run it in the foreground."""
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """What it needs beside this process's environment."""
+        return {}
+
+    def ready(self) -> bool:
+        """Whether it can serve."""
+        return listens(self.port)
+
+    def forget(self) -> None:
+        """Remove what would outlive the process; called while it is down."""
+
+    # its life
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        path = self.folder / "log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def start(self) -> Self:
+        """Return when it serves.
+
+        Raises:
+            CannotStart: it is not installed, or was not ready in time.
+        """
+        program = shutil.which(self.program) or shutil.which(self.program, path=str(Path(sys.executable).parent))
+        if program is None:
+            raise CannotStart(f"{self.program} is not installed: {self.hint}")
+        with open(self.folder / "log", "ab") as log:
+            self._process = subprocess.Popen(
+                self.command(program), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder,
+                env={**os.environ, **self.environment()}, start_new_session=True,
+            )  # fmt: skip
+        self._wait()
+        return self
+
+    def _wait(self) -> None:
+        until = time.monotonic() + READY_WITHIN
+        while not self.ready():
+            ended = self._process is None or self._process.poll() is not None
+            if ended or time.monotonic() > until:
+                tail = self.log[-2000:]
+                self.kill()
+                raise CannotStart(f"{self.program} {'ended' if ended else 'was not ready'}: {tail}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, to all that it started; return when it is gone. Its folder stays."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def hang(self) -> None:
+        """SIGSTOP: connections stay and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo ``hang``."""
+        self._signal(signal.SIGCONT)
+
+    def restart(self, *, empty: bool = False) -> None:
+        """Kill it and start it again at the same port; ``empty``: with nothing of what it held."""
+        self.kill()
+        if empty:
+            self.forget()
+        self.start()
+
+    def close(self) -> None:
+        """Kill it and remove its folder. Twice is fine."""
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _signal(self, number: int) -> None:
+        assert self._process is not None, "it does not run"
+        os.killpg(self._process.pid, number)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
