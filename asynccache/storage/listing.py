@@ -18,7 +18,7 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a collection did. ``pages``: gone because they were too old. ``waste``: things of no use to anybody that were
+    """What a collection did. ``pages``: gone because they were too old. ``waste``: of no use to anybody and
     removed (orphans, half-written objects). ``size``: bytes that both freed."""
 
     pages: int = 0
