@@ -2,16 +2,18 @@
 #
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer)
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
+#   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 
 PYTHON   ?= python3
 PIP_ARGS ?=
+S3       ?= moto
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test check lint bench docs clean
+.PHONY: help demo test check lint bench docs clean stores-install stores-up stores-down
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +23,8 @@ help:
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
+	@echo "make stores-install | stores-up | stores-down"
+	@echo "             real stores on loopback: what Debian has to install, start them, end them; S3=ceph for radosgw"
 
 demo: $(VENV)/.installed-cli
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
@@ -47,7 +51,18 @@ docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
+# The programs of the distributed stores. Whatever can start does; the script says what cannot, and why.
+stores-install:
+	@$(PYTHON) tests/stores/up.py install --s3 $(S3)
+
+stores-up: $(VENV)/.installed-dev
+	@$(BIN)/python tests/stores/up.py up --s3 $(S3)
+
+stores-down:
+	@$(PYTHON) tests/stores/up.py down
+
 clean:
+	-@$(PYTHON) tests/stores/up.py down
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,0 +1,67 @@
+"""The real servers, started once for a module and ended come what may.
+
+One that cannot start is a failed test where the stores are required, and a skip that says why anywhere else. A test
+that hangs or kills a server puts it back. The Mooncake master lives as long as the session: a process has one client,
+and keeps it to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.stores.server import CannotStart, required
+
+
+def refuse(reason: str) -> NoReturn:
+    """A store cannot be had."""
+    if required():
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def started(module: str, name: str, package: str, extra: str) -> Iterator[Any]:
+    """The server, once it serves; its client's ``package`` has to be there, too."""
+    if find_spec(package) is None:
+        refuse(f"{package} is not installed: pip install 'asynccache[{extra}]'")
+    try:
+        server = getattr(import_module(f"tests.stores.{module}"), name)()
+    except ImportError as error:
+        refuse(f"{name}: {error}")
+    try:
+        server.start()
+    except CannotStart as error:
+        server.close()
+        refuse(str(error))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[Any]:
+    """One ``redis-server``."""
+    yield from started("redis_server", "RedisServer", "redis", "redis")
+
+
+@pytest.fixture(scope="module")
+def redis_cluster() -> Iterator[Any]:
+    """A cluster of three."""
+    yield from started("redis_server", "RedisCluster", "redis", "redis")
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[Any]:
+    """An S3 server with an empty bucket."""
+    yield from started("s3_server", "MotoServer", "obstore", "object")
+
+
+@pytest.fixture(scope="session")
+def mooncake_master() -> Iterator[Any]:
+    """A ``mooncake_master``."""
+    yield from started("mooncake_server", "MooncakeMaster", "mooncake", "mooncake")
