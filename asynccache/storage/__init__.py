@@ -19,6 +19,7 @@ from asynccache.storage.contract import (
 )
 from asynccache.storage.listing import Collectable, Collected, Listable, Stored
 from asynccache.storage.opening import backend_class, open_store
+from asynccache.storage.options import StoreOptions, take_options
 from asynccache.storage.records import (
     RECORD_SCHEMA,
     header_of,
@@ -37,7 +38,7 @@ from asynccache.storage.workers import Workers
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckedStore",
     "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Record", "Reporting",
-    "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "Stored", "Tell", "Verify", "Watchable",
-    "Workers", "backend_class", "completed", "header_of", "open_store", "parse_size", "parse_url", "pool_digest",
-    "seal", "settled", "storage_key", "store_layout", "verify", "watch",
+    "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell", "Verify",
+    "Watchable", "Workers", "backend_class", "completed", "header_of", "open_store", "parse_size", "parse_url",
+    "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
 ]

@@ -1,0 +1,78 @@
+"""What every store URL may say whatever its scheme: how the cache uses the store. Backends never see these options."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from asynccache.errors import ConfigError
+from asynccache.storage.url import ParsedUrl
+
+YES_NO = ("yes", "no")
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """``name``: what it is called, among several. ``write``: whether pages are stored there. ``promote``: whether pages
+    found in a farther store are copied there. ``timeout``: seconds that a call may take. ``concurrency``: calls in
+    flight at most. ``slow``: a call of more seconds counts as a failure for the breaker; 0: none does."""
+
+    name: str = "store"
+    write: bool = True
+    promote: bool = True
+    timeout: float = 30.0
+    concurrency: int = 16
+    slow: float = 0.0
+
+
+NAMES = tuple(StoreOptions.__dataclass_fields__)
+
+
+def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
+    """What ``url`` says of itself, and the rest of it, for the backend. The name is the scheme's if none is given.
+
+    Raises:
+        ConfigError: an option has no such value; the message names it.
+    """
+    default = StoreOptions()
+    options = StoreOptions(
+        name=_name(url),
+        write=url.choice("write", YES_NO) == "yes",
+        promote=url.choice("promote", YES_NO) == "yes",
+        timeout=_seconds(url, "timeout", default.timeout, positive=True),
+        concurrency=_count(url, "concurrency", default.concurrency),
+        slow=_seconds(url, "slow", default.slow, positive=False),
+    )
+    return options, replace(url, options={name: value for name, value in url.options.items() if name not in NAMES})
+
+
+def _name(url: ParsedUrl) -> str:
+    name = url.options.get("name", url.scheme)
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(f"storage option name={name!r}: up to 64 letters, digits, '.', '_' and '-', as in name=disk")
+    return name
+
+
+def _seconds(url: ParsedUrl, name: str, default: float, *, positive: bool) -> float:
+    text = url.options.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not isfinite(seconds) or seconds < 0 or (positive and not seconds):
+        raise ConfigError(f"storage option {name}={text!r}: expected seconds, as in {name}=2.5")
+    return seconds
+
+
+def _count(url: ParsedUrl, name: str, default: int) -> int:
+    text = url.options.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least 1")
+    return int(text)
