@@ -1,0 +1,193 @@
+"""The protocol: what every rank does once per scheduler iteration so that all of them decide the same.
+
+    nothing in flight           no message
+    first stage                 MIN over its column of (own progress folded with what the stages below reported)
+    every other stage           the decision comes from above
+    every stage                 judge; the decision goes down; exactly one report goes up for it; then it is applied
+
+Laws: the replica changes by lockstep calls and by ``decide``, by nothing else. Sends are never awaited. A receive is
+posted only while a frame is due. At most ``credit`` decisions are unanswered. Bad news travels up at once and down with
+the next decision, and in the first stage it goes through the next MIN, so that a column fails at one step.
+
+Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol
+
+from asynccache.errors import RankDivergence, RankFailure
+from asynccache.ranks.chain import Chain, parting, ring_words
+from asynccache.ranks.frames import HEADER, Frames, Header, Health, Kind, Words, judge
+from asynccache.ranks.links import Link, Links
+from asynccache.ranks.progress import Progress, fold, pending
+
+
+class Replica(Protocol):
+    """What is replicated: a ledger, and a chain of all that was done. ``local`` is this rank's own, and monotone."""
+
+    chain: Chain
+
+    def in_flight(self) -> Sequence[int]:
+        """The operations in the ledger, oldest first: equal on every rank at one step."""
+        ...
+
+    def local(self, op: int) -> Progress:
+        """This rank's own progress."""
+        ...
+
+    def decide(self, op: int, agreed: Progress) -> None:
+        """What all ranks have reached. Called for every operation of a step's window, by rising number."""
+        ...
+
+
+class Steps:
+    """One rank's part. ``read_reports`` must run for as long as there is a stage below."""
+
+    def __init__(self, replica: Replica, links: Links, frames: Frames, *, credit: int = 2) -> None:
+        self.step_number = 0
+        self.health = Health.OK
+        self.due = 0
+        self.messages = 0
+        self._replica = replica
+        self._links = links
+        self._frames = frames
+        self._credit = credit
+        self._below: Mapping[int, Progress] = {}
+        self._told_above = False
+        self._error: RankFailure | RankDivergence | None = None
+        self._cause = ""
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Steps(step {self.step_number}, {self.health.name}, {self.due} due, {self._replica.chain!r})"
+
+    async def step(self) -> None:
+        """Agree, and apply what was decided. Cancelling it leaves the group unusable.
+
+        Raises:
+            RankFailure: a rank is gone, hung, or was told so.
+            RankDivergence: ranks have done different things.
+        """
+        if self._error is not None:
+            raise self._error
+        self.step_number += 1
+        window = self._replica.in_flight()[: self._frames.window]
+        if not window:
+            return
+        while self.due >= self._credit and self.health is Health.OK:
+            self._changed.clear()
+            await self._changed.wait()
+        mine = self._header()
+        progress = self._progress(window)
+        words = await self._agree(mine, progress)
+        health = judge(words, mine)
+        self._pass_on(words, health, mine, progress)
+        if health is not Health.OK:
+            await self._fail(health)
+        for op, agreed in self._frames.rows(words).items():
+            self._replica.decide(op, agreed)
+
+    async def read_reports(self) -> None:
+        """Take in the reports of the stage below, for ever, or until one is bad."""
+        below = self._links.below
+        assert below is not None
+        while self.health is Health.OK:
+            if not self.due:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                words = await below.receive()
+            except RankFailure as error:
+                self._bad_news(Health.FAILED, str(error))
+                return
+            self.due -= 1
+            self._changed.set()
+            kind = int(words[0])
+            if kind != Kind.REPORT:
+                health = Health.DIVERGED if kind == Kind.DIVERGED else Health.FAILED
+                self._bad_news(health, "a later stage said so")
+                return
+            self._below = self._frames.rows(words)
+
+    # one step
+
+    def _header(self) -> Header:
+        return Header(self.step_number, self._replica.chain.digest, len(self._replica.in_flight()))
+
+    def _progress(self, window: Sequence[int]) -> dict[int, Progress]:
+        local = self._replica.local
+        if self._links.below is None:
+            return {op: local(op) for op in window}
+        unheard = pending(self._frames.pools)
+        return {op: fold((local(op), self._below.get(op, unheard))) for op in window}
+
+    async def _agree(self, mine: Header, progress: Mapping[int, Progress]) -> Words:
+        """The frame that decides this step: the column's, or the one from above."""
+        try:
+            if self._links.above is not None:
+                return await self._links.above.receive()
+            words = self._frames.write(Kind.VECTOR, self.health, mine, progress)
+            for group in self._links.groups:
+                words = await group.minimum(words)
+                self.messages += 1
+            return words
+        except RankFailure as error:
+            self._cause = str(error)
+            return self._frames.bad(Health.FAILED, mine)
+
+    def _pass_on(self, words: Words, health: Health, mine: Header, progress: Mapping[int, Progress]) -> None:
+        """The decision goes down, one report goes up."""
+        frames, good = self._frames, health is Health.OK
+        if self._links.below is not None:
+            if good:
+                words = words.copy()
+                words[0] = Kind.DECIDE
+            self._send(self._links.below, words if good else frames.bad(health, mine))
+            self.due += 1
+            self._changed.set()
+        if self._links.above is not None and not self._told_above:
+            report = frames.write(Kind.REPORT, Health.OK, mine, progress) if good else frames.bad(health, mine)
+            self._told_above = not good
+            self._send(self._links.above, report)
+
+    def _send(self, link: Link, words: Words) -> None:
+        link.send(words)
+        self.messages += 1
+
+    # bad news
+
+    def _bad_news(self, health: Health, cause: str) -> None:
+        """A stage below has failed: those above are told at once, in place of the next report."""
+        self.health = health
+        self._cause = cause
+        self._changed.set()
+        if self._links.above is not None and not self._told_above:
+            self._told_above = True
+            self._send(self._links.above, self._frames.bad(health, self._header()))
+
+    async def _fail(self, health: Health) -> NoReturn:
+        self.health = health
+        self._changed.set()
+        if health is Health.DIVERGED:
+            self._error = RankDivergence(f"step {self.step_number}: {await self._parting()}")
+        else:
+            self._error = RankFailure(f"step {self.step_number}: {self._cause or 'another rank failed'}")
+        raise self._error
+
+    async def _parting(self) -> str:
+        """Where ranks parted. A column, which learns of it at one step, compares what its ranks did last."""
+        chain, frames = self._replica.chain, self._frames
+        if not self._links.groups:
+            return self._cause or f"another stage has done something else; here the last was {chain.last()[-1:]}"
+        words = frames.bad(Health.DIVERGED, self._header())
+        words[HEADER:] = ring_words(chain, frames.length - HEADER)
+        try:
+            for group in self._links.groups:
+                words = await group.minimum(words)
+        except RankFailure as error:
+            return str(error)
+        return parting(chain, words[HEADER:].tolist())

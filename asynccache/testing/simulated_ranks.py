@@ -1,0 +1,198 @@
+"""Ranks in one process on virtual time: groups and links that are late, lost and killed as a seed says.
+
+Faithful where it hurts: the n-th reduction of one rank meets the n-th of every other, whatever step each is at; frames
+of unequal length abort; a killed rank's direct partners hear at once and a hung one's at the time-out; an idle receive
+times out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from enum import Enum
+from random import Random
+
+import numpy as np
+
+from asynccache.errors import RankFailure
+from asynccache.ranks.frames import Words
+from asynccache.ranks.links import Links
+from asynccache.ranks.topology import Topology
+
+
+class Fate(Enum):
+    """What has become of a rank."""
+
+    ALIVE = "alive"
+    KILLED = "killed"
+    HUNG = "hung"
+
+
+class SimulatedRanks:
+    """The connections of all ranks of ``topology``. ``timeout``: seconds of silence that are a failure; ``delay``
+    draws how long one message takes."""
+
+    def __init__(self, topology: Topology, random: Random, *, timeout: float = 3.0, latency: float = 0.002) -> None:
+        self.topology = topology
+        self.timeout = timeout
+        self.fates = [Fate.ALIVE] * topology.ranks
+        self.sent = 0
+        self._random = random
+        self._latency = latency
+        self._groups: dict[tuple[int, ...], _Meeting] = {}
+        self._wires: dict[tuple[int, int], _Wire] = {}
+
+    def __repr__(self) -> str:
+        return f"SimulatedRanks({self.topology}, {[fate.value for fate in self.fates]})"
+
+    def links(self, rank: int) -> Links:
+        """The connections of one rank."""
+        topology = self.topology
+        place = topology.place(rank)
+        above, below = topology.above(place), topology.below(place)
+        groups = []
+        if above is None:
+            members = [g for g in (topology.cp_group(place), topology.tp_group(place)) if len(g) > 1]
+            groups = [_Member(self._meeting(ranks), rank) for ranks in members]
+        return Links(
+            groups,
+            _Neighbour(self._wire(above, rank), self._wire(rank, above)) if above is not None else None,
+            _Neighbour(self._wire(below, rank), self._wire(rank, below)) if below is not None else None,
+        )
+
+    def kill(self, rank: int) -> None:
+        """Its process is gone: connections break."""
+        self._end(rank, Fate.KILLED)
+
+    def hang(self, rank: int) -> None:
+        """Its process stands still: connections stay and nothing comes."""
+        self._end(rank, Fate.HUNG)
+
+    def _end(self, rank: int, fate: Fate) -> None:
+        self.fates[rank] = fate
+        for meeting in self._groups.values():
+            meeting.lost(rank)
+        for wire in self._wires.values():
+            wire.lost(rank)
+
+    def delay(self) -> float:
+        """How long a message takes; now and then very long."""
+        self.sent += 1
+        return self._random.random() * self._latency * (20 if self._random.random() < 0.02 else 1)
+
+    def _meeting(self, ranks: tuple[int, ...]) -> _Meeting:
+        return self._groups.setdefault(ranks, _Meeting(self, ranks))
+
+    def _wire(self, source: int, target: int) -> _Wire:
+        return self._wires.setdefault((source, target), _Wire(self, source, target))
+
+
+class _Meeting:
+    """Where the ranks of one group reduce. ``calls``: by rank, what it has handed in and nobody has picked up yet."""
+
+    def __init__(self, net: SimulatedRanks, ranks: tuple[int, ...]) -> None:
+        self.net = net
+        self._waiting: dict[int, deque[tuple[Words, asyncio.Future[Words]]]] = {rank: deque() for rank in ranks}
+
+    async def minimum(self, rank: int, words: Words) -> Words:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Words] = loop.create_future()
+        self._waiting[rank].append((words.copy(), future))
+        self._meet(loop)
+        if any(self.net.fates[other] is Fate.KILLED for other in self._waiting):
+            loop.call_later(self.net.delay(), _fail, future, "connection closed by peer")
+        try:
+            async with asyncio.timeout(self.net.timeout):
+                return await future
+        except TimeoutError:
+            raise RankFailure(f"a group of {len(self._waiting)} ranks did not answer") from None
+
+    def _meet(self, loop: asyncio.AbstractEventLoop) -> None:
+        while all(self._waiting.values()):
+            calls = [queue.popleft() for queue in self._waiting.values()]
+            if len({len(words) for words, _ in calls}) > 1:
+                raise SystemError("op.preamble.length <= op.nbytes: the process aborts")
+            lowest = np.minimum.reduce([words for words, _ in calls])
+            for _, future in calls:
+                loop.call_later(self.net.delay(), _give, future, lowest)
+
+    def lost(self, rank: int) -> None:
+        if rank in self._waiting and self.net.fates[rank] is Fate.KILLED:
+            for queue in self._waiting.values():
+                for _, future in queue:
+                    _fail(future, "connection closed by peer")
+
+
+class _Member:
+    """A group as one rank sees it."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+
+    async def minimum(self, words: Words) -> Words:
+        return await self._meeting.minimum(self._rank, words)
+
+
+class _Wire:
+    """Frames from ``source`` to ``target``, in order."""
+
+    def __init__(self, net: SimulatedRanks, source: int, target: int) -> None:
+        self._net = net
+        self._ends = (source, target)
+        self._flying: deque[Words] = deque()
+        self._arrived: deque[Words] = deque()
+        self._last = 0.0
+        self._receiver: asyncio.Future[None] | None = None
+
+    def send(self, words: Words) -> None:
+        if any(self._net.fates[end] is not Fate.ALIVE for end in self._ends):
+            return
+        loop = asyncio.get_running_loop()
+        self._last = max(self._last, loop.time() + self._net.delay())
+        self._flying.append(words.copy())
+        loop.call_at(self._last, self._arrive)
+
+    def _arrive(self) -> None:
+        self._arrived.append(self._flying.popleft())
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+    def lost(self, rank: int) -> None:
+        if rank in self._ends and self._net.fates[rank] is Fate.KILLED:
+            self._wake()
+
+    async def receive(self) -> Words:
+        try:
+            async with asyncio.timeout(self._net.timeout):
+                while not self._arrived:
+                    if self._net.fates[self._ends[0]] is Fate.KILLED:
+                        raise RankFailure(f"rank {self._ends[0]} closed the connection")
+                    self._receiver = asyncio.get_running_loop().create_future()
+                    await self._receiver
+        except TimeoutError:
+            raise RankFailure(f"rank {self._ends[0]} did not answer") from None
+        return self._arrived.popleft()
+
+
+class _Neighbour:
+    """A pair of wires."""
+
+    def __init__(self, incoming: _Wire, outgoing: _Wire) -> None:
+        self.send = outgoing.send
+        self.receive = incoming.receive
+
+
+def _give(future: asyncio.Future[Words], words: Words) -> None:
+    if not future.done():
+        future.set_result(words.copy())
+
+
+def _fail(future: asyncio.Future[Words], reason: str) -> None:
+    if not future.done():
+        future.set_exception(RankFailure(reason))
+
+

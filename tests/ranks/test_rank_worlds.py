@@ -1,0 +1,92 @@
+"""Seeded worlds of the protocol alone: equal commits, no deadlock, bounded staleness, failures told in time."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from asynccache.errors import RankDivergence, RankFailure
+from asynccache.ranks import Topology
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_ranks import Fate
+from tests.ranks.rank_world import RankWorld, Toy
+
+
+def topology_of(seed: int) -> Topology:
+    random = Random(f"topology {seed}")
+    while (found := Topology(random.choice((1, 2, 4)), random.choice((1, 1, 2)), random.choice((1, 2, 3, 4, 8)))).ranks > 8:
+        pass
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_ranks_commit_the_same(seed: int) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        ranks = RankWorld(loop, seed, topology_of(seed))
+        await ranks.run()
+        assert not ranks.errors
+        first = ranks.toys[0]
+        assert len(first.commits) == first.next - 1 > 0
+        assert all(toy.commits == first.commits for toy in ranks.toys)
+
+    simulate(world, seed)
+
+
+@pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
+@pytest.mark.parametrize("seed", range(30))
+def test_everybody_hears_of_a_rank_that_is_gone(seed: int, fate: Fate) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        topology = topology_of(seed)
+        if topology.ranks == 1:
+            return
+        ranks = RankWorld(loop, seed, topology, length=10**6)
+        victim = Random(seed).randrange(topology.ranks)
+        told: list[float] = []
+
+        def strike() -> None:
+            told.append(loop.time())
+            (ranks.net.kill if fate is Fate.KILLED else ranks.net.hang)(victim)
+
+        loop.call_later(0.2 + Random(seed).random() * 0.1, strike)
+        await ranks.run()
+        alive = set(range(topology.ranks)) - {victim}
+        assert {rank for rank in ranks.errors if rank != victim} == alive
+        assert all(isinstance(ranks.errors[rank], RankFailure) for rank in alive)
+        assert loop.time() - told[0] < 2 * ranks.net.timeout + 1
+
+    simulate(world, seed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_that_does_something_else_is_found(seed: int) -> None:
+    class Differs(RankWorld):
+        def act(self, toy: Toy) -> None:
+            toy.open(toy.steps.step_number)
+            if toy.rank == odd and toy.next == 10:
+                toy.chain.add(toy.steps.step_number, "a call of its own", b"")
+
+    odd = 0
+
+    async def world(loop: SimulatedLoop) -> None:
+        nonlocal odd
+        topology = topology_of(seed)
+        if topology.ranks == 1:
+            return
+        odd = Random(seed).randrange(topology.ranks)
+        ranks = Differs(loop, seed, topology)
+        ranks.digests = _Anything()
+        await ranks.run()
+        assert len(ranks.errors) == topology.ranks
+        assert any(isinstance(error, RankDivergence) for error in ranks.errors.values())
+        if topology.pp == 1:
+            assert "a call of its own" in str(ranks.errors[odd])
+
+    simulate(world, seed)
+
+
+class _Anything(dict[int, int]):
+    """What a test that breaks ranks apart has instead of digests that must be equal."""
+
+    def setdefault(self, key: int, default: int = 0, /) -> int:
+        return default
