@@ -23,7 +23,7 @@ PAGES = 8
 
 
 class Toy:
-    """A ledger whose transfers end here when a local clock says so; ``commits``: what was decided, and at which step."""
+    """A ledger whose transfers end here when a local clock says so; ``commits``: what was decided, at which step."""
 
     def __init__(self, world: RankWorld, rank: int) -> None:
         self.chain = Chain()
@@ -44,7 +44,7 @@ class Toy:
         return self.ledger[op]
 
     def open(self, step: int) -> None:
-        """A lockstep call: begin a transfer. What is here of which pool depends on the stage."""
+        """A lockstep call: begin a transfer. What is here of a pool depends on the stage."""
         op, self.next = self.next, self.next + 1
         roles = [0 if pool % self.world.topology.pp == self.stage else NEUTRAL for pool in range(POOLS)]
         self.ledger[op] = Progress(PENDING, 1, tuple(roles))
