@@ -31,14 +31,15 @@ from asynccache.storage.records import (
 )
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.settle import completed, settled
+from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.storage.url import ParsedUrl, parse_size, parse_url
 from asynccache.storage.watching import Reporting, Tell, Watchable, watch
 from asynccache.storage.workers import Workers
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Breaker", "BreakerState", "CheckedStore",
-    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Record", "Reporting",
-    "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell", "Verify",
-    "Watchable", "Workers", "backend_class", "completed", "header_of", "open_store", "parse_size", "parse_url",
-    "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState", "CheckedStore",
+    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Record", "Reporting", "Result",
+    "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell", "TieredStore",
+    "Verify", "Watchable", "Workers", "backend_class", "completed", "header_of", "open_store", "parse_size",
+    "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
 ]

@@ -1,0 +1,508 @@
+"""Several stores as one: order, policies, promotion, failures of one of them, and leaving while somebody is inside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynccache.errors import BackendError, ConfigError, Unavailable
+from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result
+from asynccache.storage.options import StoreOptions
+from asynccache.storage.promotion import Ring, Wanted
+from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
+from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+
+World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
+HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
+KEYS = keys_of(8, "odd")
+SLOW = Hostility(delay=0.05)
+
+
+def in_world(world: World) -> Callable[[], None]:
+    """A test that runs ``world`` under several seeds."""
+
+    def test() -> None:
+        for seed in range(5):
+            simulate(world, seed)
+
+    test.__name__ = world.__name__
+    return test
+
+
+class Backend(SimulatedBackend):
+    """One that knows which keys it was asked for, how often it was closed, and can be made to fail as a whole."""
+
+    def __init__(self, name: str, hostility: Hostility = HONEST, seed: int = 0) -> None:
+        super().__init__(Random(f"{name} {seed}"), hostility)
+        self.asked: Counter[PageKey] = Counter()
+        self.registered: list[str] = []
+        self.closed_times = 0
+        self.down = False
+        self.begun = asyncio.Event()
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        self.asked.update(keys)
+        self.begun.set()
+        return await super().get(keys, records)
+
+    async def clear(self) -> None:
+        if self.down:
+            raise Unavailable("down")
+        await super().clear()
+
+    async def flush(self) -> None:
+        if self.down:
+            raise Unavailable("down")
+        await super().flush()
+
+    async def _begin(self) -> None:
+        await super()._begin()
+        if self.down:
+            raise Unavailable("down")
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        self.registered.append(pool)
+
+    async def aclose(self) -> None:
+        assert not self.holding, "it is closed while somebody is inside"
+        self.closed_times += 1
+        await super().aclose()
+
+
+def checked(backend: SimulatedBackend) -> CheckedStore:
+    return CheckedStore(backend, LAYOUT, threads=0, breaker=Breaker(threshold=1 << 30))
+
+
+def tiers(*backends: SimulatedBackend, policies: Sequence[StoreOptions] = (), room: int = 1 << 20) -> TieredStore:
+    """Stores named a, b, c, nearest first."""
+    store = TieredStore(threads=0, room=room)
+    named = {options.name: options for options in policies}
+    for name, backend in zip("abc", backends, strict=False):
+        store.attach(Attached(checked(backend), named.get(name, StoreOptions(name))))
+    return store
+
+
+def payloads(keys: Sequence[PageKey] = KEYS) -> list[memoryview]:
+    return [record_of(key).payload for key in keys]
+
+
+def blanks(keys: Sequence[PageKey] = KEYS) -> list[memoryview]:
+    return [blank(key).payload for key in keys]
+
+
+async def fetched(store: TieredStore, keys: Sequence[PageKey] = KEYS) -> list[Result]:
+    """Read; what is a hit must be the page that belongs to the key. Then the buffers are somebody else's."""
+    buffers = blanks(keys)
+    results = await store.get(keys, buffers)
+    for key, result, buffer in zip(keys, results, buffers, strict=True):
+        assert result is not HIT or buffer == record_of(key).payload, f"{key}: wrong bytes"
+        buffer[:] = b"\xaa" * buffer.nbytes
+    return results
+
+
+async def stored(store: TieredStore, keys: Sequence[PageKey] = KEYS) -> list[Result]:
+    buffers = payloads(keys)
+    results = await store.put(keys, buffers)
+    for buffer in buffers:
+        buffer[:] = b"\xbb" * buffer.nbytes
+    return results
+
+
+def has(backend: SimulatedBackend, keys: Sequence[PageKey] = KEYS) -> list[bool]:
+    return [key in backend.pages for key in keys]
+
+
+# order and policies
+
+
+@in_world
+async def test_without_a_store_nothing_is_there_and_nothing_is_stored(loop: SimulatedLoop) -> None:
+    store = tiers()
+    assert not store
+    assert await stored(store) == [FAILED] * 8
+    assert await fetched(store) == await store.exists(KEYS) == await store.delete(KEYS) == [MISS] * 8
+    await store.clear()
+    await store.flush()
+    assert store.stats() == {}
+    assert loop.time() < 0.001
+    await store.aclose()
+
+
+@in_world
+async def test_a_page_goes_to_every_store_that_is_written(loop: SimulatedLoop) -> None:
+    near, middle, far = Backend("near", SLOW), Backend("middle", SLOW), Backend("far", SLOW)
+    store = tiers(near, middle, far, policies=[StoreOptions("b", write=False)])
+    assert await stored(store) == [HIT] * 8
+    assert all(has(near))
+    assert all(has(far))
+    assert not any(has(middle))
+    assert loop.time() < 0.11, "one after the other"
+    await store.aclose()
+
+
+@in_world
+async def test_the_nearest_is_asked_first_and_farther_ones_only_for_what_is_missing(loop: SimulatedLoop) -> None:
+    near, far = Backend("near"), Backend("far")
+    store = tiers(near, far, policies=[StoreOptions("a", promote=False)])
+    await checked(near).put(KEYS[:3], payloads(KEYS[:3]))
+    await checked(far).put(KEYS[2:6], payloads(KEYS[2:6]))
+    assert await store.exists(KEYS) == await fetched(store) == [HIT] * 6 + [MISS] * 2
+    assert set(near.asked) == set(KEYS)
+    assert set(far.asked) == set(KEYS[3:])
+    assert await fetched(store, KEYS[:3]) == [HIT] * 3
+    assert set(far.asked) == set(KEYS[3:]), "the farther one was asked for what the nearer one had"
+    await store.aclose()
+
+
+@in_world
+async def test_a_store_that_fails_is_passed_over(loop: SimulatedLoop) -> None:
+    near, far = Backend("near"), Backend("far")
+    store = tiers(near, far)
+    await stored(store, KEYS[:4])
+    near.down = True
+    assert await store.exists(KEYS) == await fetched(store) == [HIT] * 4 + [FAILED] * 4
+    assert await stored(store) == [HIT] * 8, "one of them took it"
+    assert store.store_stats()["a"]["failed_calls"] == 3
+    assert store.store_stats()["b"]["failed_calls"] == 0
+    far.down = True
+    assert await stored(store) == [FAILED] * 8
+    for whole in (store.clear, store.flush):
+        with pytest.raises(BackendError):
+            await whole()
+    near.down = False
+    with pytest.raises(BackendError):
+        await store.clear()
+    assert not near.pages, "the one that could was not cleared"
+    await store.aclose()
+
+
+@in_world
+async def test_what_a_nearer_store_has_damaged_comes_from_a_farther_one(loop: SimulatedLoop) -> None:
+    near, far = Backend("near"), Backend("far")
+    store = tiers(near, far)
+    await stored(store)
+    header, payload = near.pages[KEYS[0]]
+    near.pages[KEYS[0]] = header, payload[:-1] + bytes([payload[-1] ^ 1])
+    assert await fetched(store) == [HIT] * 8
+    await store.promotions.idle()
+    assert near.pages[KEYS[0]] == (header, payload), "it was not repaired"
+    await store.aclose()
+
+
+@in_world
+async def test_deleting_is_deleting_everywhere(loop: SimulatedLoop) -> None:
+    near, far = Backend("near"), Backend("far")
+    store = tiers(near, far)
+    await stored(store, KEYS[:4])
+    await checked(far).put(KEYS[4:6], payloads(KEYS[4:6]))
+    assert await store.delete(KEYS) == [HIT] * 6 + [MISS] * 2
+    assert not near.pages
+    assert not far.pages
+    await stored(store)
+    far.down = True
+    assert await store.delete(KEYS) == [FAILED] * 8
+    await store.aclose()
+
+
+@in_world
+async def test_sums_and_each_store_by_its_name(loop: SimulatedLoop) -> None:
+    near, far = Backend("near"), Backend("far")
+    store = tiers(near, far)
+    await stored(store, KEYS[:4])
+    await fetched(store)
+    figures = store.store_stats()
+    assert list(figures) == ["a", "b"]
+    assert (figures["a"]["get_pages"], figures["b"]["get_pages"]) == (4, 0)
+    assert store.stats()["pages"] == 8
+    assert store.stats()["breaker"] == 0
+    await store.aclose()
+
+
+# promotion
+
+
+@in_world
+async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop: SimulatedLoop) -> None:
+    near, middle, far = Backend("near"), Backend("middle"), Backend("far")
+    store = tiers(near, middle, far, policies=[StoreOptions("a", write=False), StoreOptions("c", promote=False)])
+    await checked(middle).put(KEYS[:2], payloads(KEYS[:2]))
+    await checked(far).put(KEYS[:5], payloads(KEYS[:5]))
+    assert await fetched(store) == [HIT] * 5 + [MISS] * 3
+    await store.promotions.idle()
+    assert has(near) == has(middle) == has(far) == [True] * 5 + [False] * 3
+    assert store.stats()["promoted_pages"] == 5 + 3
+    far.asked.clear()
+    assert await fetched(store, KEYS[:5]) == [HIT] * 5
+    assert not far.asked
+    await store.aclose()
+
+
+@in_world
+async def test_what_there_is_no_room_for_is_not_promoted_and_counted(loop: SimulatedLoop) -> None:
+    near, far = Backend("near", SLOW), Backend("far")
+    size = payloads()[0].nbytes
+    store = tiers(near, far, room=3 * size)
+    await checked(far).put(KEYS, payloads())
+    assert await fetched(store) == [HIT] * 8
+    await store.promotions.idle()
+    assert has(near) == [True] * 3 + [False] * 5
+    assert store.stats()["unpromoted_pages"] == 5
+    assert await fetched(store) == [HIT] * 8
+    await store.promotions.idle()
+    assert has(near) == [True] * 6 + [False] * 2
+    await store.aclose()
+
+
+@in_world
+async def test_what_is_forgotten_is_not_promoted_any_more(loop: SimulatedLoop) -> None:
+    near, far = Backend("near", SLOW), Backend("far", SLOW)
+    store = tiers(near, far)
+    for forget in (lambda: store.delete(KEYS), store.clear):
+        await checked(far).put(KEYS, payloads())
+        assert await fetched(store, KEYS[:4]) == [HIT] * 4
+        reading = loop.create_task(fetched(store, KEYS[4:]))
+        await asyncio.sleep(0.01)
+        await forget()
+        await reading
+        await store.promotions.idle()
+        assert not near.pages
+        assert not far.pages
+    assert store.promotions.ring.room() == (0, store.promotions.ring.memory.nbytes)
+    await store.aclose()
+
+
+@in_world
+async def test_who_may_be_promoted_to_knows_where_the_pages_lie(loop: SimulatedLoop) -> None:
+    near, middle, far = Backend("near"), Backend("middle"), Backend("far")
+    store = tiers(near, policies=[StoreOptions("b", promote=False)])
+    assert near.registered == ["#headers"]
+    store.attach(Attached(checked(far), StoreOptions("c")))
+    store.attach(Attached(checked(middle), StoreOptions("b", promote=False)), 1)
+    assert near.registered == ["#headers", "#promotions"]
+    assert middle.registered == far.registered == ["#headers"]
+    await store.aclose()
+
+
+def test_a_ring_lends_nothing_twice() -> None:
+    for seed in range(20):
+        random, ring = Random(seed), Ring(1000)
+        held: list[Any] = []
+        for _ in range(300):
+            start, end = ring.room()
+            if end > start and random.random() < 0.6:
+                span = ring.take(random.randint(1, end - start))
+                assert all(span.end <= other.start or other.end <= span.start for other in held)
+                held.append(span)
+            elif held:
+                ring.give(held.pop(random.choice((0, 0, 0, len(held) // 2))))
+        while held:
+            ring.give(held.pop())
+        assert ring.room() == (0, 1000)
+
+
+@pytest.mark.asyncio
+async def test_large_copies_are_made_in_a_thread() -> None:
+    store = TieredStore(room=4 << 20)
+    pages: list[bytes] = []
+
+    class Target:
+        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+            pages.extend(map(bytes, payloads))
+            return [HIT] * len(keys)
+
+    content = [Random(i).randbytes(300_000) for i in range(8)]
+    keys = [PageKey("p", bytes([i]) * 32) for i in range(8)]
+    promotions = store.promotions
+    await promotions.offer(keys, [memoryview(bytearray(page)) for page in content], [Wanted(Target(), range(8))], 0)
+    await promotions.idle()
+    assert pages == content
+    assert promotions.counts["promoted"] == 8
+    await store.aclose()
+    await store.aclose()
+
+
+# coming and going
+
+
+@in_world
+async def test_names_and_positions(loop: SimulatedLoop) -> None:
+    store = tiers(Backend("near"), Backend("far"))
+    with pytest.raises(ConfigError, match="name="):
+        store.attach(Attached(checked(Backend("other")), StoreOptions("a")))
+    with pytest.raises(ConfigError, match="position"):
+        store.attach(Attached(checked(Backend("other")), StoreOptions("c")), 3)
+    with pytest.raises(ConfigError, match="a, b"):
+        store.find(None)
+    with pytest.raises(ConfigError, match=r"'x'.*a, b"):
+        store.find("x")
+    store.attach(Attached(checked(Backend("other")), StoreOptions("c")), 1)
+    assert store.names == ("a", "c", "b")
+    store.detach(store.find("c"))
+    store.detach(store.find("a"))
+    assert store.find(None).options.name == "b"
+    await store.aclose()
+
+
+@in_world
+async def test_who_is_inside_a_store_that_leaves_finishes_and_nobody_else_enters(loop: SimulatedLoop) -> None:
+    near, far = Backend("near", SLOW), Backend("far", SLOW)
+    store = tiers(near, far, policies=[StoreOptions("a", promote=False)])
+    await stored(store, KEYS[:4])
+    reading = loop.create_task(fetched(store))
+    await near.begun.wait()
+    leaving = store.find("a"), store.find("b")
+    for attached in leaving:
+        store.detach(attached)
+    closing = [loop.create_task(store.aclose_detached(attached)) for attached in leaving]
+    assert await store.exists(KEYS) == [MISS] * 8
+    assert await reading == [HIT] * 4 + [MISS] * 4, "the nearer one was left in the middle"
+    await asyncio.gather(*closing)
+    assert not far.asked, "it was asked although it had been detached"
+    assert (near.closed_times, far.closed_times) == (1, 1)
+    await store.aclose()
+    assert (near.closed_times, far.closed_times) == (1, 1)
+
+
+@in_world
+async def test_what_is_not_ours_is_not_closed(loop: SimulatedLoop) -> None:
+    mine, yours = Backend("mine"), Backend("yours")
+    store = tiers(mine)
+    store.attach(Attached(checked(yours), StoreOptions("yours"), owned=False), 0)
+    store.detach(store.find("yours"))
+    await store.aclose()
+    assert (mine.closed_times, yours.closed_times) == (1, 0)
+
+
+# everything at once
+
+
+class Crowd:
+    """Tasks that do anything to the same stores at any time; some are cancelled at some await."""
+
+    def __init__(self, loop: SimulatedLoop, hostility: Hostility) -> None:
+        self.loop = loop
+        self.random = Random(f"crowd {loop.seed}")
+        self.hostility = hostility
+        self.backends: list[Backend] = []
+        self.store = TieredStore(threads=0, room=2000)
+        self.hits = 0
+
+    async def run(self) -> None:
+        self.attach()
+        self.attach()
+        tasks = [self.loop.create_task(self.client(Random(f"{self.loop.seed} {i}"))) for i in range(6)]
+        for task in tasks[:3]:
+            if self.random.random() < 0.5:
+                self.loop.cancel_at(task, self.random.randint(1, 80))
+        for _ in range(10):
+            await asyncio.sleep(self.random.random() * 0.1)
+            await self.change()
+        await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+        await self.store.promotions.idle()
+        self.nothing_is_held()
+        await self.store.aclose()
+        assert [backend.closed_times for backend in self.backends] == [1] * len(self.backends)
+
+    def attach(self) -> None:
+        name = f"s{len(self.backends)}"
+        backend = Backend(name, self.hostility, self.loop.seed)
+        options = StoreOptions(name, write=self.random.random() < 0.8, promote=self.random.random() < 0.8)
+        self.backends.append(backend)
+        self.store.attach(Attached(checked(backend), options), self.random.randint(0, len(self.store.names)))
+
+    async def change(self) -> None:
+        match self.random.randrange(4):
+            case 0 if len(self.store.names) < 3:
+                self.attach()
+            case 1 if self.store:
+                attached = self.store.find(self.random.choice(self.store.names))
+                self.store.detach(attached)
+                await self.store.aclose_detached(attached)
+            case 2:
+                with suppress(BackendError):
+                    await self.store.clear()
+
+    async def client(self, random: Random) -> None:
+        for _ in range(15):
+            keys = random.sample(KEYS, random.randint(1, 6))
+            match random.randrange(5):
+                case 0 | 1:
+                    assert set(await stored(self.store, keys)) <= {HIT, FAILED}
+                case 2 | 3:
+                    self.hits += (await fetched(self.store, keys)).count(HIT)
+                case _:
+                    await self.store.delete(keys[:1])
+
+    def nothing_is_held(self) -> None:
+        assert all(backend.holding == 0 for backend in self.backends)
+        assert self.store.promotions.ring.room() == (0, 2000)
+
+
+@pytest.mark.parametrize(
+    "hostility", [HONEST, Hostility(unavailable=0.1, failed=0.1, wrong=0.1, short=0.1, empty=0.1, vanished=0.1)]
+)
+def test_anything_at_any_time(hostility: Hostility) -> None:
+    hits = promoted = 0
+    for seed in range(16):
+        crowds: list[Crowd] = []
+
+        async def main(loop: SimulatedLoop, crowds: list[Crowd] = crowds) -> None:
+            crowds.append(Crowd(loop, hostility))
+            await crowds[0].run()
+
+        simulate(main, seed)
+        hits += crowds[0].hits
+        promoted += crowds[0].store.promotions.counts["promoted"]
+    assert hits > 100
+    assert promoted > 10
+
+
+@in_world
+async def test_honest_stores_agree_with_a_dict(loop: SimulatedLoop) -> None:
+    random = Random(loop.seed)
+    backends = [Backend(name) for name in "abc"]
+    policies = {name: StoreOptions(name, write=random.random() < 0.6, promote=random.random() < 0.6) for name in "abc"}
+    store = tiers(*backends, policies=list(policies.values()))
+    model: list[set[PageKey]] = [set(), set(), set()]
+    for _ in range(60):
+        keys = random.sample(KEYS, random.randint(1, 6))
+        there = [HIT if any(key in held for held in model) else MISS for key in keys]
+        match random.randrange(5):
+            case 0:
+                writes = [held for name, held in zip("abc", model, strict=True) if policies[name].write]
+                assert await stored(store, keys) == [HIT if writes else FAILED] * len(keys)
+                for held in writes:
+                    held.update(keys)
+            case 1:
+                assert await store.exists(keys) == there
+            case 2:
+                assert await store.delete(keys[:2]) == there[:2]
+                for held in model:
+                    held.difference_update(keys[:2])
+            case 3:
+                far = random.randrange(3)
+                await checked(backends[far]).put(keys, payloads(keys))
+                model[far].update(keys)
+            case _:
+                assert await fetched(store, keys) == there
+                await store.promotions.idle()
+                for key in keys:
+                    first = next((i for i in range(3) if key in model[i]), 0)
+                    for i in range(first):
+                        if policies["abc"[i]].promote:
+                            model[i].add(key)
+        assert [set(backend.pages) for backend in backends] == model
+    await store.aclose()
+
+
