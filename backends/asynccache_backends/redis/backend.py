@@ -1,0 +1,244 @@
+"""The Redis backend: each page one string value under ``<prefix><32 bytes>``, on one server or a cluster.
+
+The laws. A value that exists stays as it is (SET NX). Nothing but keys of this prefix and of a page key's length is
+ever listed, cleared or collected. A server that will not serve at all is ``Unavailable``; one that refuses some keys
+fails those. One that is full refuses writes for a moment without being asked, and reads go on. What Redis promises of
+durability is what its own configuration says; nothing is promised here.
+
+``redis://user:password@host:6379/0?prefix=asynccache:&ttl=7d``; see ``settings`` for all options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from time import time
+from typing import Any, Self, cast
+
+from asynccache.errors import ConfigError, Unavailable
+from asynccache.storage import (
+    HEADER_BYTES,
+    Collected,
+    PageKey,
+    ParsedUrl,
+    Record,
+    Result,
+    Stored,
+    StoreLayout,
+)
+from asynccache_backends.redis.catalog import Catalog
+from asynccache_backends.redis.connection import Job, plain
+from asynccache_backends.redis.names import Names
+from asynccache_backends.redis.node import Lane
+from asynccache_backends.redis.pause import Pause
+from asynccache_backends.redis.resp import Refusal, Setting
+from asynccache_backends.redis.routing import LOST, Request, Router
+from asynccache_backends.redis.settings import Settings, settings_of
+
+MISS, HIT, CORRUPT, FAILED = Result
+
+GET_AHEAD_BYTES = 2 << 20
+NO_ROOM = ("OOM", "MISCONF")
+UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
+"""Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
+COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects")
+
+
+class RedisBackend:
+    """Made by ``open``."""
+
+    def __init__(self, settings: Settings, router: Router, counts: Counter[str]) -> None:
+        self._settings = settings
+        self._router = router
+        self._counts = counts
+        self._names = Names(settings.prefix)
+        self._catalog = Catalog(router, self._names, settings.ttl)
+        self._setting = Setting(round(settings.ttl * 1000))
+        self._full = Pause()
+        self._closed = False
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        """Connect to the server, or to a cluster and learn its map.
+
+        Raises:
+            ConfigError: the URL is wrong. Unavailable: no server, or it refuses us. Timeout: it does not answer.
+
+        Cancelling it leaves nothing open.
+        """
+        settings = settings_of(url)
+        counts: Counter[str] = Counter()
+        router = Router(settings, counts)
+        await router.open()
+        return cls(settings, router, counts)
+
+    def __repr__(self) -> str:
+        return f"RedisBackend({str(self._settings)!r}, {self._router!r})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key. Cancelling it changes nothing."""
+        return [_counted(reply) for reply in await self._said(b"EXISTS", keys)]
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Receive pages straight into their buffers.
+
+        Cancelling it returns at once: the connection is closed, and with it all that could still write to them.
+        """
+        names = self._names.of(keys)
+        ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
+        job = Job([(get,) for get in self._names.commands(b"GET", names)], records, ahead)
+        results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, Request(names, job))]
+        for record, result in zip(records, results, strict=True):
+            if result is HIT:
+                self._counts["get_bytes"] += HEADER_BYTES + record.payload.nbytes
+        return results
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Send pages straight from their buffers, those that are not there yet.
+
+        Cancelling it returns at once: the connection is closed, and the server drops what it has only half of.
+        """
+        results = await self.exists(keys)
+        fresh = [i for i, result in enumerate(results) if result is MISS]
+        if fresh:
+            stored = await self._set([keys[i] for i in fresh], [records[i] for i in fresh])
+            for i, result in zip(fresh, stored, strict=True):
+                results[i] = result
+        return results
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget each key. Cancelling it may leave any of them deleted."""
+        return [_counted(reply) for reply in await self._said(b"UNLINK", keys)]
+
+    async def clear(self) -> None:
+        """Forget all pages under this prefix; nothing else is touched. Cancelling it leaves some of them.
+
+        Raises:
+            BackendError: a server cannot be asked.
+        """
+        self._check_open()
+        async for names in self._catalog.names():
+            await self._catalog.unlink(names)
+
+    async def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """All pages under this prefix. When they were written is known only where they have this store's ``ttl``.
+
+        Raises:
+            BackendError: a server cannot be asked. Cancelling it changes nothing.
+        """
+        self._check_open()
+        async for names in self._catalog.names():
+            yield [stored for _, stored in await self._catalog.entries(names)]
+
+    async def collect(self, older_than: float | None) -> Collected:
+        """Remove values that are no pages: too short for a payload, or of another type.
+
+        Raises:
+            ConfigError: ``older_than`` is given and the store has no ``ttl``: nobody knows when a page was written.
+            BackendError: a server cannot be asked. Cancelling it leaves the rest.
+        """
+        self._check_open()
+        if older_than is not None and not self._settings.ttl:
+            raise ConfigError("Redis does not keep when a page was written; with ?ttl=7d the server forgets by itself")
+        done, until = Collected(), time() - (older_than or 0.0)
+        async for names in self._catalog.names():
+            entries = await self._catalog.entries(names)
+            waste = [(name, it.size) for name, it in entries if it.size <= HEADER_BYTES]
+            old = [(n, it.size) for n, it in entries if it.size > HEADER_BYTES and 0 < it.written < until]
+            gone = waste if older_than is None else waste + old
+            await self._catalog.unlink([name for name, _ in gone])
+            size = done.size + sum(size for _, size in gone)
+            done = Collected(done.pages + len(gone) - len(waste), done.waste + len(waste), size)
+        return done
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Nothing to do: any memory will do."""
+
+    def stats(self) -> Mapping[str, int | float]:
+        """What this instance did: ``pages`` and ``bytes`` it stored, others may have stored more; ``refused_pages``
+        the server had no room for; ``connects``: connections made since it was opened."""
+        nodes = self._router.nodes
+        now = {"nodes": len(nodes), "connections": sum(node.connections for node in nodes)}
+        return {**{name: self._counts[name] for name in COUNTERS}, **now}
+
+    async def flush(self) -> None:
+        """Nothing: what survives a power loss is the server's configuration."""
+
+    async def aclose(self) -> None:
+        """Close all connections; calls under way fail. Twice is fine. Never waits."""
+        self._closed = True
+        self._router.close()
+
+    # one request
+
+    async def _said(self, verb: bytes, keys: Sequence[PageKey]) -> list[Any]:
+        names = self._names.of(keys)
+        return await self._asked(Lane.WORDS, Request(names, plain(self._names.commands(verb, names))))
+
+    async def _asked(self, lane: Lane, request: Request) -> list[Any]:
+        """Replies; refusals are counted.
+
+        Raises:
+            Unavailable: no server was willing to do anything.
+        """
+        self._check_open()
+        if not request.keys:
+            return []
+        replies = await self._router.ask(lane, request)
+        refusals = [reply for reply in replies if isinstance(reply, Refusal)]
+        if refusals:
+            self._counts["errors"] += len(refusals)
+            self._heed(refusals, len(replies))
+        return replies
+
+    def _heed(self, refusals: Sequence[Refusal], asked: int) -> None:
+        if any(refusal.code == "READONLY" for refusal in refusals):
+            self._router.renew()
+        unwilling = [refusal for refusal in refusals if refusal.code in UNWILLING]
+        if len(unwilling) == asked:
+            raise Unavailable(f"{self._settings}: {unwilling[0].text}")
+
+    async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Store what is not there. A server that had no room is not asked for a moment."""
+        if self._full.lasts(_now()):
+            self._counts["refused_pages"] += len(keys)
+            return [FAILED] * len(keys)
+        names = self._names.of(keys)
+        commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
+        replies = await self._asked(Lane.PAGES, Request(names, Job(commands, [None] * len(keys), len(keys))))
+        refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
+        self._counts["refused_pages"] += refused
+        if refused == len(replies):
+            self._full.failed(_now())
+        elif not refused:
+            self._full.ended()
+        return [self._stored(reply, record) for reply, record in zip(replies, records, strict=True)]
+
+    def _stored(self, reply: Any, record: Record) -> Result:
+        """nil: somebody else was faster, with the same page."""
+        if reply == b"OK":
+            self._counts["pages"] += 1
+            self._counts["bytes"] += HEADER_BYTES + record.payload.nbytes
+            return HIT
+        return HIT if reply is None else FAILED
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(f"{self._settings}: the store is closed")
+
+
+def _counted(reply: Any) -> Result:
+    """Of EXISTS and UNLINK: how many keys there were."""
+    return FAILED if not isinstance(reply, int) else HIT if reply else MISS
+
+
+def _fetched(reply: Any) -> Result:
+    """Of GET. Something else than a string under a page's key is no page of the right length."""
+    if not isinstance(reply, Refusal):
+        return cast(Result, reply)
+    return CORRUPT if reply.code == "WRONGTYPE" else FAILED
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,83 @@
+"""All pages of a store, found by going through the keys of every server: for people and tools, never for requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from time import time
+from typing import Any
+
+from asynccache.errors import Unavailable
+from asynccache.storage import Stored
+from asynccache_backends.redis.connection import plain
+from asynccache_backends.redis.names import Names
+from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.redis.resp import Refusal, command
+from asynccache_backends.redis.routing import Request, Router
+
+SCAN_COUNT = b"1000"
+
+
+class Catalog:
+    """``ttl``: of the pages, in seconds, 0 where they have none."""
+
+    def __init__(self, router: Router, names: Names, ttl: float) -> None:
+        self._router = router
+        self._names = names
+        self._ttl = ttl
+
+    async def names(self) -> AsyncIterator[list[bytes]]:
+        """The name of every page, once, in batches.
+
+        Raises:
+            BackendError: a server cannot be asked.
+        """
+        await self._router.refresh()
+        seen: set[bytes] = set()  # SCAN may say a key twice, and so may two servers between which it moves
+        for node in self._router.nodes:
+            async for found in self._of_node(node):
+                fresh = [name for name in dict.fromkeys(self._names.ours(found)) if name not in seen]
+                seen.update(fresh)
+                if fresh:
+                    yield fresh
+
+    async def entries(self, names: Sequence[bytes]) -> list[tuple[bytes, Stored]]:
+        """What is stored under each name that is still there; a size of 0 where it is no string."""
+        sizes = await self._each(b"STRLEN", names)
+        left = await self._each(b"PTTL", names)
+        return [
+            (name, Stored(self._names.key(name), size if isinstance(size, int) else 0, self._written(ms)))
+            for name, size, ms in zip(names, sizes, left, strict=True)
+            if ms != GONE
+        ]
+
+    async def unlink(self, names: Sequence[bytes]) -> int:
+        """Forget them; how many were there."""
+        return sum(reply for reply in await self._each(b"UNLINK", names) if isinstance(reply, int))
+
+    async def _each(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
+        if not names:
+            return []
+        job = plain(self._names.commands(verb, names))
+        return await self._router.ask(Lane.WORDS, Request(names, job))
+
+    async def _of_node(self, node: Node) -> AsyncIterator[list[bytes]]:
+        cursor = b"0"
+        while True:
+            scan = command(b"SCAN", cursor, b"MATCH", self._names.pattern(), b"COUNT", SCAN_COUNT)
+            (reply,) = await node.ask(Lane.WORDS, plain([scan]))
+            if isinstance(reply, Refusal):
+                raise Unavailable(f"{node.address}: {reply.text}")
+            cursor, found = reply
+            yield found
+            if cursor == b"0":
+                return
+
+    def _written(self, left_ms: Any) -> float:
+        """Known where a page lives for ``ttl`` from then on, as those do that a store with this ``ttl`` wrote."""
+        if not self._ttl or not isinstance(left_ms, int) or left_ms < 0:
+            return 0.0
+        now = time()
+        return min(now, now + left_ms / 1000 - self._ttl)
+
+
+GONE = -2

@@ -1,0 +1,225 @@
+"""One connection to one server: the only place where bytes move. One request at a time, of any number of commands.
+
+The law: when ``ask`` has returned or raised, nothing touches its buffers. A request that does not end well, by
+cancellation, loss or silence, ends the connection with it, at once and without a word to the server: so no reply can
+ever be taken for another one's, and no half-sent page completed with other bytes (the server drops what is not whole).
+
+Bytes go through the socket itself, not through a transport: a transport would copy what it cannot send at once, and
+receive into one buffer at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asynccache.errors import BackendError, Timeout, Unavailable
+from asynccache.storage import Record
+from asynccache_backends.redis.links import Link
+from asynccache_backends.redis.resp import Buffer, ProtocolError, Reader
+
+TURN_BYTES = 1 << 20
+"""Moved in one turn of the loop at most, in each direction: 0.2-0.5 ms."""
+MOST_BUFFERS = 64
+
+_ASKING = (b"*1\r\n$6\r\nASKING\r\n",)
+
+
+class Job(NamedTuple):
+    """Commands, each a run of buffers, and for each the record that its reply is a page for, if it is.
+
+    ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
+    answer at once falls out of its caches, and holds it in memory."""
+
+    commands: Sequence[Sequence[Buffer]]
+    sinks: Sequence[Record | None]
+    ahead: int
+
+    def part(self, which: Sequence[int]) -> Job:
+        """Some of them."""
+        return Job([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
+
+    def asking(self) -> Job:
+        """The same, with a word before each command that a server wants which has a slot only by half."""
+        commands = [each for command in self.commands for each in (_ASKING, command)]
+        return Job(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
+
+
+def plain(commands: Sequence[bytes]) -> Job:
+    """Commands whose replies are no pages."""
+    return Job([(command,) for command in commands], [None] * len(commands), len(commands))
+
+
+class Connection:
+    """``stall``: seconds without a byte, in either direction, after which the server counts as hung."""
+
+    def __init__(self, link: Link, name: str, stall: float) -> None:
+        self.closed = False
+        self._link = link
+        self._name = name
+        self._stall = stall
+        self._loop = asyncio.get_running_loop()
+        self._fd = link.fileno()
+        self._reader = Reader()
+        self._job = plain(())
+        self._next = 0
+        self._out: deque[Buffer] = deque()
+        self._done: asyncio.Future[None] | None = None
+        self._writing = False
+        self._moved = 0
+        self._loop.add_reader(self._fd, self._readable)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "idle" if self._done is None else f"{self._reader.missing} replies to come"
+        return f"Connection({self._name}, {state})"
+
+    async def ask(self, job: Job) -> list[Any]:
+        """The reply to each command.
+
+        Raises:
+            Unavailable: the connection is lost. Timeout: no byte came or went for ``stall`` seconds.
+
+        Cancelling it closes the connection.
+        """
+        if self.closed:
+            raise Unavailable(f"{self._name}: the connection is closed")
+        self._begin(job)
+        self._watch = self._loop.call_later(self._stall, self._check, self._moved)
+        try:
+            assert self._done is not None
+            await self._done
+            return self._reader.replies
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._watch.cancel()
+            self._end()
+
+    def close(self, why: BackendError | None = None) -> None:
+        """End it now; a request that is under way fails by ``why``. Twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._link.close()
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(why or Unavailable(f"{self._name}: closed"))
+
+    def _begin(self, job: Job) -> None:
+        self._done = self._loop.create_future()
+        self._job, self._next = job, 0
+        self._reader.begin(job.sinks)
+        self._feed()
+        self._write()
+
+    def _end(self) -> None:
+        self._done = None
+        self._job = plain(())
+        self._out.clear()
+        self._reader.forget()
+
+    def _feed(self) -> None:
+        """Queue commands, as far ahead of the replies as the job says."""
+        commands, replies = self._job.commands, len(self._reader.replies)
+        if self._next - replies > self._job.ahead // 2:
+            return
+        upto = min(len(commands), replies + self._job.ahead)
+        for i in range(self._next, upto):
+            self._out.extend(commands[i])
+        self._next = max(self._next, upto)
+
+    def _write(self) -> None:
+        """Send what goes, up to a turn's worth; the rest when the socket says so."""
+        sent = 0
+        try:
+            while self._out and sent < TURN_BYTES:
+                sent += self._send()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost(error)
+            return
+        self._moved += sent
+        self._want_writing(bool(self._out))
+
+    def _send(self) -> int:
+        batch: list[Buffer] = []
+        size = 0
+        for buffer in self._out:
+            batch.append(buffer)
+            size += len(buffer)
+            if size >= TURN_BYTES or len(batch) == MOST_BUFFERS:
+                break
+        sent = left = self._link.send(batch)
+        while left and left >= len(self._out[0]):
+            left -= len(self._out.popleft())
+        if left:
+            self._out[0] = memoryview(self._out[0])[left:]
+        return sent
+
+    def _want_writing(self, wanted: bool) -> None:
+        if wanted and not self._writing:
+            self._loop.add_writer(self._fd, self._write)
+        elif self._writing and not wanted:
+            self._loop.remove_writer(self._fd)
+        self._writing = wanted
+
+    def _readable(self) -> None:
+        """Receive what is there, up to a turn's worth."""
+        received = 0
+        try:
+            while received < TURN_BYTES:
+                count = self._receive()
+                received += count
+                if not count:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lost(error)
+            return
+        except BackendError as error:
+            self.close(error)
+            return
+        if self.closed:
+            return
+        self._moved += received
+        self._after_reading(received)
+
+    def _receive(self) -> int:
+        """One read; 0: there is no more now."""
+        count = self._link.receive(self._reader.buffers())
+        if not count:
+            self._lost(None)
+            return 0
+        if self._done is None:
+            raise ProtocolError(f"{self._name}: a word that nobody asked for")
+        self._reader.received(count)
+        return count
+
+    def _after_reading(self, received: int) -> None:
+        if self._done is not None and not self._reader.missing and not self._done.done():
+            self._done.set_result(None)
+        elif self._next < len(self._job.commands):
+            self._feed()
+            self._write()
+        if received >= TURN_BYTES and self._link.pending():
+            self._loop.call_soon(self._readable_again)
+
+    def _readable_again(self) -> None:
+        if not self.closed:
+            self._readable()
+
+    def _lost(self, error: OSError | None) -> None:
+        self.close(Unavailable(f"{self._name}: connection lost: {error or 'closed by the server'}"))
+
+    def _check(self, moved: int) -> None:
+        """Runs every ``stall`` seconds of a request."""
+        if moved == self._moved:
+            self.close(Timeout(f"{self._name}: silent for {self._stall:g} s"))
+        else:
+            self._watch = self._loop.call_later(self._stall, self._check, self._moved)

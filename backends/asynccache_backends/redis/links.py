@@ -1,0 +1,102 @@
+"""A connected socket, as a connection uses it: as much as goes at once, and never a wait.
+
+Plain sockets take and fill many buffers in one system call. TLS takes them one at a time, and small ones are joined.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Protocol
+
+from asynccache_backends.redis.resp import Buffer
+
+TLS_BYTES = 64 << 10
+
+
+class Link(Protocol):
+    """``receive`` and ``send`` return how many bytes went. They raise ``BlockingIOError`` if none can go now, and any
+    other ``OSError`` if none ever will."""
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Fill the first bytes of ``buffers``; 0: the other end has closed."""
+        ...
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Send the first bytes of ``buffers``."""
+        ...
+
+    def pending(self) -> bool:
+        """Whether bytes are here already that the socket will not call for."""
+        ...
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        ...
+
+    def close(self) -> None:
+        """At once: what was not sent yet is not sent."""
+        ...
+
+
+class PlainLink:
+    """TCP."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """One ``recvmsg``."""
+        return self._socket.recvmsg_into(buffers)[0]
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """One ``sendmsg``."""
+        return self._socket.sendmsg(buffers)
+
+    def pending(self) -> bool:
+        """Never: the loop sees what the kernel has."""
+        return False
+
+
+class TlsLink:
+    """TLS. A send that could not be done must be tried again with the same bytes, and is: they stay at the head."""
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket = sock
+        self.fileno = sock.fileno
+        self.close = sock.close
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Into the first buffer."""
+        try:
+            return self._socket.recv_into(buffers[0])
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLEOFError:
+            return 0
+
+    def send(self, buffers: Sequence[Buffer]) -> int:
+        """Of the first buffer, or of some small ones."""
+        try:
+            return self._socket.send(_first(buffers))
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+
+    def pending(self) -> bool:
+        """Whether decrypted bytes wait."""
+        return self._socket.pending() > 0
+
+
+def _first(buffers: Sequence[Buffer]) -> Buffer:
+    """What to send as one: a piece of a large buffer, or all small ones before it."""
+    if len(buffers[0]) >= TLS_BYTES // 4:
+        return buffers[0][:TLS_BYTES]
+    small: list[Buffer] = []
+    for buffer in buffers:
+        if len(buffer) >= TLS_BYTES // 4:
+            break
+        small.append(buffer)
+    return b"".join(small)[:TLS_BYTES]

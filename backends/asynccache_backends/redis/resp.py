@@ -1,0 +1,241 @@
+"""The protocol (RESP2), without I/O: requests as buffers to send, and a reader that says where bytes are to land.
+
+The law: a page of the expected length is received into its two buffers and nowhere else; what has any other length
+never touches them. Everything is framed by lengths, so no byte of a key or a page is ever looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from asynccache.errors import BackendError
+from asynccache.storage import HEADER_BYTES, Record, Result
+
+MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
+
+SPARE_BYTES = 16 << 10
+
+Buffer = bytes | memoryview
+
+
+class Refusal(NamedTuple):
+    """An error reply: its first word, and all of it."""
+
+    code: str
+    text: str
+
+
+class ProtocolError(BackendError):
+    """What came is no RESP: whoever is at the other end, it is no Redis."""
+
+
+def command(*words: bytes) -> bytes:
+    """One request."""
+    parts = [b"*%d\r\n" % len(words)]
+    parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
+    return b"".join(parts)
+
+
+class Setting:
+    """``SET key value NX [PX ttl]`` for keys of one length: the value's two buffers are sent from where they lie."""
+
+    def __init__(self, ttl_ms: int) -> None:
+        options = b"$2\r\nNX\r\n" + (b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms) if ttl_ms else b"")
+        self._count = 6 if ttl_ms else 4
+        self._tail = b"\r\n" + options
+
+    def request(self, key: bytes, record: Record) -> list[Buffer]:
+        """The buffers to send, in order."""
+        length = HEADER_BYTES + record.payload.nbytes
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._count, len(key), key, length)
+        return [head, record.header, record.payload, self._tail]
+
+
+class _State(IntEnum):
+    LINE = 0  # the first line of a value comes next
+    BODY = 1  # bytes of a bulk string, to where ``_targets`` say
+    SKIP = 2  # bytes of a bulk string that nobody wants
+    TAIL = 3  # the end of a bulk string
+
+
+class Reader:
+    """Replies of one connection. ``begin`` says what is asked; then bytes are received into ``buffers()`` and reported
+    to ``received``, until ``missing`` is 0; the answers are in ``replies``.
+
+    A reply with a record is a page: HIT, MISS or CORRUPT. Any other is what RESP says: int, bytes, None, a list, or a
+    ``Refusal``.
+    """
+
+    def __init__(self, spare: int = SPARE_BYTES) -> None:
+        self.replies: list[Any] = []
+        self._sinks: Sequence[Record | None] = ()
+        self._raw = bytearray(spare)
+        self._spare = memoryview(self._raw)
+        self._at = self._end = 0
+        self._state = _State.LINE
+        self._targets: list[memoryview] = []
+        self._skip = 0
+        self._value: Any = None
+        self._open: list[tuple[int, list[Any]]] = []
+
+    @property
+    def missing(self) -> int:
+        """Replies still to come."""
+        return len(self._sinks) - len(self.replies)
+
+    def begin(self, sinks: Sequence[Record | None]) -> None:
+        """Expect a reply for each of ``sinks``; of a page where it is a record."""
+        if self._at != self._end:
+            raise ProtocolError("a reply that nobody asked for")
+        self._sinks = sinks
+        self.replies = []
+
+    def forget(self) -> None:
+        """Keep no buffer of anybody's."""
+        self._sinks, self._targets = (), []
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes belong, in order."""
+        return [*self._targets, self._spare[self._end :]]
+
+    def received(self, count: int) -> None:
+        """``count`` bytes are in ``buffers()``.
+
+        Raises:
+            ProtocolError: they are no reply to what was asked.
+        """
+        while count and self._targets:
+            count -= self._filled(min(count, len(self._targets[0])))
+        self._end += count
+        while self._step():
+            pass
+        if self._at == self._end:
+            self._at = self._end = 0
+        elif self._end == len(self._raw):
+            self._compact()
+
+    def _step(self) -> bool:
+        """One step, if the bytes for it are there."""
+        if self._state is _State.BODY:
+            return self._body()
+        if self._state is _State.LINE:
+            return self._line()
+        if self._state is _State.TAIL:
+            return self._tail()
+        return self._skipping()
+
+    def _line(self) -> bool:
+        at = self._raw.find(b"\r\n", self._at, self._end)
+        if at < 0:
+            return False
+        if not self.missing:
+            raise ProtocolError("a reply that nobody asked for")
+        line = bytes(self._spare[self._at : at])
+        self._at = at + 2
+        self._begin_value(line[:1], line[1:])
+        return True
+
+    def _begin_value(self, kind: bytes, rest: bytes) -> None:
+        if kind == b"$":
+            self._begin_bulk(_number(rest))
+        elif kind == b"*":
+            self._begin_array(_number(rest))
+        elif kind == b"+":
+            self._deliver(rest)
+        elif kind == b":":
+            self._deliver(_number(rest))
+        elif kind == b"-":
+            text = rest.decode(errors="replace")
+            self._deliver(Refusal(text.partition(" ")[0], text))
+        else:
+            raise ProtocolError("no RESP reply")
+
+    def _begin_bulk(self, length: int) -> None:
+        record = None if self._open else self._sinks[len(self.replies)]
+        if length < 0:
+            self._deliver(None if record is None else MISS)
+        elif record is None:
+            data = bytearray(length)
+            self._begin_body([memoryview(data)], data)
+        elif length == HEADER_BYTES + record.payload.nbytes:
+            self._begin_body([record.header, record.payload], HIT)
+        else:
+            self._value, self._skip, self._state = CORRUPT, length, _State.SKIP
+
+    def _begin_body(self, targets: list[memoryview], value: Any) -> None:
+        self._targets = [target for target in targets if len(target)]
+        self._value, self._state = value, _State.BODY
+
+    def _begin_array(self, count: int) -> None:
+        if not self._open and self._sinks[len(self.replies)] is not None:
+            raise ProtocolError("a list where a page was asked for")
+        if count <= 0:
+            self._deliver([] if count == 0 else None)
+        else:
+            self._open.append((count, []))
+
+    def _body(self) -> bool:
+        while self._targets and self._at < self._end:
+            count = min(len(self._targets[0]), self._end - self._at)
+            self._targets[0][:count] = self._spare[self._at : self._at + count]
+            self._at += self._filled(count)
+        if self._targets:
+            return False
+        self._state = _State.TAIL
+        return True
+
+    def _filled(self, count: int) -> int:
+        """``count`` bytes of the first target are there."""
+        if count == len(self._targets[0]):
+            del self._targets[0]
+        else:
+            self._targets[0] = self._targets[0][count:]
+        return count
+
+    def _skipping(self) -> bool:
+        count = min(self._skip, self._end - self._at)
+        self._at += count
+        self._skip -= count
+        if self._skip:
+            return False
+        self._state = _State.TAIL
+        return True
+
+    def _tail(self) -> bool:
+        if self._end - self._at < 2:
+            return False
+        if self._raw[self._at : self._at + 2] != b"\r\n":
+            raise ProtocolError("a reply is longer than it says")
+        self._at += 2
+        self._state = _State.LINE
+        value, self._value = self._value, None
+        self._deliver(bytes(value) if isinstance(value, bytearray) else value)
+        return True
+
+    def _deliver(self, value: Any) -> None:
+        """A value is complete, and with it perhaps the lists that it ends."""
+        while self._open:
+            count, items = self._open[-1]
+            items.append(value)
+            if len(items) < count:
+                return
+            self._open.pop()
+            value = items
+        self.replies.append(value)
+
+    def _compact(self) -> None:
+        """Make room behind the part of a line that is there."""
+        if self._at == 0:
+            raise ProtocolError("a line without an end")
+        left = self._end - self._at
+        self._raw[:left] = self._raw[self._at : self._end]
+        self._at, self._end = 0, left
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ProtocolError("no RESP length") from None

@@ -1,0 +1,274 @@
+"""Which server has which key: one server for all, or a cluster's map of hash slots.
+
+A cluster's map is as good as the last answer. A server that no longer has a slot says who has it (MOVED: from now on;
+ASK: this once), and the request goes there. The map is read anew before the next request after a MOVED, or when a
+server could not be reached, at most once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from binascii import crc_hqx
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asynccache.errors import BackendError, ConfigError, Unavailable
+from asynccache.storage import settled
+from asynccache_backends.redis.connection import Job, plain
+from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.redis.resp import Refusal, command
+from asynccache_backends.redis.settings import Address, Settings
+
+SLOTS = 16384
+REDIRECTIONS = 4
+REFRESH_SECONDS = 1.0
+
+LOST = "LOST"
+"""The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
+
+_NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
+_NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
+_PING = plain([command(b"PING")])
+_SLOTS = plain([command(b"CLUSTER", b"SLOTS")])
+
+
+class Request(NamedTuple):
+    """A job, and the key that each of its commands is about."""
+
+    keys: Sequence[bytes]
+    job: Job
+
+
+class Group(NamedTuple):
+    """Commands of a request for one node; ``asking``: it has their slot only by half, and must be told so."""
+
+    node: Node
+    which: list[int]
+    asking: bool = False
+
+
+def slot_of(key: bytes) -> int:
+    """Its hash slot: of what is between the first brace and the next closing one, if that is anything, or of all."""
+    start = key.find(b"{")
+    if start >= 0:
+        end = key.find(b"}", start + 1)
+        if end > start + 1:
+            key = key[start + 1 : end]
+    return crc_hqx(key, 0) % SLOTS
+
+
+class Router:
+    """Sends each command where its key is. All that changes about routing is in here."""
+
+    def __init__(self, settings: Settings, counts: Counter[str]) -> None:
+        self.clustered = False
+        self._settings = settings
+        self._counts = counts
+        self._nodes: dict[Address, Node] = {}
+        self._owners: list[Node | None] = []
+        self._stale = False
+        self._refreshing = asyncio.Lock()
+        self._refreshed = float("-inf")
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Router({', '.join(map(str, self._nodes))})"
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Those that have keys."""
+        return list(self._nodes.values())
+
+    async def open(self) -> None:
+        """Find out whether it is a cluster, and its map.
+
+        Raises:
+            Unavailable: no server can be reached, or it refuses us. ConfigError: the URL says otherwise.
+        """
+        try:
+            address, reply = await self._of_any(self._settings.seeds, _PING if self._alone else _SLOTS)
+            self._settle(address, reply)
+        except BaseException:
+            self.close()
+            raise
+
+    async def ask(self, lane: Lane, request: Request) -> list[Any]:
+        """The reply to each command, from who has its key; a ``Refusal`` where that one could not be reached.
+
+        Raises:
+            BackendError: the only one cannot be reached, or hangs.
+
+        Cancelling it returns at once; connections that were in use are closed.
+        """
+        if not self.clustered:
+            (node,) = self._nodes.values()
+            return await node.ask(lane, request.job)
+        await self.refresh()
+        replies: list[Any] = [_NOBODY] * len(request.keys)
+        groups = self._by_owner(request.keys)
+        for _ in range(REDIRECTIONS):
+            await self._round(lane, request.job, groups, replies)
+            groups = self._redirected(groups, replies)
+            if not groups:
+                break
+        return replies
+
+    async def refresh(self) -> None:
+        """Read the map anew if it is known to be old. If nobody can be asked, the old one stays.
+
+        Cancelling it leaves the old one.
+        """
+        if not self._due():
+            return
+        async with self._refreshing:
+            if not self._due():
+                return
+            self._refreshed = asyncio.get_running_loop().time()
+            try:
+                address, reply = await self._of_any([*self._nodes, *self._settings.seeds], _SLOTS)
+            except BackendError:
+                return
+            if isinstance(reply, list):
+                self._learn(address, reply)
+
+    def renew(self) -> None:
+        """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
+        self._stale = True
+        for node in self._nodes.values():
+            node.retire()
+
+    def close(self) -> None:
+        """End all connections; requests under way fail."""
+        self._closed = True
+        for node in self._nodes.values():
+            node.close()
+
+    # the map
+
+    @property
+    def _alone(self) -> bool:
+        return self._settings.cluster == "off" and len(self._settings.seeds) == 1
+
+    def _due(self) -> bool:
+        return self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS
+
+    def _settle(self, address: Address, reply: Any) -> None:
+        """What the first answer says it is."""
+        if isinstance(reply, list):
+            self.clustered = True
+            self._learn(address, reply)
+        elif isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
+            raise Unavailable(f"{self._settings}: {reply.text}")
+        elif self._settings.cluster == "on" or len(self._settings.seeds) > 1:
+            raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {reply}")
+
+    def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
+        owners: list[Node | None] = [None] * SLOTS
+        for first, last, master, *_ in reply:
+            host, port = master[0], master[1]
+            known = host not in (None, b"", b"?")  # otherwise: the address that you came by
+            node = self._node(Address(host.decode() if known else asked.host, port))
+            owners[first : last + 1] = [node] * (last + 1 - first)
+        self._owners, self._stale = owners, False
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        """End the connections to those that have no slots any more, but not under a request."""
+        owners = {id(node) for node in self._owners}
+        for address, node in list(self._nodes.items()):
+            if id(node) not in owners and not node.busy:
+                node.close()
+                del self._nodes[address]
+
+    def _node(self, address: Address) -> Node:
+        if address not in self._nodes:
+            self._nodes[address] = Node(address, self._settings, self._counts)
+            if self._closed:
+                self._nodes[address].close()
+        return self._nodes[address]
+
+    async def _of_any(self, addresses: Sequence[Address], job: Job) -> tuple[Address, Any]:
+        """The first who answers, and the answer."""
+        failure: BackendError | None = None
+        for address in dict.fromkeys(addresses):
+            try:
+                (reply,) = await self._node(address).ask(Lane.WORDS, job)
+            except BackendError as error:
+                failure = error
+            else:
+                return address, reply
+        assert failure is not None
+        raise failure
+
+    # a request
+
+    def _by_owner(self, keys: Sequence[bytes]) -> list[Group]:
+        groups: dict[int, Group] = {}
+        for i, key in enumerate(keys):
+            node = self._owners[slot_of(key)]
+            if node is None:
+                self._stale = True
+            elif id(node) in groups:
+                groups[id(node)].which.append(i)
+            else:
+                groups[id(node)] = Group(node, [i])
+        return list(groups.values())
+
+    async def _round(self, lane: Lane, job: Job, groups: Sequence[Group], replies: list[Any]) -> None:
+        """Ask all nodes at once."""
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(_ask(lane, job, group)) for group in groups]
+        await _settled_or_cancelled(tasks)
+        for group, task in zip(groups, tasks, strict=True):
+            error = task.exception()
+            if error is None:
+                answers = task.result()
+            elif isinstance(error, BackendError):
+                self._stale = True
+                answers = [Refusal(LOST, f"{LOST} {error}")] * len(group.which)
+            else:
+                raise error
+            for i, reply in zip(group.which, answers, strict=True):
+                replies[i] = reply
+
+    def _redirected(self, groups: Sequence[Group], replies: Sequence[Any]) -> list[Group]:
+        """Where to ask again, and for what."""
+        again: dict[tuple[Address, bool], Group] = {}
+        for i in (i for group in groups for i in group.which):
+            reply = replies[i]
+            if not isinstance(reply, Refusal) or reply.code not in ("MOVED", "ASK", "CLUSTERDOWN"):
+                continue
+            self._stale = self._stale or reply.code != "ASK"
+            if reply.code != "CLUSTERDOWN":
+                slot, node = self._named(reply)
+                asking = reply.code == "ASK"
+                if not asking:
+                    self._owners[slot] = node
+                again.setdefault((node.address, asking), Group(node, [], asking)).which.append(i)
+        return list(again.values())
+
+    def _named(self, reply: Refusal) -> tuple[int, Node]:
+        """The slot and the node in ``MOVED 3999 127.0.0.1:6381``."""
+        _, slot, place = reply.text.split(" ")[:3]
+        host, _, port = place.rpartition(":")
+        return int(slot), self._node(Address(host.strip("[]") or self._settings.seeds[0].host, int(port)))
+
+
+async def _ask(lane: Lane, job: Job, group: Group) -> list[Any]:
+    part = job.part(group.which)
+    if not group.asking:
+        return await group.node.ask(lane, part)
+    replies = await group.node.ask(lane, part.asking())
+    return replies[1::2]
+
+
+async def _settled_or_cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return when all are done. Cancelling it cancels them, and waits for that."""
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        await settled(tasks)
+        raise

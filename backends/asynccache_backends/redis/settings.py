@@ -1,0 +1,129 @@
+"""What a URL and the environment say about where the server is and how it is used. Parsed once; secrets stay in here.
+
+``redis://user:password@host:6379/0?prefix=...`` or ``rediss://`` with TLS; a cluster may be named by several hosts.
+The user's part of a URL is percent-encoded, everything else is literal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from asynccache.errors import ConfigError
+from asynccache.storage import ParsedUrl
+
+ENVIRONMENT = "ASYNCCACHE_REDIS_"
+DEFAULT_PORT = 6379
+OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
+CLUSTER = ("auto", "on", "off")
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?")
+_PREFIX = re.compile(r"[!-z|~]{1,128}")
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+_SPANS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class Address(NamedTuple):
+    """Of one server."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``username`` and ``password`` are empty where there is none. ``ttl`` 0: pages do not expire."""
+
+    seeds: tuple[Address, ...]
+    database: int = 0
+    username: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    tls_name: str = ""
+    prefix: bytes = b"asynccache:"
+    ttl: float = 0.0
+    cluster: str = "auto"
+    connections: int = 4
+    stall: float = 5.0
+
+    def __str__(self) -> str:
+        scheme = "redis" if self.tls is None else "rediss"
+        return f"{scheme}://{','.join(map(str, self.seeds))}/{self.database}?prefix={self.prefix.decode()}"
+
+
+def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> Settings:
+    """What ``url`` says; what it leaves out, the environment may.
+
+    Raises:
+        ConfigError: the message names the option, and never the user's part of the URL.
+    """
+    url.allow_only(OPTIONS)
+    user, at, place = url.path.rpartition("@")
+    username, _, password = user.partition(":")
+    hosts, _, database = place.partition("/")
+    said = _Said(url, environment)
+    prefix = url.options.get("prefix", "asynccache:")
+    if _PREFIX.fullmatch(prefix) is None:
+        raise ConfigError(f"storage option prefix={prefix!r}: 1 to 128 printable ASCII characters, no space, no braces")
+    return Settings(
+        seeds=tuple(_address(host) for host in hosts.split(",")),
+        database=_number("database", database or "0", 0),
+        username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
+        password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
+        tls=_tls(said) if url.scheme == "rediss" else None,
+        tls_name=url.options.get("tls_name", ""),
+        prefix=prefix.encode(),
+        ttl=_span("ttl", url.options.get("ttl", "0")),
+        cluster=url.choice("cluster", CLUSTER),
+        connections=_number("connections", url.options.get("connections", "4"), 1),
+        stall=_span("stall", url.options.get("stall", "5")) or _span("stall", "nothing"),
+    )
+
+
+class _Said(NamedTuple):
+    url: ParsedUrl
+    environment: Mapping[str, str]
+
+    def path(self, name: str) -> str | None:
+        """An option that is a file, or the environment's."""
+        return self.url.options.get(name) or self.environment.get(ENVIRONMENT + name.upper()) or None
+
+
+def _address(text: str) -> Address:
+    match = _HOST.fullmatch(text)
+    if match is None or not 0 < int(match[2] or DEFAULT_PORT) < 65536:
+        raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
+    return Address(match[1].strip("[]"), int(match[2] or DEFAULT_PORT))
+
+
+def _number(name: str, text: str, least: int) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 6 or int(text) < least:
+        raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least {least}")
+    return int(text)
+
+
+def _span(name: str, text: str) -> float:
+    """Seconds in ``text``."""
+    match = _SPAN.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"storage option {name}={text!r}: expected a time above zero, as in 90s, 12h or 7d")
+    return float(match[1]) * _SPANS[match[2]]
+
+
+def _tls(said: _Said) -> ssl.SSLContext:
+    """Certificates of servers are always verified: against ``ca``, or what the system trusts."""
+    try:
+        context = ssl.create_default_context(cafile=said.path("ca"))
+        if cert := said.path("cert"):
+            context.load_cert_chain(cert, said.path("key"))
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"storage options ca, cert, key: {error}") from None
+    return context
