@@ -6,20 +6,42 @@ thread, in batches, so that the loop stays free.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from asynccache.errors import ConfigError, Unavailable
-from asynccache.storage import HEADER_BYTES, PageKey, ParsedUrl, Record, Result, StoreLayout, Tell, Workers, settled
+from asynccache.storage import (
+    HEADER_BYTES,
+    Collected,
+    PageKey,
+    ParsedUrl,
+    Record,
+    Result,
+    Stored,
+    StoreLayout,
+    Tell,
+    Workers,
+    settled,
+)
 
 BATCH_BYTES = 2 << 20
 INLINE_BYTES = 128 << 10
+LISTED = 1000
 
 _Bytes = npt.NDArray[np.uint8]
+
+
+class _Kept(NamedTuple):
+    """A record, header first, and when it came."""
+
+    data: _Bytes
+    written: float
 
 
 class MemoryBackend:
@@ -27,7 +49,7 @@ class MemoryBackend:
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
-        self._stored: OrderedDict[PageKey, _Bytes] = OrderedDict()
+        self._stored: OrderedDict[bytes, _Kept] = OrderedDict()
         self._bytes = 0
         self._counts: Counter[str] = Counter()
         self._workers = Workers(2, "asynccache-memory")
@@ -52,20 +74,20 @@ class MemoryBackend:
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Never waits."""
         self._check_open()
-        return [Result.HIT if key in self._stored else Result.MISS for key in keys]
+        return [Result.HIT if key.key in self._stored else Result.MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy what is stored. Cancelling it returns after the copies have ended."""
         self._check_open()
         results = [self._lookup(key, record) for key, record in zip(keys, records, strict=True)]
-        pairs = [(records[i], self._stored[keys[i]]) for i, r in enumerate(results) if r is Result.HIT]
+        pairs = [(records[i], self._stored[keys[i].key].data) for i, r in enumerate(results) if r is Result.HIT]
         await self._copy(_copy_out, pairs)
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Copy each new record in. Cancelling it returns after the copies have ended; the records are not kept then."""
         self._check_open()
-        new = {key: record for key, record in zip(keys, records, strict=True) if key not in self._stored}
+        new = {key.key: record for key, record in zip(keys, records, strict=True) if key.key not in self._stored}
         pairs = [(record, np.empty(HEADER_BYTES + record.payload.nbytes, np.uint8)) for record in new.values()]
         await self._copy(_copy_in, pairs)
         for key, (_, data) in zip(new, pairs, strict=True):
@@ -75,11 +97,11 @@ class MemoryBackend:
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Forget each key. Never waits."""
         self._check_open()
-        return [Result.HIT if self._drop(key) else Result.MISS for key in keys]
+        return [Result.HIT if self._drop(key.key) else Result.MISS for key in keys]
 
     async def clear(self) -> None:
         """Forget everything. Never waits."""
-        self._changed(False, [key.key for key in self._stored])
+        self._changed(False, list(self._stored))
         self._stored.clear()
         self._bytes = 0
 
@@ -89,11 +111,31 @@ class MemoryBackend:
     def watch(self, tell: Tell | None) -> None:
         """``tell`` hears of every key that is there, and of every change; None: of nothing any more."""
         self._tell = tell
-        self._changed(True, [key.key for key in self._stored])
+        self._changed(True, list(self._stored))
 
     def stats(self) -> Mapping[str, int | float]:
         """Pages and bytes held, and how many records left for want of room."""
         return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._counts["evicted"]}
+
+    async def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """What is there, least recently used first. Cancelling it changes nothing."""
+        self._check_open()
+        keys = list(self._stored)
+        for at in range(0, len(keys), LISTED):
+            found = [(key, self._stored[key]) for key in keys[at : at + LISTED] if key in self._stored]
+            yield [Stored(key, kept.data.nbytes, kept.written) for key, kept in found]
+            await asyncio.sleep(0)
+
+    async def collect(self, older_than: float | None) -> Collected:
+        """Forget what came more than ``older_than`` seconds ago; there is no waste. Never waits."""
+        self._check_open()
+        if older_than is None:
+            return Collected()
+        before, until = self._bytes, time.time() - older_than
+        old = [key for key, kept in self._stored.items() if kept.written < until]
+        for key in old:
+            self._drop(key)
+        return Collected(pages=len(old), size=before - self._bytes)
 
     async def flush(self) -> None:
         """Nothing here survives the process."""
@@ -109,28 +151,28 @@ class MemoryBackend:
             raise Unavailable("the memory store is closed")
 
     def _lookup(self, key: PageKey, record: Record) -> Result:
-        data = self._stored.get(key)
-        if data is None:
+        kept = self._stored.get(key.key)
+        if kept is None:
             return Result.MISS
-        self._stored.move_to_end(key)
-        return Result.HIT if data.nbytes == HEADER_BYTES + record.payload.nbytes else Result.CORRUPT
+        self._stored.move_to_end(key.key)
+        return Result.HIT if kept.data.nbytes == HEADER_BYTES + record.payload.nbytes else Result.CORRUPT
 
-    def _keep(self, key: PageKey, data: _Bytes) -> None:
+    def _keep(self, key: bytes, data: _Bytes) -> None:
         if key in self._stored:
             return
-        self._stored[key] = data
+        self._stored[key] = _Kept(data, time.time())
         self._bytes += data.nbytes
-        self._changed(True, (key.key,))
+        self._changed(True, (key,))
         while self._capacity is not None and self._bytes > self._capacity:
             self._drop(next(iter(self._stored)))
             self._counts["evicted"] += 1
 
-    def _drop(self, key: PageKey) -> bool:
-        data = self._stored.pop(key, None)
-        if data is None:
+    def _drop(self, key: bytes) -> bool:
+        kept = self._stored.pop(key, None)
+        if kept is None:
             return False
-        self._bytes -= data.nbytes
-        self._changed(False, (key.key,))
+        self._bytes -= kept.data.nbytes
+        self._changed(False, (key,))
         return True
 
     def _changed(self, there: bool, keys: Sequence[bytes]) -> None:

@@ -78,7 +78,7 @@ def stored_keys(backend: Any) -> set[bytes]:
     while hasattr(backend, "inner"):
         backend = backend.inner
     if isinstance(backend, MemoryBackend):
-        return {key.key for key in backend._stored}
+        return set(backend._stored)
     assert isinstance(backend, FileBackend)
     return set(backend._state.index.keys())
 

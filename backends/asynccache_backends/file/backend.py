@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -22,6 +22,7 @@ from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import (
     REFUSED,
     Breaker,
+    Collected,
     PageKey,
     ParsedUrl,
     Part,
@@ -29,6 +30,7 @@ from asynccache.storage import (
     Record,
     Result,
     Scrubbed,
+    Stored,
     StoreLayout,
     Tell,
     Verify,
@@ -39,6 +41,7 @@ from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.folder import FolderLock, claim, load_manifest, must_exist
 from asynccache_backends.file.janitor import Janitor
+from asynccache_backends.file.listing import stored_pages, written_before
 from asynccache_backends.file.operations import Operations
 from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
@@ -201,6 +204,32 @@ class FileBackend:
             dropped = [place for page in bad if (place := self._state.index.forget_at(group, page))]
             await self._bury(dropped)
             return Scrubbed(len(pages), len(pages) * group.length, len(dropped), 0)
+
+    async def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """What the index says, a segment at a time. Cancelling it changes nothing."""
+        for number in list(self._state.log.segments):
+            with self._operations:
+                groups = self._state.index.groups_of(number)
+                found = [stored for group in groups for stored in stored_pages(group)]
+            if found:
+                yield found
+            await asyncio.sleep(0)
+
+    async def collect(self, older_than: float | None) -> Collected:
+        """Forget old pages, then give back what dead ones take, as far as the live ones beside them find room.
+
+        Raises:
+            Unavailable: the disk refuses. Cancelling it leaves the rest for the next time.
+        """
+        with self._operations:
+            before, old = self._state.log.bytes, 0
+            if older_than is not None:
+                places = list(written_before(self._state.index.groups(), time.time() - older_than))
+                forgotten = [place for at in places if (place := self._state.index.forget_at(*at))]
+                await self._bury(forgotten)
+                old = len(forgotten)
+            dead = await self._janitor.compact()
+            return Collected(old, max(0, dead - old), max(0, before - self._state.log.bytes))
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Nothing to do: whether buffers are aligned shows when they are used."""

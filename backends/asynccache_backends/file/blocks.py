@@ -7,7 +7,8 @@ A segment is a sequence of *groups*, each starting at a multiple of 4 KiB:
     padding to 4 KiB
 
     head, little-endian:  8 magic · 2 version · 2 flags (0) · 4 count · 8 segment id · 8 offset in the segment ·
-                          8 payload length · 16 xxh3_128 of head (this field zero) and directory, seeded · 8 spare
+                          8 payload length · 16 xxh3_128 of head (this field zero) and directory, seeded ·
+                          8 unix time of the writing in seconds, 0 where nobody knows
 
 The seed is the store's own random number, so bytes that merely look like a block, or that another store left behind,
 are not taken for one. The checksum covers the block, not the payloads: the record headers do that.
@@ -28,7 +29,7 @@ MAX_PAGES = (BLOCK_BYTES - HEAD_BYTES) // ENTRY_BYTES
 MAGIC = b"acSEGMT\x01"
 VERSION = 1
 
-_HEAD = struct.Struct("<8sHHIQQQ16s8x")
+_HEAD = struct.Struct("<8sHHIQQQ16sQ")
 _NO_SUM = bytes(16)
 
 
@@ -36,13 +37,14 @@ class Group:
     """Up to 42 pages that were written together. ``dead`` and ``hot`` are bit sets over its pages: forgotten, and read
     since they were written."""
 
-    __slots__ = ("count", "dead", "directory", "hot", "length", "offset", "segment")
+    __slots__ = ("count", "dead", "directory", "hot", "length", "offset", "segment", "written")
 
-    def __init__(self, segment: int, offset: int, length: int, directory: bytes) -> None:
+    def __init__(self, segment: int, offset: int, length: int, directory: bytes, written: int = 0) -> None:
         self.segment = segment
         self.offset = offset
         self.length = length
         self.directory = directory
+        self.written = written
         self.count = len(directory) // ENTRY_BYTES
         self.dead = 0
         self.hot = 0
@@ -89,8 +91,8 @@ def group_bytes(length: int, count: int) -> int:
 def pack_block(group: Group, seed: int) -> bytes:
     """The group's header block without its padding."""
     fields = (MAGIC, VERSION, 0, group.count, group.segment, group.offset, group.length)
-    checksum = xxh3_128_digest(_HEAD.pack(*fields, _NO_SUM) + group.directory, seed)
-    return _HEAD.pack(*fields, checksum) + group.directory
+    checksum = xxh3_128_digest(_HEAD.pack(*fields, _NO_SUM, group.written) + group.directory, seed)
+    return _HEAD.pack(*fields, checksum, group.written) + group.directory
 
 
 def block_bytes(data: bytes | memoryview, at: int) -> int:
@@ -102,12 +104,12 @@ def parse_block(data: bytes | memoryview, seed: int) -> Group | None:
     """The group whose header block ``data`` starts with; None where it is anything else, or damaged."""
     if len(data) < HEAD_BYTES or data[:8] != MAGIC:
         return None
-    magic, version, flags, count, segment, offset, length, checksum = _HEAD.unpack_from(data)
+    magic, version, flags, count, segment, offset, length, checksum, written = _HEAD.unpack_from(data)
     end = HEAD_BYTES + count * ENTRY_BYTES
     if version != VERSION or not 0 < count <= MAX_PAGES or length <= 0 or end > len(data):
         return None
     directory = bytes(data[HEAD_BYTES:end])
-    head = _HEAD.pack(magic, version, flags, count, segment, offset, length, _NO_SUM)
+    head = _HEAD.pack(magic, version, flags, count, segment, offset, length, _NO_SUM, written)
     if xxh3_128_digest(head + directory, seed) != checksum:
         return None
-    return Group(segment, offset, length, directory)
+    return Group(segment, offset, length, directory, written)

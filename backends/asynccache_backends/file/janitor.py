@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from asynccache.errors import Unavailable
 from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.aio import Run
-from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.blocks import Group, group_bytes
 from asynccache_backends.file.folder import replace_file, sync_folder
 from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend
 from asynccache_backends.file.state import StoreState
@@ -40,6 +40,7 @@ class Janitor:
         self._saver: asyncio.Task[None] | None = None
         self._saving = asyncio.Lock()
         self._deleting = asyncio.Lock()
+        self._reclaiming = asyncio.Lock()
         self._new_names = False
 
     async def advance(self) -> None:
@@ -154,6 +155,23 @@ class Janitor:
         while log.bytes > self._state.capacity and (oldest := log.oldest()):
             await self._evict(oldest)
 
+    async def compact(self) -> int:
+        """Free the segments that are mostly dead pages; how many dead ones went. Nothing alive leaves for it: where
+        there is no room for that, the segment stays. A store that is only looked at gets a segment for it.
+
+        Raises:
+            Unavailable: the disk could not. Cancelling it leaves the rest as it was.
+        """
+        log, gone = self._state.log, 0
+        for segment in self._mostly_dead():
+            if log.active is not None and self._live_bytes(segment) > log.room and not self._is_full:
+                with contextlib.suppress(OSError):     # then it stays
+                    await self.advance()
+            async with self._reclaiming:
+                if not segment.dropped:
+                    gone += await self._compact(segment)
+        return gone
+
     async def reuse(self, segment: Segment) -> None:
         """Go on in the last segment of an earlier run; if the disk does not give the room it stays as it is."""
         size = self._state.segment_bytes
@@ -168,8 +186,9 @@ class Janitor:
 
     async def _prepare(self) -> Segment | OSError:
         state = self._state
-        while self._is_full and (victim := state.log.oldest()):
-            await self._reclaim(victim)
+        async with self._reclaiming:
+            while self._is_full and (victim := state.log.oldest()):
+                await self._reclaim(victim)
         number = state.log.next_number
         state.log.next_number += 1
         return await self._done(create_segment, state.folder, number, state.segment_bytes, state.direct)
@@ -180,15 +199,47 @@ class Janitor:
             await self.save()
 
     async def _reclaim(self, victim: Segment) -> None:
-        await self._rescue(victim)
+        hot = _hot_pages(self._state.index.groups_of(victim.number))
+        await self._rescue(victim, hot, self._state.segment_bytes // 2)
         self._state.counts["reclaimed_segments"] += 1
         await self._evict(victim)
 
-    async def _rescue(self, victim: Segment) -> None:
-        """Write again what was read since it was written, as far as there is room at once."""
-        state, budget = self._state, self._state.segment_bytes // 2
+    def _mostly_dead(self) -> list[Segment]:
+        """Segments that no write goes to any more, with more dead bytes than live ones."""
+        log = self._state.log
+        return [s for s in log.segments.values()
+                if s is not log.active and not s.writing and 2 * self._live_bytes(s) < s.size]
+
+    def _live_bytes(self, segment: Segment) -> int:
+        groups = self._state.index.groups_of(segment.number)
+        return sum(group_bytes(group.length, len(pages)) for group, pages in _live_pages(groups))
+
+    async def _compact(self, segment: Segment) -> int:
+        """Move what is alive elsewhere; the segment goes if that was all."""
+        state = self._state
+        groups = state.index.groups_of(segment.number)
+        needed = self._live_bytes(segment)
+        if needed and state.log.active is None:
+            made = await self._done(create_segment, state.folder, state.log.next_number, needed, state.direct)
+            self._raise(made)
+            assert isinstance(made, Segment)
+            state.log.add(made)
+            state.log.active = made
+            await self._rescue(segment, _live_pages(groups), needed)
+            state.log.active = None
+        elif needed:
+            await self._rescue(segment, _live_pages(groups), state.log.room)
+        if self._live_bytes(segment):
+            return 0
+        await self.sync()
+        await self._evict(segment)
+        return sum(group.count for group in groups)
+
+    async def _rescue(self, victim: Segment, found: Iterable[tuple[Group, list[int]]], budget: int) -> None:
+        """Write pages again, at most ``budget`` bytes of them and as far as there is room at once."""
+        state = self._state
         scratch: memoryview | None = None
-        for group, pages in _hot_pages(state.index.groups_of(victim.number)):
+        for group, pages in found:
             while count := state.log.fit(group.length, min(len(pages), budget // group.length)):
                 scratch = scratch or memoryview(mmap.mmap(-1, max(GROUP_BYTES, group.length)))
                 await self._move(victim, group, pages[:count], scratch)
@@ -204,7 +255,7 @@ class Janitor:
             return
         pages = [page for page, _ in read[:count]]
         writing = state.begin_write(
-            length, b"".join(map(group.entry, pages)), [buffer for _, buffer in read[:count]]
+            length, b"".join(map(group.entry, pages)), [buffer for _, buffer in read[:count]], group.written
         )
         try:
             await settled([writing.done])
@@ -299,6 +350,13 @@ class Janitor:
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
     """A segment could not be had, and nobody was there to hear it."""
     return task.done() and isinstance(task.result(), OSError)
+
+
+def _live_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
+    """Per group the pages that were not forgotten."""
+    for group in groups:
+        if pages := group.live():
+            yield group, pages
 
 
 def _hot_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,10 +56,12 @@ class StoreState:
         """Buffers of pages of ``length`` are not aligned: do not try them with direct I/O again."""
         self._buffered_lengths.add(length)
 
-    def begin_write(self, length: int, directory: bytes, payloads: Sequence[memoryview]) -> Writing:
-        """Start to write a group that ``log.fit`` has found to fit."""
+    def begin_write(
+        self, length: int, directory: bytes, payloads: Sequence[memoryview], written: int | None = None
+    ) -> Writing:
+        """Start to write a group that ``log.fit`` has found to fit. ``written``: when its pages were, if not now."""
         segment, offset = self.log.take(length, len(payloads))
-        group = Group(segment.number, offset, length, directory)
+        group = Group(segment.number, offset, length, directory, int(time.time()) if written is None else written)
         block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
         packed = pack_block(group, self.seed)
         block[: len(packed)] = packed
