@@ -329,6 +329,24 @@ async def test_large_copies_are_made_in_a_thread() -> None:
     await store.aclose()
 
 
+@in_world
+async def test_what_was_read_before_something_was_forgotten_is_not_promoted_after(loop: SimulatedLoop) -> None:
+    near = Backend("near")
+    store = tiers(near)
+    wanted = [Wanted(store.find("a"), range(8))]
+    era = store.promotions.era
+    async with store.promotions.forgetting():
+        await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
+    await store.promotions.offer(KEYS, payloads(), wanted, era)
+    await store.promotions.idle()
+    assert not near.pages
+    assert store.promotions.counts["unpromoted"] == 16
+    await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
+    await store.promotions.idle()
+    assert all(has(near))
+    await store.aclose()
+
+
 # coming and going
 
 
