@@ -2,7 +2,7 @@
 
 It writes each page's header on the way out and verifies header and payload on the way in. What does not verify is
 CORRUPT: a miss, counted, and deleted from the backend so that it is not served again. A call that fails as a whole, or
-misses its deadline, makes every key FAILED; after several in a row the breaker refuses calls for a while.
+misses its deadline, makes every key FAILED; what else keeps a store that fails away from the cache is in ``guard``.
 
 Buffers: when a call returns or raises, for whatever reason, nothing touches the buffers that were passed in. A
 deadline cancels the backend's call, which by contract ends only after it has let go; so the answer FAILED may come
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from asynccache.errors import BackendError, ConfigError, Timeout
-from asynccache.storage.breaker import REFUSED, Breaker, Permit
+from asynccache.errors import ConfigError
+from asynccache.storage.breaker import Breaker
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
+from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
@@ -38,8 +39,10 @@ _T = TypeVar("_T")
 class CheckedStore:
     """A verified view of ``backend``. Belongs to one event loop.
 
-    ``timeout``: seconds a backend call may take. ``threads`` 0: checksums on the loop, for simulations. ``clock``: the
-    breaker's, the loop's own if not given. ``headers``: pages in flight, over all calls; more wait.
+    ``timeout``: seconds a backend call may take, and may wait for its place. ``slow``: a call of more seconds is a
+    failure for the breaker; 0: none is. ``concurrency``: backend calls in flight at most. ``threads`` 0: checksums on
+    the loop, for simulations. ``clock``: the breaker's, the loop's own if not given. ``headers``: pages in flight, over
+    all calls; more wait.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class CheckedStore:
         layout: StoreLayout,
         *,
         timeout: float = 30.0,
+        slow: float = 0.0,
+        concurrency: int = 16,
         breaker: Breaker | None = None,
         clock: Callable[[], float] | None = None,
         threads: int = 2,
@@ -56,9 +61,10 @@ class CheckedStore:
         self.backend = backend
         self.layout = layout
         self.breaker = breaker or Breaker()
-        self.last_error: Exception | None = None
-        self._timeout = timeout
-        self._clock = clock
+        self._guard = Guard(
+            backend, lambda keys: self.backend.exists(keys), self.breaker,
+            timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
+        )  # fmt: skip
         self._workers = Workers(threads, "asynccache-checksum") if threads else None
         self._headers = HeaderPool(headers)
         self._counts: Counter[str] = Counter()
@@ -66,6 +72,11 @@ class CheckedStore:
 
     def __repr__(self) -> str:
         return f"CheckedStore({self.backend!r}, {self.breaker!r})"
+
+    @property
+    def last_error(self) -> Exception | None:
+        """Why the last call that failed as a whole did."""
+        return self._guard.last_error
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         """Store each payload; HIT where a later ``get`` may find it.
@@ -94,11 +105,11 @@ class CheckedStore:
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key as the backend says, FAILED where it cannot be known. Cancelling it changes nothing."""
-        return await self._guarded(len(keys), lambda: self.backend.exists(keys))
+        return await self._guard.answers(Call.ASK, keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Forget each key. Cancelling it may leave any of them deleted."""
-        return await self._guarded(len(keys), lambda: self.backend.delete(keys))
+        return await self._guard.answers(Call.PUT, keys, self.backend.delete)
 
     async def clear(self) -> None:
         """Forget everything. Cancelling it may leave the store cleared.
@@ -106,7 +117,7 @@ class CheckedStore:
         Raises:
             BackendError: the backend could not. ``Timeout``: not before the deadline.
         """
-        await self._whole("clear", self.backend.clear)
+        await self._guard.whole("clear", self.backend.clear)
 
     async def flush(self) -> None:
         """Return once everything put so far would survive a power loss, as far as the backend promises that.
@@ -115,7 +126,7 @@ class CheckedStore:
         Raises:
             BackendError: the backend could not. ``Timeout``: not before the deadline.
         """
-        await self._whole("flush", self.backend.flush)
+        await self._guard.whole("flush", self.backend.flush)
 
     async def scrub(
         self, rate: float | None = None, tell: Callable[[Scrubbed], object] = lambda so_far: None
@@ -133,7 +144,7 @@ class CheckedStore:
         loop = asyncio.get_running_loop()
         began, done = loop.time(), Scrubbed()
         for part in backend.parts():
-            found = await self._whole("scrub", partial(backend.scrub, part, self._verdicts))
+            found = await self._guard.whole("scrub", partial(backend.scrub, part, self._verdicts))
             self._counts["corrupt_pages"] += found.bad
             done = done.plus(found)
             tell(done)
@@ -150,37 +161,43 @@ class CheckedStore:
         return {
             **self.backend.stats(),
             **{name: self._counts[name] for name in COUNTERS},
-            "breaker": int(self.breaker.state),
+            **self._guard.stats(),
         }
 
     async def aclose(self) -> None:
         """Close the backend and the threads. Calling it twice is fine; cancelling it is up to the backend."""
         try:
+            await self._guard.aclose()
             await self.backend.aclose()
         finally:
             if self._workers is not None:
                 self._workers.close()
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        if self._guard.refuses(keys):  # before any work is done for it
+            return [Result.FAILED] * len(keys)
         headers = await self._headers.take(len(keys))
         try:
             records = list(map(Record, headers, payloads))
             await self._in_batches(seal, keys, records)
-            return await self._guarded(len(keys), lambda: self.backend.put(keys, records))
+            return await self._guard.answers(Call.PUT, keys, lambda keys: self.backend.put(keys, records))
         finally:
             self._headers.give(headers)
 
     async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        if self._guard.refuses(keys):  # before any work is done for it
+            return [Result.FAILED] * len(keys)
         headers = await self._headers.take(len(keys))
         try:
             records = list(map(Record, headers, payloads))
             _blank(headers)
-            results = await self._guarded(len(keys), lambda: self.backend.get(keys, records))
+            results = await self._guard.answers(Call.GET, keys, lambda keys: self.backend.get(keys, records))
             await self._verify(keys, records, results)
         finally:
             self._headers.give(headers)
         if Result.CORRUPT in results:
-            await self.delete([key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT])
+            bad = [key for key, result in zip(keys, results, strict=True) if result is Result.CORRUPT]
+            await self._guard.answers(Call.DROP, bad, self.backend.delete)
         return results
 
     async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
@@ -208,58 +225,6 @@ class CheckedStore:
         await settled(futures)
         return [future.result() for future in futures]
 
-    async def _guarded(self, count: int, call: Callable[[], Awaitable[list[Result]]]) -> list[Result]:
-        """One call to the backend, under the breaker and the deadline; it may fail but raises no error, not
-        even one that no backend should raise."""
-        if not count:
-            return []
-        permit = self.breaker.allow(self._now())
-        if permit == REFUSED:
-            self._counts["refused_calls"] += 1
-            return [Result.FAILED] * count
-        try:
-            async with asyncio.timeout(self._timeout):
-                results = list(await call())
-        except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
-            self._failed(permit, error)
-            return [Result.FAILED] * count
-        except BaseException:
-            self.breaker.abandon(permit)
-            raise
-        if len(results) != count:
-            self._failed(permit, BackendError(f"{self.backend!r} answered {len(results)} results for {count} keys"))
-            return [Result.FAILED] * count
-        self.breaker.success(permit)
-        self._counts["failed_pages"] += results.count(Result.FAILED)
-        return results
-
-    async def _whole(self, name: str, call: Callable[[], Awaitable[_T]]) -> _T:
-        """A call that somebody asked for by name: made also where the breaker refuses it, which then hears nothing."""
-        permit = self.breaker.allow(self._now())
-        try:
-            async with asyncio.timeout(self._timeout):
-                result = await call()
-        except Exception as error:
-            self._failed(permit, error)
-            if isinstance(error, BackendError):
-                raise
-            if isinstance(error, TimeoutError):
-                raise Timeout(f"{name}: no answer in {self._timeout} s") from error
-            raise BackendError(f"{name}: {error!r}") from error
-        except BaseException:
-            self.breaker.abandon(permit)
-            raise
-        self.breaker.success(permit)
-        return result
-
-    def _failed(self, permit: Permit, error: Exception) -> None:
-        self.last_error = error
-        self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
-        self.breaker.failure(permit, self._now())
-
-    def _now(self) -> float:
-        return self._clock() if self._clock else asyncio.get_running_loop().time()
-
     def _parts(self, count: int) -> Iterator[slice]:
         step = max(1, self._headers.count // 2)
         return (slice(at, at + step) for at in range(0, count, step))
@@ -272,7 +237,7 @@ class CheckedStore:
                 raise ConfigError(f"pool {key.pool!r}: a payload has {payload.nbytes} bytes, expected {expected}")
 
 
-COUNTERS = ("put_pages", "get_pages", "corrupt_pages", "failed_pages", "failed_calls", "timeouts", "refused_calls")
+COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
 
 _BLANK = bytes(64)
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
+from random import uniform
 from typing import Protocol
 
 from asynccache.errors import ConfigError
+from asynccache.storage.breaker import Breaker
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import StorageBackend, StoreLayout
+from asynccache.storage.options import StoreOptions, take_options
 from asynccache.storage.url import ParsedUrl, parse_url
 
 GROUP = "asynccache.backends"
@@ -27,9 +31,11 @@ async def open_store(
     layout: StoreLayout,
     *,
     options: Mapping[str, str] | None = None,
-    timeout: float = 30.0,
+    timeout: float | None = None,
 ) -> CheckedStore | None:
-    """The store that ``url`` names, ready for use; None for ``none``. ``options`` are added to the URL's.
+    """The store that ``url`` names, ready for use; None for ``none``. ``options`` are added to the URL's. What they say
+    of deadline, concurrency and slowness (``StoreOptions``) is for the ``CheckedStore``, and the backend does not see
+    it; ``timeout``, if given, holds instead of theirs.
 
     Raises:
         ConfigError: the URL is wrong, or no installed backend serves its scheme.
@@ -40,8 +46,20 @@ async def open_store(
     parsed = parse_url(url, options)
     if parsed.scheme == "none":
         return None
-    backend = await backend_class(parsed.scheme).open(parsed, layout)
-    return CheckedStore(backend, layout, timeout=timeout)
+    common, own = take_options(parsed)
+    if timeout is not None:
+        common = replace(common, timeout=timeout)
+    backend = await backend_class(parsed.scheme).open(own, layout)
+    return checked(backend, layout, common)
+
+
+def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions) -> CheckedStore:
+    """``backend`` behind deadline, places and breaker as ``options`` say. The breaker's back-offs are spread by a fifth
+    either way, so that the servers that share a store which was away do not all come back at once."""
+    breaker = Breaker(jitter=lambda: uniform(0.8, 1.2))
+    return CheckedStore(
+        backend, layout, timeout=options.timeout, slow=options.slow, concurrency=options.concurrency, breaker=breaker
+    )
 
 
 def backend_class(scheme: str) -> BackendClass:

@@ -140,8 +140,13 @@ async def test_failing_calls_open_the_breaker_and_a_good_probe_closes_it(loop: S
     assert isinstance(store.last_error, Unavailable)
     backend.hostility = HONEST
     await asyncio.sleep(10.0)
+    assert await store.exists(KEYS) == [Result.FAILED] * 12, "nobody's call is the probe"
+    await asyncio.sleep(0.1)
     assert await store.exists(KEYS) == [Result.MISS] * 12
-    assert store.stats()["breaker"] == BreakerState.CLOSED
+    stats = store.stats()
+    assert (stats["breaker"], stats["breaker_opened"]) == (BreakerState.CLOSED, 1)
+    assert stats["breaker_open_seconds"] == pytest.approx(10.0, abs=0.2)
+    await store.aclose()
 
 
 @in_world

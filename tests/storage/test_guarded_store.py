@@ -1,0 +1,307 @@
+"""How many calls at a time, in which order, how slow is too slow, and who is the probe. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynccache.errors import Timeout, Unavailable
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
+from asynccache.storage.places import READ, WRITE, Places
+from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
+from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.slow_backend import SlowBackend
+from asynccache.testing.wrapped_backend import WrappedBackend
+
+KEYS = keys_of(2, "odd")
+
+
+def in_world(world: Callable[[SimulatedLoop], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def test() -> None:
+        for seed in range(5):
+            simulate(world, seed)
+
+    test.__name__ = world.__name__
+    return test
+
+
+class Watched(WrappedBackend):
+    """Takes ``seconds`` by verb, and knows how many calls were in flight at once and in which order they began."""
+
+    def __init__(self, **seconds: float) -> None:
+        super().__init__(SimulatedBackend(Random(1)))
+        self.seconds = seconds
+        self.began: list[str] = []
+        self.now = {"get": 0, "put": 0, "exists": 0}
+        self.most = 0
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return await self._take("exists", len(keys))
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return await self._take("get", len(keys))
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return await self._take("put", len(keys))
+
+    async def _take(self, verb: str, count: int) -> list[Result]:
+        self.began.append(verb)
+        self.now[verb] += 1
+        self.most = max(self.most, sum(self.now.values()))
+        try:
+            await asyncio.sleep(self.seconds.get(verb, 0.0))
+        finally:
+            self.now[verb] -= 1
+        return [Result.MISS if verb != "put" else Result.HIT] * count
+
+
+def store_on(backend: Any, **options: Any) -> CheckedStore:
+    return CheckedStore(backend, LAYOUT, threads=0, **options)
+
+
+def put(store: CheckedStore) -> asyncio.Future[list[Result]]:
+    return asyncio.ensure_future(store.put(KEYS, [record_of(key).payload for key in KEYS]))
+
+
+def get(store: CheckedStore) -> asyncio.Future[list[Result]]:
+    return asyncio.ensure_future(store.get(KEYS, [blank(key).payload for key in KEYS]))
+
+
+@in_world
+async def test_no_more_calls_at_a_time_than_that(loop: SimulatedLoop) -> None:
+    backend = Watched(get=1.0, put=1.0, exists=1.0)
+    store = store_on(backend, concurrency=6)
+    calls = [make(store) for _ in range(8) for make in (put, get)]
+    calls += [asyncio.ensure_future(store.exists(KEYS)) for _ in range(8)]
+    for answer in await asyncio.gather(*calls):
+        assert Result.FAILED not in answer
+    assert backend.most == 6
+    assert store._guard.places.taken == 0
+
+
+@in_world
+async def test_a_read_does_not_stand_behind_slow_writes(loop: SimulatedLoop) -> None:
+    backend = Watched(put=20.0)
+    store = store_on(backend, concurrency=16)
+    puts = [put(store) for _ in range(40)]
+    await asyncio.sleep(1.0)
+    assert backend.now["put"] == 12
+    began = loop.time()
+    await get(store)
+    await store.exists(KEYS)
+    assert loop.time() - began < 0.1
+    await asyncio.gather(*puts)
+
+
+@in_world
+async def test_writes_get_on_beside_any_number_of_reads(loop: SimulatedLoop) -> None:
+    backend = Watched(get=1.0, put=1.0)
+    store = store_on(backend, concurrency=8, timeout=100.0)
+    gets = [get(store) for _ in range(80)]
+    await asyncio.sleep(0.5)
+    began = loop.time()
+    await put(store)
+    assert loop.time() - began < 1.5
+    await asyncio.gather(*gets)
+
+
+@in_world
+async def test_with_one_place_the_read_that_waits_is_next(loop: SimulatedLoop) -> None:
+    backend = Watched(put=1.0, get=1.0)
+    store = store_on(backend, concurrency=1)
+    calls = [put(store)]
+    await asyncio.sleep(0.1)
+    calls += [put(store), get(store)]
+    await asyncio.gather(*calls)
+    assert backend.began == ["put", "get", "put"]
+
+
+@pytest.mark.parametrize("lane", [READ, WRITE])
+def test_places_are_given_in_order_and_a_cancelled_one_goes_to_the_next(lane: Any) -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        places = Places(1)
+        assert places.take_now(lane)
+        got: list[int] = []
+
+        async def stand(number: int) -> None:
+            await places.take(lane)
+            got.append(number)
+
+        tasks = []
+        for number in range(5):
+            tasks.append(asyncio.ensure_future(stand(number)))
+            await asyncio.sleep(0.1)
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        places.give(lane)
+        tasks[0].cancel()  # it has its place, and does not know it yet, or has taken it
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            if places.taken:
+                places.give(lane)
+        await asyncio.sleep(0.1)
+        assert got in ([2, 3, 4], [0, 2, 3, 4])
+        assert (places.taken, places.waiting) == (0, 0)
+
+    for seed in range(10):
+        simulate(world, seed)
+
+
+@in_world
+async def test_who_finds_no_place_in_time_fails_and_the_breaker_does_not_hear_of_it(loop: SimulatedLoop) -> None:
+    backend = Watched(get=5.0)
+    store = store_on(backend, concurrency=1, timeout=6.0, breaker=Breaker(threshold=1))
+    answers = await asyncio.gather(get(store), get(store), get(store))
+    assert sorted(answer[0] for answer in answers) == [Result.MISS, Result.MISS, Result.FAILED]
+    assert store.stats()["crowded_calls"] == 1
+    assert store.breaker.state is BreakerState.CLOSED
+
+
+@in_world
+async def test_a_cancelled_caller_in_line_leaves_it_at_once(loop: SimulatedLoop) -> None:
+    backend = Watched(get=5.0)
+    store = store_on(backend, concurrency=1)
+    first, second = get(store), get(store)
+    await asyncio.sleep(1.0)
+    waits = second if backend.began == ["get"] and not first.done() else first
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert loop.time() < 5.5
+    await asyncio.wait([first, second])
+    assert (store._guard.places.taken, store._guard.places.waiting) == (0, 0)
+
+
+@in_world
+async def test_a_named_call_says_that_there_was_no_place(loop: SimulatedLoop) -> None:
+    store = store_on(Watched(put=20.0), concurrency=1, timeout=5.0)
+    calls = [put(store)]
+    await asyncio.sleep(3.0)
+    calls += [put(store)]  # from 5 to 10
+    await asyncio.sleep(0.1)
+    with pytest.raises(Timeout, match="flush: the store is busy"):
+        await store.flush()
+    await asyncio.gather(*calls)
+
+
+# slow
+
+
+@in_world
+async def test_slow_calls_are_used_and_open_the_breaker_like_failures(loop: SimulatedLoop) -> None:
+    backend = Watched(get=2.0)
+    store = store_on(backend, slow=1.0, breaker=Breaker(threshold=3, backoff=5.0))
+    for _ in range(3):
+        assert store.breaker.state is BreakerState.CLOSED
+        assert await get(store) == [Result.MISS] * 2
+        assert await store.exists(KEYS) == [Result.FAILED if store.breaker.opened else Result.MISS] * 2
+    assert store.breaker.state is BreakerState.OPEN
+    assert (store.stats()["slow_calls"], store.stats()["failed_calls"]) == (3, 0)
+
+
+@in_world
+async def test_a_call_in_time_is_no_failure(loop: SimulatedLoop) -> None:
+    store = store_on(Watched(get=0.9), slow=1.0, breaker=Breaker(threshold=1))
+    for _ in range(3):
+        await get(store)
+    assert (store.stats()["slow_calls"], store.breaker.opened) == (0, 0)
+
+
+@in_world
+async def test_a_store_that_hangs_is_left_alone_before_its_deadline(loop: SimulatedLoop) -> None:
+    store = store_on(Watched(get=1e6), slow=1.0, timeout=30.0, breaker=Breaker(threshold=4, backoff=60.0))
+    calls = [get(store) for _ in range(4)]
+    await asyncio.sleep(1.5)
+    began = loop.time()
+    assert await get(store) == [Result.FAILED] * 2
+    assert loop.time() == pytest.approx(began, abs=0.01)
+    await asyncio.gather(*calls)
+    stats = store.stats()
+    assert (stats["slow_calls"], stats["timeouts"], stats["breaker_opened"]) == (4, 4, 1)
+
+
+# probes
+
+
+@in_world
+async def test_a_store_that_stays_away_holds_up_nobody_and_is_asked_ever_less_often(loop: SimulatedLoop) -> None:
+    backend = Watched(get=1e6, exists=1e6)
+    store = store_on(backend, slow=1.0, timeout=30.0, breaker=Breaker(threshold=1, backoff=2.0, max_backoff=16.0))
+    await get(store)
+    began, longest = loop.time(), 0.0
+    for _ in range(1000):
+        at = loop.time()
+        assert await store.exists(KEYS) == [Result.FAILED] * 2
+        longest = max(longest, loop.time() - at)
+        await asyncio.sleep(0.1)
+    assert longest < 0.01
+    assert loop.time() - began == pytest.approx(100, abs=1)
+    assert 6 <= backend.began.count("exists") <= 10, "2, 4, 8 and then 16 seconds apart"
+    await store.aclose()
+    assert backend.now == {"get": 0, "put": 0, "exists": 0}
+
+
+@in_world
+async def test_closing_ends_the_probe(loop: SimulatedLoop) -> None:
+    backend = Watched(get=1e6, exists=1e6)
+    store = store_on(backend, timeout=5.0, breaker=Breaker(threshold=1, backoff=1.0))
+    await get(store)
+    await asyncio.sleep(2.0)
+    await store.exists(KEYS)
+    await asyncio.sleep(0.5)
+    assert backend.now["exists"] == 1
+    await store.aclose()
+    assert backend.now["exists"] == 0
+    assert store.breaker.state is BreakerState.OPEN
+
+
+@in_world
+async def test_while_it_is_open_no_work_is_done_for_a_call(loop: SimulatedLoop) -> None:
+    backend = SlowBackend(SimulatedBackend(Random(1)), latency=0.0)
+    store = store_on(backend, headers=2, breaker=Breaker(threshold=1, backoff=60.0))
+    permit = store.breaker.allow(0.0)
+    store.breaker.failure(permit, loop.time())
+    page = record_of(KEYS[0])
+    before = bytes(store._headers.memory)
+    assert await store.put(KEYS[:1], [page.payload]) == [Result.FAILED]
+    assert bytes(store._headers.memory) == before, "it was sealed for nothing"
+
+
+@in_world
+async def test_a_hit_comes_back_by_itself(loop: SimulatedLoop) -> None:
+    inner = SimulatedBackend(Random(1))
+
+    class Away(WrappedBackend):
+        away = False
+
+        async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+            if self.away:
+                raise Unavailable("gone")
+            return await self.inner.get(keys, records)
+
+        async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+            if self.away:
+                raise Unavailable("gone")
+            return await self.inner.exists(keys)
+
+    backend = Away(inner)
+    store = store_on(backend, breaker=Breaker(threshold=2, backoff=1.0))
+    await put(store)
+    backend.away = True
+    for _ in range(100):
+        assert await get(store) == [Result.FAILED] * 2
+        await asyncio.sleep(0.1)
+    backend.away = False
+    hits = []
+    for _ in range(200):
+        hits.append(await get(store) == [Result.HIT] * 2)
+        await asyncio.sleep(0.1)
+    assert hits[-1]
+    assert hits.index(True) < 100, "the back-off had grown to 8 seconds at most"
+    assert all(hits[hits.index(True):])
+    await store.aclose()
