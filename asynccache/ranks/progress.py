@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from asynccache.core.plan import Status
+
 NEUTRAL = 1 << 40
 
 
@@ -23,6 +25,7 @@ class Progress(NamedTuple):
 
 
 PENDING = 0
+FINAL = int(Status.DONE)
 
 
 def pending(pools: int) -> Progress:

@@ -13,11 +13,13 @@ from random import Random
 from asynccache.errors import RankDivergence, RankFailure
 from asynccache.ranks import NEUTRAL, Chain, Frames, Progress, Steps, Topology
 from asynccache.ranks.frames import Health
-from asynccache.ranks.progress import PENDING, advances
+from asynccache.ranks.progress import PENDING, advances, fold
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.simulated_ranks import Fate, SimulatedRanks
 
 POOLS = 3
+WINDOW = 4
+TIMEOUT = 3.0
 FAILED, DONE = 1, 2
 PAGES = 8
 
@@ -74,27 +76,38 @@ class Toy:
 
 
 class RankWorld:
-    """``length``: steps with new work now and then; after them ranks step until nothing is in flight."""
+    """``length``: steps with new work now and then; after them ranks step until nothing is in flight. ``idle``: there
+    are stretches longer than the time-out in which nothing is."""
 
-    def __init__(self, loop: SimulatedLoop, seed: int, topology: Topology, *, length: int = 40, timeout: float = 3.0):
+    def __init__(
+        self, loop: SimulatedLoop, seed: int, topology: Topology, *, length: int = 30, idle: bool = True
+    ) -> None:
         self.loop = loop
         self.seed = seed
         self.topology = topology
         self.length = length
-        self.net = SimulatedRanks(topology, Random(f"net {seed}"), timeout=timeout)
+        self.net = SimulatedRanks(topology, Random(f"net {seed}"), timeout=TIMEOUT)
+        self.idle = idle
         self.toys = [Toy(self, rank) for rank in range(topology.ranks)]
         self.digests: dict[int, int] = {}
+        self.finals: dict[int, Progress] = {}
         self.errors: dict[int, Exception] = {}
         self.credit = 2 * topology.pp
         for rank, toy in enumerate(self.toys):
-            toy.steps = Steps(toy, self.net.links(rank), Frames(POOLS), credit=self.credit)
+            toy.steps = Steps(toy, self.net.links(rank), Frames(POOLS, WINDOW), credit=self.credit)
 
     def check_decision(self, op: int, agreed: Progress) -> None:
-        """Nobody may still touch a buffer, and no more is claimed than everybody has."""
+        """Nobody may still touch a buffer, and what was decided is what all have, no more and no less."""
+        assert agreed == self.finals.setdefault(op, agreed), f"op {op} was decided twice, and differently"
         for toy in self.toys:
-            if op in toy.ledger and self.net.fates[toy.rank] is Fate.ALIVE:
+            if self.net.fates[toy.rank] is not Fate.ALIVE:
+                return
+            assert op < toy.next, f"op {op} was decided before rank {toy.rank} began it"
+            if op in toy.ledger:
                 assert toy.ledger[op].status != PENDING, f"op {op} was decided while rank {toy.rank} is at it"
-                assert all(a <= b for a, b in zip(agreed.counts, toy.ledger[op].counts, strict=True))
+        if all(op in toy.ledger for toy in self.toys):
+            whole = fold([toy.ledger[op] for toy in self.toys])
+            assert agreed == whole, f"op {op}: decided {agreed}, all have {whole}"
 
     async def run(self) -> None:
         """Every rank in tasks of its own, to the end."""
@@ -127,13 +140,15 @@ class RankWorld:
             if self.net.fates[toy.rank] is not Fate.ALIVE:
                 return
             await asyncio.sleep(toy.random.random() * 0.004)
-            for _ in range(script.choice((0, 0, 0, 1, 2)) if toy.steps.step_number < self.length else 0):
+            if self.idle and not toy.ledger and script.random() < 0.1:
+                await asyncio.sleep(2 * self.net.timeout)  # nothing in flight: no message, and nobody waits for one
+            for _ in range(script.choice((0, 0, 0, 1, 6)) if toy.steps.step_number < self.length else 0):
                 self.act(toy)
             await toy.steps.step()
             step = toy.steps.step_number
             if self.net.fates[toy.rank] is Fate.ALIVE:
                 assert self.digests.setdefault(step, toy.chain.digest) == toy.chain.digest, f"rank {toy.rank}, {step}"
-                assert toy.steps.due <= self.credit or toy.steps.health is not Health.OK
+                assert toy.steps.due <= self.credit or toy.steps.health is not Health.OK, f"{toy.steps.due} are due"
 
     def act(self, toy: Toy) -> None:
         """One lockstep call; tests override it for a rank that does something else."""
