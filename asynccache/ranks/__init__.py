@@ -7,15 +7,17 @@ processes. Knows the core's plan values and nothing else of the cache.
 
 from __future__ import annotations
 
-from asynccache.ranks.agreement import Agreement, SingleRank
+from asynccache.ranks.agreement import Agreement, Counts, Phase, SingleRank
 from asynccache.ranks.chain import Chain
 from asynccache.ranks.frames import Frames
 from asynccache.ranks.links import Links
+from asynccache.ranks.membership import Ranks
 from asynccache.ranks.progress import NEUTRAL, PENDING, Progress
 from asynccache.ranks.steps import Replica, Steps
 from asynccache.ranks.topology import Place, Topology
+from asynccache.ranks.turns import LockstepTurns, Turns
 
 __all__ = [
-    "NEUTRAL", "PENDING", "Agreement", "Chain", "Frames", "Links", "Place", "Progress", "Replica", "SingleRank",
-    "Steps", "Topology",
+    "NEUTRAL", "PENDING", "Agreement", "Chain", "Counts", "Frames", "Links", "LockstepTurns", "Phase", "Place",
+    "Progress", "Ranks", "Replica", "SingleRank", "Steps", "Topology", "Turns",
 ]

@@ -6,17 +6,40 @@ Law: an outcome changes the core only after every rank has reported it. What a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from asynccache.core.plan import Outcome
+from asynccache.ranks.turns import Turns
+
+Counts = Mapping[str, int]
+
+
+class Phase(Protocol):
+    """A part of a prefetch that ranks agree on before the next one begins."""
+
+    async def meet(self, counts: Counts) -> Counts:
+        """This rank has got so far, by pool, and its I/O has let go; how far all ranks have got. A pool of which this
+        rank has nothing is left out of ``counts``; one of which no rank has anything, of the answer."""
+        ...
 
 
 class Agreement(Protocol):
     """Turns this rank's reports into decisions that are the same, in the same order, on every rank."""
 
+    turns: Turns
+
+    def opened(self, op: int) -> None:
+        """An operation has begun, of which ``report`` will be told."""
+        ...
+
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """Take this rank's reports; return those that are decided already (with several ranks: none)."""
+        ...
+
+    def phase(self, late: Callable[[], bool], stop: Callable[[], None]) -> Phase:
+        """Begin one. ``late``: whether its time is over, by this rank's clock; ``stop`` is called when some rank's
+        said so, on all of them at one step."""
         ...
 
     async def step(self) -> Sequence[Outcome]:
@@ -34,10 +57,28 @@ class Agreement(Protocol):
 class SingleRank:
     """One rank: every report is a decision."""
 
+    def __init__(self) -> None:
+        self.turns = Turns()
+
+    def opened(self, op: int) -> None:
+        """Nobody else need know."""
+
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """All of them, at once."""
         return outcomes
 
+    def phase(self, late: Callable[[], bool], stop: Callable[[], None]) -> Phase:
+        """There is nobody to meet."""
+        return _ALONE
+
     async def step(self) -> Sequence[Outcome]:
         """Nothing is ever left to agree on."""
         return ()
+
+
+class _Alone:
+    async def meet(self, counts: Counts) -> Counts:
+        return counts
+
+
+_ALONE = _Alone()

@@ -64,6 +64,11 @@ class Steps:
     def __repr__(self) -> str:
         return f"Steps(step {self.step_number}, {self.health.name}, {self.due} due, {self._replica.chain!r})"
 
+    @property
+    def has_below(self) -> bool:
+        """Whether there is a stage below."""
+        return self._links.below is not None
+
     async def step(self) -> None:
         """Agree, and apply what was decided. Cancelling it leaves the group unusable.
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from asynccache.config import POOL_NAME, CacheConfig
+from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
-from asynccache.errors import CacheClosed, ConfigError
+from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
-from asynccache.ranks import Agreement, SingleRank
+from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
@@ -80,12 +80,14 @@ class AsyncCache:
         *,
         device: Device | None = None,
         storage: StorageBackend | CheckedStore | None = None,
+        ranks: Ranks | None = None,
         agreement: Agreement | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.config = config
         self._given_device = device
         self._given_storage = storage
+        self._ranks = ranks
         self._agreement = agreement or SingleRank()
         self._on_event = on_event
         self._device: Device | None = None
@@ -112,12 +114,16 @@ class AsyncCache:
             raise RuntimeError("a cache is opened once")
         try:
             self._device = self._given_device or _open_device(self.config.device)
-            mover = Mover(self._device, self.config.pools())  # first: it may refuse, and a store leaves traces
+            pools = self._pools()
+            mover = Mover(self._device, pools)  # first: it may refuse, and a store leaves traces
             self._store = await self._open_store()
             if self._store is not None:
                 for name, pool in mover.host_pools.items():
                     self._store.register(name, pool.memory)
-            self._machine = Machine(self.config, mover, self._store, self._agreement, self._on_event)
+            self._machine = Machine(
+                self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
+            )  # fmt: skip
+            self._machine.driver.scheduler = asyncio.current_task()
             self._keeper = Keeper(self._machine)
             await self._machine.start()
         except BaseException:
@@ -150,8 +156,9 @@ class AsyncCache:
 
     async def _close(self, deadline: float) -> CloseReport:
         machine = self._opened()
+        machine.driver.scheduler = asyncio.current_task()
         machine.draining = True
-        machine.driver.line.fail(lambda: CacheClosed("the cache is closing"))
+        machine.fail_waiting(lambda: CacheClosed("the cache is closing"))
         try:
             if machine.driver.closed is None:
                 await self._save(machine, deadline)
@@ -166,8 +173,8 @@ class AsyncCache:
                 await self._settle_down(machine)
         except TimeoutError:
             pass  # the report says what that leaves
-        except CacheClosed:
-            pass  # a worker died meanwhile; the report says of what
+        except (CacheClosed, RankFailure, RankDivergence):
+            pass  # a worker died meanwhile, or a rank; the report says of what
 
     async def _stop(self, machine: Machine) -> None:
         try:
@@ -185,9 +192,16 @@ class AsyncCache:
         for handle in handles:
             handle.tell(Wish.CANCEL)
         for handle in handles:
+            while machine.lockstep is not None and not handle.done():
+                await machine.driver.step()
             await handle
         machine.claims.drop_all()
         await drain(machine)
+
+    def _pools(self) -> tuple[PoolSpec, ...]:
+        """The pools, as this rank holds them."""
+        pools = self.config.pools()
+        return pools if self._ranks is None else tuple(spec.on_rank(*self._ranks.shard) for spec in pools)
 
     async def _open_store(self) -> CheckedStore | None:
         layout = store_layout(self.config.pools())

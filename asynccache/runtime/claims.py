@@ -10,6 +10,8 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from asynccache.ranks.turns import Alarm
+
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
 
@@ -22,7 +24,7 @@ class Claims:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._timers: dict[int, asyncio.TimerHandle | None] = {}
+        self._timers: dict[int, Alarm | None] = {}
 
     def __repr__(self) -> str:
         return f"Claims({len(self._timers)} held)"
@@ -37,7 +39,7 @@ class Claims:
         """A claim was taken, or the number of ``leases`` that stand in line with its handle has changed."""
         self._stop(ticket)
         self._driver.core.confirm_claim(ticket, leases > 0)
-        self._timers[ticket] = None if leases else self._loop.call_later(HELD_FOR, self.drop, ticket)
+        self._timers[ticket] = None if leases else self._driver.turns.call_later(HELD_FOR, self.drop, ticket)
 
     def holds(self, ticket: int) -> bool:
         """Whether it was claimed and not dropped; the core may have taken it away."""
@@ -51,8 +53,9 @@ class Claims:
             self._driver.perform(self._driver.core.drop_claim(ticket))
 
     def abandon(self, ticket: int) -> None:
-        """``drop`` soon, from any thread: the handle is garbage."""
-        if ticket in self._timers:
+        """``drop`` soon, from any thread: the handle is garbage. Several ranks collect garbage at different times, and
+        wait for the claim's end."""
+        if ticket in self._timers and not self._driver.turns.lockstep:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
                 self._loop.call_soon_threadsafe(self.drop, ticket)
 

@@ -14,7 +14,7 @@ outcomes that wait, ``saving`` (backups in flight), and ``closed``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 from asynccache.core.cache import CacheCore
@@ -30,7 +30,7 @@ from asynccache.core.plan import (
     Retire,
     Status,
 )
-from asynccache.errors import CacheClosed
+from asynccache.errors import AsyncCacheError, CacheClosed, RankDivergence, RankFailure
 from asynccache.ranks import Agreement
 from asynccache.runtime.line import Line
 from asynccache.runtime.operations import Operations
@@ -68,16 +68,19 @@ class Driver:
 
     def __init__(self, core: CacheCore, agreement: Agreement) -> None:
         self.core = core
+        self.agreement = agreement
+        self.turns = turns = agreement.turns
         self.lock = TreeLock()
-        self.ops = Operations()
-        self.line = Line()
-        self.prefetch_line = Line()
+        self.ops = Operations(turns)
+        self.line = Line(turns)
+        self.prefetch_line = Line(turns)
         self.posted = asyncio.Event()
         self.closed: CacheClosed | None = None
+        self.scheduler: asyncio.Task[Any] | None = None
         self.saving: set[int] = set()
-        self._agreement = agreement
         self._outcomes: list[Outcome] = []
         self._sinks: dict[type, Sink] = {}
+        self.at_step: Callable[[], Awaitable[None]] = _nothing
         self.on_failure: Callable[[BaseException], None] = self.close
 
     def __repr__(self) -> str:
@@ -88,7 +91,11 @@ class Driver:
         self._sinks[effect] = sink
 
     def post(self, outcome: Outcome) -> None:
-        """An operation's I/O has let go; the next one to take the lock applies it."""
+        """An operation's I/O has let go; the next one to take the lock applies it, or, with several ranks, the step in
+        which all have said so."""
+        if self.turns.lockstep:
+            self.agreement.report((outcome,))
+            return
         self._outcomes.append(outcome)
         self.posted.set()
 
@@ -102,7 +109,7 @@ class Driver:
             self.refuse()
         if self._outcomes:
             waiting, self._outcomes = self._outcomes, []
-            self.decide(self._agreement.report(waiting))
+            self.decide(self.agreement.report(waiting))
 
     def settled(self) -> bool:
         """Whether a call that does not await may go ahead now: nobody has the tree or waits for it, and every outcome
@@ -128,12 +135,46 @@ class Driver:
         self.perform(plan)
 
     async def step(self) -> None:
-        """Agree with the other ranks and apply what was decided. Cancelling it leaves the group unusable."""
-        decided = await self._agreement.step()
+        """Agree with the other ranks and apply what was decided; whoever waited for it goes on, in one order on all of
+        them. Cancelling it leaves the group unusable.
+
+        Raises:
+            RankFailure, RankDivergence: the cache is closed.
+        """
+        self.scheduler = asyncio.current_task()
+        try:
+            decided = await self.agreement.step()
+        except (RankFailure, RankDivergence) as error:
+            self.on_failure(error)
+            raise
         if decided:
             async with self.lock:
                 self.settle()
                 self.decide(decided)
+        await self.turns.run()
+        await self.at_step()
+
+    def stepping(self) -> bool:
+        """Whether this task is the one that steps: then waiting is stepping, and nobody else would."""
+        return self.turns.lockstep and asyncio.current_task() is self.scheduler
+
+    async def ended(self, ops: Sequence[int]) -> None:
+        """Return when one of ``ops`` has ended. Cancelling it stops the waiting and nothing else."""
+        if not self.stepping():
+            await self.ops.any(ops)
+            return
+        while ops and all(op in self.ops for op in ops):
+            await self.step()
+
+    async def all_ended(self, ops: Sequence[int]) -> list[Status]:
+        """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops
+        the waiting and nothing else."""
+        if not self.stepping():
+            return await self.ops.all(ops)
+        waiters = [waiter for op in ops if (waiter := self.ops.watch((op,))) is not None]
+        while not all(waiter.done() for waiter in waiters):
+            await self.step()
+        return [waiter.result() for waiter in waiters]
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect to its stage and wake who waits for what ended or was freed.
@@ -156,7 +197,7 @@ class Driver:
             if sink is not None:
                 sink(effect)
             return
-        self.ops.open(effect.op)
+        self.begin(effect.op)
         if isinstance(effect, (BackupHost, BackupStorage)):
             self.saving.add(effect.op)
         if not isinstance(effect, Retire):
@@ -165,6 +206,11 @@ class Driver:
             self.post(Outcome(effect.op, Status.DONE))
         else:
             retiring.append(effect.op)
+
+    def begin(self, op: int) -> None:
+        """An operation has entered the ledger."""
+        self.ops.open(op)
+        self.agreement.opened(op)
 
     async def slices(self, call: Callable[[], T | More]) -> tuple[T, asyncio.CancelledError | None]:
         """Under the lock: ``call`` until it answers, with a turn of the loop between slices.
@@ -213,9 +259,12 @@ class Driver:
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
 
-    def closed_error(self) -> CacheClosed:
-        """A new ``CacheClosed`` for one waiter, from the error that closed the cache."""
+    def closed_error(self) -> AsyncCacheError:
+        """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if ranks failed."""
         assert self.closed is not None
+        cause = self.closed.__cause__
+        if isinstance(cause, (RankFailure, RankDivergence)):
+            return type(cause)(*cause.args)
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
         return error
@@ -223,3 +272,7 @@ class Driver:
     def refuse(self) -> NoReturn:
         """Raise why the cache is closed."""
         raise self.closed_error()
+
+
+async def _nothing() -> None:
+    pass

@@ -108,7 +108,7 @@ class Entry:
             self.handle.take()
         self._granted = False
         self._line = machine.driver.line
-        self._ticket = self._line.ticket()
+        self.ticket = self._line.ticket()
         self._place: Place | None = None
         self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
 
@@ -176,7 +176,7 @@ class Entry:
 
     async def _turn(self, granted: Granted) -> Turn:
         """Under the lock."""
-        if self._line.must_wait(self._ticket):
+        if self._line.must_wait(self.ticket):
             return Turn.NOT_YET
         if self.handle is not None and not self.handle.done():
             return await self._probe(self.handle)
@@ -222,14 +222,19 @@ class Entry:
         """
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
-        if turn is Turn.NOT_YET and self._machine.idle() and not self._line.must_wait(self._ticket):
+        if turn is Turn.NOT_YET and self._machine.idle() and not self._line.must_wait(self.ticket):
             raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
         if self._machine.holds(asyncio.current_task()):
             raise RuntimeError("this task holds a lease and would wait for another: release it first")
+        self._join()
+        if turn is Turn.NOT_YET:
+            assert self._place is not None
+            self._line.sleep(self._place)
+
+    def _join(self) -> None:
+        """Stand in line."""
         if self._place is None:
-            self._place = self._line.join(self._ticket)
+            self._place = self._line.join(self.ticket)
             if self.arrival is None:
                 match = self._machine.core.match(self._ask.space, self._ask.key)
                 self.arrival = Held(match.device, match.host)
-        if turn is Turn.NOT_YET:
-            self._line.sleep(self._place)

@@ -22,7 +22,7 @@ class Kept:
         self.tokens = lease.cached if lease is not None else 0
         self._keeper = keeper
         self._lease = lease
-        self._timer = asyncio.get_running_loop().call_later(ttl, self.release) if lease is not None else None
+        self._timer = keeper.call_later(ttl, self.release) if lease is not None else None
 
     def __repr__(self) -> str:
         return f"Kept({self.tokens} tokens, {'pinned' if self._lease else 'released'})"
@@ -43,6 +43,7 @@ class Keeper:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.check_thread = machine.check_thread
+        self.call_later = machine.driver.turns.call_later
         self._kept: set[Kept] = set()
         self._size = machine.config.page_size
         self._cap = int(machine.config.pools()[0].device_pages * machine.config.kept_fraction) * self._size

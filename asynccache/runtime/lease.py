@@ -30,6 +30,7 @@ from asynccache.runtime.handoff import hand_over
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.tokens import Tokens, as_key
+from asynccache.runtime.waiting import WaitingEntry
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event, Stream
@@ -63,7 +64,10 @@ NEW, ENTERING, HELD, RELEASED = LeaseState
 class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
-    __slots__ = ("_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_terms")
+    __slots__ = (
+        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_terms",
+        "_waiting",
+    )  # fmt: skip
 
     def __init__(self, machine: Machine, terms: Terms) -> None:
         self._machine = machine
@@ -75,6 +79,18 @@ class Lease:
         self._handle: PrefetchHandle | None = None
         self._arrival: Held | None = None
         self._publishing: Publishing | None = None
+        self._waiting: WaitingEntry | None = None
+        if machine.lockstep is not None and terms.wait:
+            self._stand_in_line()
+
+    def _stand_in_line(self) -> None:
+        """Several ranks: the call that makes the lease is the one that all of them make."""
+        machine = self._machine
+        machine.check_open()
+        self._ask = ask_for(machine, self._terms)
+        self._resets = machine.resets
+        self._state = ENTERING
+        self._waiting = WaitingEntry(machine, self._ask, self._terms, self._granted)
 
     def __repr__(self) -> str:
         if self._state is not HELD:
@@ -94,8 +110,11 @@ class Lease:
             TimeoutError: ``timeout`` seconds went by in line.
             ConfigError: the tokens are unusable.
             CacheClosed: the cache is closed.
-            RuntimeError: it would have to wait, and this task holds a lease already.
+            RuntimeError: it would have to wait, and this task holds a lease already, or is the one that steps.
+            RankFailure, RankDivergence: so ended the cache.
         """
+        if self._waiting is not None:
+            return await self._granted_in_step(self._waiting)
         machine, terms = self._machine, self._terms
         machine.check_open()
         if self._state is not NEW:
@@ -113,6 +132,14 @@ class Lease:
             raise
         return self
 
+    async def _granted_in_step(self, entry: WaitingEntry) -> Lease:
+        if self._machine.driver.stepping() and not entry.over:
+            raise RuntimeError("the task that steps would wait for itself: lease(wait=False), or enter it in another")
+        await entry.entered
+        self._handle, self._arrival = entry.handle, entry.arrival
+        self._machine.lookups.count(self._core, self._ask, self.hits, self._handle)
+        return self
+
     async def _enter(self, entry: Entry) -> None:
         await entry.run(self._granted)
         self._handle, self._arrival = entry.handle, entry.arrival
@@ -120,8 +147,16 @@ class Lease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release. There is nothing to await in it, so nothing can cancel it."""
-        self.release()
+        """Release. There is nothing to await in it, so nothing can cancel it.
+
+        Several ranks: only in the task that steps. Another one may leave at any moment, or be cancelled, on this rank
+        alone: the lease stays until all ranks ``release`` or ``abort`` it.
+        """
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._machine.lockstep is None or self._machine.driver.stepping():
+            self.release()
 
     def _granted(self, grant: Grant) -> None:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
@@ -146,6 +181,15 @@ class Lease:
             machine.driver.perform(machine.core.release(self._core, ended=ended))
         else:
             self._commits().release(after, ended)
+
+    def abort(self) -> None:
+        """Give up: out of the line, or ``release``. Idempotent, synchronous. With several ranks, every rank calls it
+        for the same request between the same steps; whoever waits to enter is cancelled."""
+        self._machine.check_thread()
+        if self._waiting is not None:
+            self._waiting.abort()
+        self.release()
+        self._state = RELEASED
 
     def _held(self) -> CoreLease:
         if self._state is not HELD:
@@ -219,7 +263,7 @@ class Lease:
         self._machine.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._machine.driver.ops.any((op,))
+            await self._machine.driver.ended((op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
@@ -287,7 +331,7 @@ class Lease:
                 return self.pages
             if not (wait and answer.ops):
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await machine.driver.ops.any(answer.ops)
+            await machine.driver.ended(answer.ops)
 
     def advance(self, position: int, after: Event | None = None) -> None:
         """The request decodes at ``position``: pages and pins that the window has left behind go back.

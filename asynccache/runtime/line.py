@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections.abc import Callable
+from math import inf
+
+from asynccache.ranks.turns import Turns
 
 
 class Place:
@@ -29,9 +32,10 @@ class Place:
 
 
 class Line:
-    """Places in order of their tickets."""
+    """Places in order of their tickets. ``turns`` deals out what a wake-up is worth."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._places: list[Place] = []
         self._tickets = 0
 
@@ -70,19 +74,23 @@ class Line:
         """From now on a wake-up reaches ``place``. Called with no await since the attempt that failed."""
         place.signal = asyncio.get_running_loop().create_future()
 
-    async def woken(self, place: Place) -> None:
-        """Return when ``place`` was woken after ``sleep``. Cancelling stops the waiting; the place stays taken."""
+    async def woken(self, place: Place, until: float = inf) -> None:
+        """Return when ``place`` was woken after ``sleep``. Cancelling stops the waiting; the place stays taken.
+
+        Raises:
+            TimeoutError: ``until`` (see ``Turns.patience``) came first.
+        """
         signal = place.signal
         if signal is not None:
             try:
-                await signal
+                await self._turns.sleep(signal, until)
             finally:
                 place.signal = None
 
     def wake(self) -> None:
         """Something was given back: the head tries again."""
-        if self._places:
-            _set(self._places[0])
+        if self._places and (signal := self._places[0].signal) is not None:
+            self._turns.wake(signal)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The cache is closed: everybody who sleeps here gets an ``error()`` of its own."""
@@ -91,7 +99,3 @@ class Line:
             if signal is not None and not signal.done():
                 signal.set_exception(error())
 
-
-def _set(place: Place) -> None:
-    if place.signal is not None and not place.signal.done():
-        place.signal.set_result(None)

@@ -10,28 +10,30 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from asynccache.config import CacheConfig
+from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
-from asynccache.errors import CacheClosed
+from asynccache.errors import AsyncCacheError, CacheClosed
 from asynccache.events import Notice
 from asynccache.memory.mover import Mover
-from asynccache.ranks import Agreement
+from asynccache.ranks import Agreement, Ranks
 from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
+from asynccache.runtime.lockstep import Lockstep
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.recorded import recorded
 from asynccache.runtime.stages.backup_host import BackupHostStage
 from asynccache.runtime.stages.backup_storage import WORKERS, BackupStorageStage
 from asynccache.runtime.stages.events import EventStage
@@ -46,6 +48,20 @@ from asynccache.storage import CheckedStore
 Task = asyncio.Task[object]
 OnEvent = Callable[[Notice], None]
 
+class Waiting(Protocol):
+    """A lease that waits, where ranks grant it in a step. ``over``: it does not wait any more."""
+
+    over: bool
+
+    async def attempt(self) -> bool:
+        """Whether the next one may try."""
+        ...
+
+    def fail(self, error: AsyncCacheError) -> None:
+        """The cache is closed."""
+        ...
+
+
 CHECKPOINTS = 2
 REMEMBERED = 1 << 14
 
@@ -54,22 +70,26 @@ class Machine:
     """Built when a cache opens; ``start`` makes its tasks, ``stop`` ends them."""
 
     def __init__(
-        self, config: CacheConfig, mover: Mover, store: CheckedStore | None, agreement: Agreement,
-        on_event: OnEvent | None,
+        self, config: CacheConfig, pools: Sequence[PoolSpec], mover: Mover, store: CheckedStore | None,
+        ranks: Ranks | None, agreement: Agreement, on_event: OnEvent | None,
     ) -> None:  # fmt: skip
         self.config = config
         self.mover = mover
         self.store = store
         self.loop = asyncio.get_running_loop()
-        self.core = CacheCore(replace(
-            config.core(), storage=store is not None, publish=on_event is not None, remember=REMEMBERED,
-        ))  # fmt: skip
+        settings = replace(
+            config.core(), storage=store is not None, publish=on_event is not None, remember=REMEMBERED
+        )
+        self.lockstep = _lockstep(ranks, pools)
+        self.core = CacheCore(settings) if self.lockstep is None else recorded(settings, self.lockstep.record)
         self.lookups = Lookups(self.core)
-        self.driver = Driver(self.core, agreement)
+        self.driver = Driver(self.core, self.lockstep or agreement)
+        self.driver.at_step = self.serve_line
         self.supervisor = Supervisor(self.close)
         self.driver.on_failure = self.supervisor.fail
         self.claims = Claims(self.driver)
-        self.pools = PoolMap(config.pools(), config.page_size, mover.host_pools)
+        self.pools = PoolMap(pools, config.page_size, mover.host_pools)
+        self.waiting: dict[int, Waiting] = {}
         self.readiness = Readiness()
         self.commits = 0
         self.resets = 0
@@ -110,7 +130,7 @@ class Machine:
         self.clearing = Clearing(self.backup_storage.put, self.driver.post)
         self.driver.route(BackupStorage, self.clearing.put)
         self.prefetching = PrefetchStage(
-            self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock
+            self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock, self.late
         )
 
     # tasks
@@ -119,8 +139,9 @@ class Machine:
         """Make the workers. Cancelling it leaves none behind."""
         await self.supervisor.start()
         freezer = Freezer(lambda: self.commits) if self.config.freeze_gc else None
+        acks = run_acks(self.driver, freezer) if self.lockstep is None else self.lockstep.read_reports()
         workers: list[tuple[str, Coroutine[Any, Any, None]]] = [
-            ("acks", run_acks(self.driver, freezer)),
+            ("acks", acks),
             ("backup-host", self.backup_host.run()),
             ("load-back", self.load_back.run()),
         ]
@@ -135,10 +156,17 @@ class Machine:
         """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
         if self.driver.closed is None:
             self.driver.close(cause)
+            self.fail_waiting(self.driver.closed_error)
             if self.announcing is not None:
                 self.announcing.stop()
             if self.prefetching is not None:
                 self.prefetching.fail(self.driver.closed_error)
+
+    def fail_waiting(self, error: Callable[[], AsyncCacheError]) -> None:
+        """Every request in line gets an ``error()`` of its own."""
+        self.driver.line.fail(error)
+        for waiting in self.waiting.values():
+            waiting.fail(error())
 
     # guards
 
@@ -165,6 +193,15 @@ class Machine:
         """Whether nothing is under way that could ever give anything back."""
         return not self.holders and not len(self.driver.ops)
 
+    async def serve_line(self) -> None:
+        """Several ranks, in each step: whoever waits for a lease tries, first come, first served."""
+        for ticket in sorted(self.waiting):
+            waiting = self.waiting[ticket]
+            if not await waiting.attempt():
+                return
+            if waiting.over:
+                del self.waiting[ticket]
+
     # namespaces
 
     def space(self, extra_key: str | bytes | None) -> bytes:
@@ -187,7 +224,7 @@ class Machine:
         match = self.core.match(space, key)
         handle = PrefetchHandle(
             space, key, Chain(space, self.config.page_size), Held(match.device, match.host), self.loop.time(),
-            self.driver.prefetch_line.ticket(), self.check_thread, self.claims,
+            self.driver.prefetch_line.ticket(), self.check_thread, self.claims, self.driver.turns.wake,
         )  # fmt: skip
         whole = len(key) // TOKEN_BYTES // self.config.page_size * self.config.page_size
         if self.prefetching is None:
@@ -207,12 +244,15 @@ class Machine:
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
+    def late(self, handle: PrefetchHandle) -> bool:
+        """Whether ``handle`` has had the time that the policy gives it."""
+        return self.config.prefetch_policy is PrefetchPolicy.TIMEOUT and self.loop.time() >= self.deadline(handle)
+
     def may_stop(self, handle: PrefetchHandle) -> bool:
         """Whether the policy lets a lease stop ``handle`` now."""
-        policy = self.config.prefetch_policy
-        if policy is PrefetchPolicy.TIMEOUT:
-            return self.loop.time() >= self.deadline(handle)
-        return policy is PrefetchPolicy.BEST_EFFORT
+        if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
+            return self.lockstep is None and self.late(handle)  # several ranks stop it where they agree on the time
+        return self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT
 
     # looking at it
 
@@ -239,3 +279,12 @@ class Machine:
     def stage_stats(self) -> dict[str, StageStats]:
         """What each transfer stage did so far."""
         return {name: meter.read() for name, meter in self.meters().items()}
+
+
+def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:
+    if ranks is None:
+        return None
+    here = {spec.name for spec in pools if spec.bytes_per_page}
+    return Lockstep(
+        ranks.links, [spec.name for spec in pools], here, clocked=not ranks.place.pp, credit=ranks.ahead
+    )

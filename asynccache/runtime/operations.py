@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from asynccache.core.plan import Status
+from asynccache.ranks.turns import Turns
 
 Waiter = asyncio.Future[Status]
 
@@ -17,7 +18,8 @@ Waiter = asyncio.Future[Status]
 class Operations:
     """The operations in flight, and the futures of those who wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
         self._live: dict[int, list[Waiter]] = {}
 
     def __repr__(self) -> str:
@@ -39,8 +41,7 @@ class Operations:
     def end(self, op: int, status: Status) -> None:
         """``op`` has left the ledger: wake everybody who waits for it."""
         for waiter in self._live.pop(op, ()):
-            if not waiter.done():
-                waiter.set_result(status)
+            self._turns.wake(waiter, status)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The cache is closed: every waiter gets an ``error()`` of its own, and nothing is in flight any more."""
@@ -76,6 +77,8 @@ class Operations:
         if waiter is None:
             return None
         try:
+            if self._turns.playing():
+                return await self._turns.sleep(waiter)
             return await waiter
         finally:
             self.unwatch(ops, waiter)

@@ -33,8 +33,9 @@ class HostPages(Protocol):
 class PoolMap:
     """The pools with bytes, by component index.
 
-    ``written``: what this rank stores, in two steps: the auxiliary components with what derives from them and what
-    follows FULL, in the order of the configuration; then FULL.
+    ``of``: by component; ``all_of``: with those that have bytes on other ranks only. ``sidecars``: whether the model
+    has pools that derive from FULL. ``written``: what this rank stores, in two steps: the auxiliary components with
+    what derives from them and what follows FULL, in the order of the configuration; then FULL.
     """
 
     def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
@@ -44,7 +45,9 @@ class PoolMap:
         own = tuple(spec for spec in self.of[FULL] if spec.indices_from is None)
         self.lead = own or self.of[FULL]
         self.follow = tuple(spec for spec in self.of[FULL] if spec not in self.lead)
+        self.sidecars = any(spec.component == FULL and spec.indices_from is not None for spec in specs)
         self.written = (_to_write({**self.of, FULL: self.follow}), _to_write({FULL: self.lead}))
+        self.all_of = {c: tuple(spec for spec in specs if spec.component == c) for c in self.components}
         self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
         self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
         self._host = host

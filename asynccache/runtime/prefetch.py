@@ -82,7 +82,7 @@ class PrefetchHandle:
 
     def __init__(
         self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
-        check: Callable[[], None], claims: Claiming,
+        check: Callable[[], None], claims: Claiming, wake: Callable[[asyncio.Future[Any]], None],
     ) -> None:
         self.space = space
         self.key = key
@@ -99,6 +99,7 @@ class PrefetchHandle:
         self.fetch: Shared | None = None
         self._check = check
         self._claims = claims
+        self._wake = wake
         self._leases = 0
         self._waiters: list[asyncio.Future[PrefetchResult]] = []
 
@@ -138,8 +139,8 @@ class PrefetchHandle:
         if wish <= self.wish or self.result is not None:
             return
         self.wish = wish
-        if self.asleep is not None and not self.asleep.done():
-            self.asleep.set_result(None)
+        if self.asleep is not None:
+            self._wake(self.asleep)
         if self.fetch is not None:
             self.fetch.told(self)
 

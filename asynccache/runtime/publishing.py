@@ -67,7 +67,7 @@ class Publishing:
         hashes = await self._hashes(key) if self._machine.hashing else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await self._machine.driver.ops.any(answer.ops)
+            await self._machine.driver.ended(answer.ops)
 
     async def _try(
         self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None

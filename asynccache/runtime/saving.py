@@ -33,7 +33,7 @@ async def drain(machine: Machine) -> Unsaved:
         await driver.transact(machine.core.drain)
         if not driver.saving:
             break
-        statuses = await driver.ops.all(tuple(driver.saving))
+        statuses = await driver.all_ended(tuple(driver.saving))
         failures = 0 if Status.DONE in statuses else failures + 1
     return await unsaved(machine)
 
@@ -66,7 +66,7 @@ async def forget(machine: Machine, space: bytes) -> None:
     stored = await _survey(machine, space, Survey.hashes) if machine.store is not None else []
     await machine.driver.transact(lambda: machine.core.invalidate(space))
     if machine.store is not None:
-        await machine.driver.ops.all(tuple(machine.driver.saving))
+        await machine.driver.all_ended(tuple(machine.driver.saving))
         await _delete(machine, stored)
 
 
@@ -96,7 +96,7 @@ async def _clear(machine: Machine, clearing: Clearing) -> None:
 
     await machine.driver.transact(invalidate)
     under_way = machine.driver.saving - clearing.held
-    await machine.driver.ops.all((*under_way, *machine.prefetching.operations()))
+    await machine.driver.all_ended((*under_way, *machine.prefetching.operations()))
     await machine.store.clear()
 
 

@@ -152,7 +152,7 @@ def test_leaving_a_lease_contains_no_await() -> None:
 
 
 class _Nothing:
-    def release(self) -> None: ...
+    def _leave(self) -> None: ...
 
 
 @pytest.mark.asyncio

@@ -17,10 +17,11 @@ from asynccache.runtime.acks import FREEZE_EVERY, Freezer
 from tests.runtime.runtime_kit import PAGE, machine, opened, serve, settings, text, until
 
 
-class AtStep:
+class AtStep(SingleRank):
     """An agreement that, as with several ranks, decides only when everybody steps."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.reports: list[Outcome] = []
 
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:

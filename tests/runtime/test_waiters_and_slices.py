@@ -26,7 +26,7 @@ from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, set
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
     claims = Claims(Driver(CacheCore(settings().core()), SingleRank()))
-    handle = PrefetchHandle(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims)
+    handle = PrefetchHandle(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims, lambda waiter: None)
 
     async def wait() -> PrefetchResult:
         return await handle

@@ -3,8 +3,9 @@
 ask what is there -> FULL pages in batches -> the final end -> FULL's sidecars -> auxiliary components with theirs, by
 the end that all before left -> commit, or revoke.
 
-Law: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
-shorter end at which every pool has what it needs. Nothing is given back before its I/O has let go.
+Laws: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
+shorter end at which every pool has what it needs, on every rank. Nothing is given back before its I/O has let go.
+Between ``_begin`` and ``meet`` lies what this rank does for itself; the core is called in turns alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from asynccache.config import PoolSpec
 from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
+from asynccache.ranks import Phase
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
@@ -42,11 +44,12 @@ class Fetch:
     """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
 
     def __init__(
-        self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int
-    ) -> None:
+        self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int,
+        late: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
-        self.sharers: set[PrefetchHandle] = set()
+        self.sharers: dict[PrefetchHandle, None] = {}
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
         self.end = 0
@@ -60,18 +63,19 @@ class Fetch:
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
+        self._late = late
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
 
     def join(self, handle: PrefetchHandle) -> None:
         """Serve ``handle`` too."""
-        self.sharers.add(handle)
+        self.sharers[handle] = None
         handle.fetch = self
 
     def leave(self, handle: PrefetchHandle) -> None:
         """``handle`` has what it wants, or wants nothing any more."""
-        self.sharers.discard(handle)
+        self.sharers.pop(handle, None)
         handle.fetch = None
         if not self.sharers:
             self.wish = Wish.CANCEL
@@ -88,35 +92,65 @@ class Fetch:
     async def run(self, chain: Chain, key: bytes) -> None:
         """Fetch and commit, or revoke. Cancelling it revokes after the I/O in flight has let go."""
         try:
-            self._hashes = await chain.extend(key)
-            end = await self._transfer()
+            end = await self._transfer(chain, key)
             if self._worth(end) and self._wanted():
                 await self._commit(end)
         finally:
             if self._open:
                 self._close(self._driver.core.prefetch_revoke(self.op))
 
-    async def _transfer(self) -> int:
+    async def _transfer(self, chain: Chain, key: bytes) -> int:
         """Bring every page that a match of the returned length needs; 0 if there is none worth having."""
-        limit = await self._ask()
-        end = self._usable(limit)
+        phase = self._begin()
+        self._hashes = await chain.extend(key)
+        await self._ask()
+        end = await self._agree(phase, self.shape.length)
         if not self._worth(end) or not self._wanted():
             return 0
-        end = self._usable(await self._fetch_full(end))
-        if self._worth(end) and self._wanted():
-            end = self._usable(await self._fetch_sidecars(end))
+        end = await self._usable(await self._fetch_full(end))
+        if self._pools.sidecars and self._worth(end) and self._wanted():
+            end = await self._usable(await self._fetch_sidecars(end))
         while self._worth(end) and self._wanted():
             taken = await self._take_aux(end)
             if taken.aux is None:
-                end = self._usable(end - self.shape.page_size)
-            elif await self._fetch_aux(end, taken.aux):
+                end = await self._usable(end - self.shape.page_size)
+            elif not taken.aux or await self._fetch_aux(end, taken.aux):
                 return end
             else:
-                end = self._usable(end)
+                end = await self._usable(end)
         return 0
 
-    def _usable(self, limit: int) -> int:
-        return usable_end(self.shape, self._pools.named(), cast(Mapping[str, bytes], self._present), limit)
+    # agreeing
+
+    def _begin(self) -> Phase:
+        """A phase begins, and the turn is over."""
+        phase = self._driver.agreement.phase(self._late, self._stop)
+        self._driver.turns.away()
+        return phase
+
+    def _stop(self) -> None:
+        self.wish = max(self.wish, Wish.STOP)
+
+    async def _usable(self, limit: int) -> int:
+        """The longest end up to ``limit`` (tokens) at which every pool has what it needs."""
+        return await self._agree(self._begin(), limit)
+
+    async def _agree(self, phase: Phase, limit: int) -> int:
+        """``_usable``. Where an end that suits one pool need not suit another, or another rank, ends are asked for
+        again until all say the same."""
+        size = self.shape.page_size
+        while True:
+            agreed = await phase.meet({name: end // size for name, end in self._ends(limit)})
+            end = min((pages * size for pages in agreed.values()), default=limit)
+            if end == limit or len(self._pools.components) == 1 or not self._worth(end):
+                return end
+            phase, limit = self._begin(), end
+
+    def _ends(self, limit: int) -> Iterator[tuple[str, int]]:
+        """For each pool the longest end that suits it."""
+        present = cast(Mapping[str, bytes], self._present)
+        for pool in self._pools.named():
+            yield pool[0], usable_end(self.shape, [pool], present, limit)
 
     def _wanted(self) -> bool:
         return self.wish is not Wish.CANCEL
@@ -126,8 +160,8 @@ class Fetch:
 
     # asking
 
-    async def _ask(self) -> int:
-        """Fill the presence map; return how far FULL reaches."""
+    async def _ask(self) -> None:
+        """Fill the presence map, as far as FULL reaches."""
         first, last = self._pages_of(self.shape.anchor), self._pages_of(self.shape.length)
         full_end = first
         while full_end < last and self.wish is Wish.RUN:
@@ -143,7 +177,6 @@ class Fetch:
             for spec in self._pools.of[component]:
                 for at in range(start, full_end, BATCH_PAGES):
                     await self._ask_pool(spec, at, min(full_end, at + BATCH_PAGES))
-        return full_end * self.shape.page_size
 
     def _first_needed(self, component: int) -> int:
         """The first page that any end could need: windows only move on."""
@@ -176,17 +209,18 @@ class Fetch:
     # fetching
 
     async def _fetch_full(self, end: int) -> int:
-        """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got."""
+        """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got. One rank takes slots batch by
+        batch, as it goes; several take them all when they have agreed."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
-        batch = _batch(self._pools.lead)
+        some = last if self._driver.turns.lockstep else _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
-            wanted = min(batch, last - page)
+            wanted = min(some, last - page)
             slots = await self._take_full(wanted, last - page - wanted)
             self._slots += slots
             held = page + len(slots) // SLOT_BYTES
             if held < page + wanted:
                 self.cut = Cut.ROOM
-            reached = await self._get_run(self._pools.lead, range(page, held))
+            reached = await self._read(self._pools.lead, page, held)
             if reached < page + wanted:
                 return reached * self.shape.page_size
             page = reached
@@ -195,15 +229,19 @@ class Fetch:
     async def _fetch_sidecars(self, end: int) -> int:
         """Read what follows FULL, whose pages up to ``end`` are here; how far it got. A stop that comes meanwhile ends
         it; one that came before has set ``end`` already."""
-        page, last, wish = self._pages_of(self.shape.anchor), self._pages_of(end), self.wish
-        batch = _batch(self._pools.follow)
-        while page < last and self.wish is wish:
+        page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
+        return await self._read(self._pools.follow, page, last) * self.shape.page_size
+
+    async def _read(self, specs: Sequence[PoolSpec], page: int, last: int) -> int:
+        """Read pages ``page`` to ``last`` of FULL in each of ``specs``; how far every rank got."""
+        phase, batch, wish = self._begin(), _batch(specs), self.wish
+        while specs and page < last and self.wish is wish:
             wanted = min(last, page + batch)
-            reached = await self._get_run(self._pools.follow, range(page, wanted))
-            if reached < wanted:
-                return reached * self.shape.page_size
-            page = reached
-        return page * self.shape.page_size
+            page = await self._get_run(specs, range(page, wanted))
+            if page < wanted:
+                break
+        agreed = await phase.meet({spec.name: page for spec in specs})
+        return min(agreed.values(), default=last)
 
     async def _get_run(self, specs: Sequence[PoolSpec], pages: range) -> int:
         """Read ``pages`` of FULL in each of ``specs``; the first page that one of them could not give, or their end."""
@@ -214,13 +252,16 @@ class Fetch:
         return stop
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
-        """Read the auxiliary pages that ``end`` needs; False, and the map knows which, if one is not to be had."""
-        failed: list[int] = []
+        """Read the auxiliary pages that ``end`` needs; False, and the maps know where, if one is not to be had."""
+        phase = self._begin()
+        got: dict[str, int] = {}
         for component, slots in aux.items():
             pages = needed_pages(self.shape, component, end)
             for spec in self._pools.of[component]:
-                failed += await self._get(spec, pages, slots)
-        return not failed
+                got[spec.name] = len(pages) - len(await self._get(spec, pages, slots))
+        agreed = await phase.meet(got)
+        needed = {spec.name: len(needed_pages(self.shape, c, end)) for c in aux for spec in self._pools.all_of[c]}
+        return all(count == needed[name] for name, count in agreed.items())
 
     async def _get(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> list[int]:
         """Read ``pages`` of one pool into ``slots``; the pages that failed."""

@@ -7,7 +7,6 @@ on their way joins them. Who waits there claims nothing. At the head of the line
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from math import inf
@@ -31,16 +30,18 @@ class PrefetchStage:
     """Runs handles. Mutable state: the handles and fetches that are under way."""
 
     def __init__(
-        self, driver: Driver, store: Store, pools: PoolMap, threshold: int, spawn: Spawn, clock: Callable[[], float]
-    ) -> None:
+        self, driver: Driver, store: Store, pools: PoolMap, threshold: int, spawn: Spawn, clock: Callable[[], float],
+        late: Callable[[PrefetchHandle], bool],
+    ) -> None:  # fmt: skip
         self._driver = driver
         self._store = store
         self._pools = pools
         self._threshold = threshold
         self._spawn = spawn
         self._clock = clock
+        self._late = late
         self._fetches: dict[int, Fetch] = {}
-        self.handles: set[PrefetchHandle] = set()
+        self.handles: dict[PrefetchHandle, None] = {}  # in order of their arrival: the same on every rank
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = Meter()
 
@@ -57,9 +58,9 @@ class PrefetchStage:
 
     def start(self, handle: PrefetchHandle) -> None:
         """Begin to serve ``handle``."""
-        self.handles.add(handle)
+        self.handles[handle] = None
         handle.began = self._clock()
-        if self._spawn(self._serve(handle), "asynccache-prefetch") is None:
+        if self._spawn(self._driver.turns.play(self._serve(handle)), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
     def skip(self, handle: PrefetchHandle, reason: str) -> None:
@@ -81,7 +82,7 @@ class PrefetchStage:
         self._finish(handle, status, reason)
 
     def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
-        self.handles.discard(handle)
+        self.handles.pop(handle, None)
         self.meter.took(self._clock() - handle.began)
         if status is PrefetchStatus.CANCELLED:
             handle.unclaim()
@@ -141,6 +142,7 @@ class PrefetchStage:
         line = self._driver.prefetch_line
         place: Place | None = None
         begin, until = Begin.NEXT, inf
+        turns = self._driver.turns
         try:
             while handle.wish is Wish.RUN:
                 async with self._driver.lock:
@@ -155,7 +157,7 @@ class PrefetchStage:
                     await self._asleep(handle, answer.ops)
                     continue
                 if line.is_head(place) and until == inf:
-                    until = asyncio.get_running_loop().time() + PATIENCE
+                    until = turns.patience(PATIENCE)
                 if not await self._in_line(handle, place, until if begin is Begin.NEXT else inf):
                     begin = Begin.NOW
             return None
@@ -171,8 +173,9 @@ class PrefetchStage:
         if isinstance(answer, Opened):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
-                self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold
-            )
+                self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold,
+                lambda: self._late(handle),
+            )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
         return answer
@@ -196,7 +199,7 @@ class PrefetchStage:
             return
         handle.asleep = waiter
         try:
-            await waiter
+            await self._driver.turns.sleep(waiter)
         finally:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
@@ -205,8 +208,7 @@ class PrefetchStage:
         """Return when it was woken, or the wish has changed; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
-            async with asyncio.timeout_at(until if until < inf else None):
-                await self._driver.prefetch_line.woken(place)
+            await self._driver.prefetch_line.woken(place, until)
         except TimeoutError:
             return False
         finally:

@@ -1,0 +1,156 @@
+"""Several ranks: what this one has in flight, what it reports of it, and what all of them decided.
+
+Law: a transfer enters by a lockstep call or a decision and leaves by a decision alone; its progress here is created
+with it, in the same turn, and is this rank's own. One operation of the core is one transfer; a prefetch is one for each
+of its phases, numbered as they begin. The order of numbers is the order of decisions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+from asynccache.core.plan import Outcome, Status
+from asynccache.ranks import NEUTRAL, Chain, Counts, Frames, Links, LockstepTurns, Phase, Progress, Steps, Turns
+from asynccache.ranks.progress import FINAL, PENDING
+
+
+class Transfer:
+    """One entry of the ledger. ``op``: the core's operation, 0 for a phase of a prefetch."""
+
+    __slots__ = ("op", "progress")
+
+    def __init__(self, op: int, progress: Progress) -> None:
+        self.op = op
+        self.progress = progress
+
+    def refresh(self) -> None:
+        """Look at the clock, if it has one."""
+
+    def hear(self, agreed: Progress) -> None:
+        """What all ranks have reached; not final."""
+
+
+class Lockstep:
+    """One rank's agreement. ``pools``: of the whole model in configured order; ``here``: those with bytes on this rank.
+    ``clocked``: whether this rank's clock counts (the first pipeline stage's does)."""
+
+    def __init__(
+        self, links: Links, pools: Sequence[str], here: Collection[str], *, clocked: bool, credit: int
+    ) -> None:
+        self.turns: Turns = LockstepTurns()
+        self.chain = Chain()
+        self.steps = Steps(self, links, Frames(len(pools)), credit=credit)
+        self.pools = tuple(pools)
+        self.clocked = clocked
+        self._start = Progress(PENDING, 1, tuple(0 if name in here else NEUTRAL for name in pools))
+        self._ledger: dict[int, Transfer] = {}
+        self._numbers: dict[int, int] = {}
+        self._next = 1
+        self._decided: list[Outcome] = []
+
+    def __repr__(self) -> str:
+        return f"Lockstep({len(self._ledger)} in flight, {self.steps!r})"
+
+    # the agreement
+
+    def opened(self, op: int) -> None:
+        """An operation has begun. The pages that it moves are counted by nobody: it is done everywhere or failed."""
+        self._numbers[op] = self._open(Transfer(op, self._start))
+
+    def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        """This rank's I/O of these operations has let go."""
+        for op, status in outcomes:
+            transfer = self._ledger[self._numbers[op]]
+            transfer.progress = transfer.progress._replace(status=int(status))
+        return ()
+
+    def phase(self, late: Callable[[], bool], stop: Callable[[], None]) -> Phase:
+        """Begin one."""
+        phase = LockstepPhase(self, self._start, late, stop)
+        self._open(phase)
+        return phase
+
+    async def step(self) -> Sequence[Outcome]:
+        """Every rank calls it once per scheduler iteration; see ``ranks.steps``."""
+        for transfer in self._ledger.values():
+            transfer.refresh()
+        await self.steps.step()
+        decided, self._decided = self._decided, []
+        return decided
+
+    async def read_reports(self) -> None:
+        """What the stage below sends, for as long as there is one."""
+        if self.steps.has_below:
+            await self.steps.read_reports()
+
+    def record(self, name: str, content: bytes) -> None:
+        """A lockstep call, or one in a turn, with its arguments and result."""
+        self.chain.add(self.steps.step_number, name, content)
+
+    def _open(self, transfer: Transfer) -> int:
+        number, self._next = self._next, self._next + 1
+        self._ledger[number] = transfer
+        return number
+
+    # the replica
+
+    def in_flight(self) -> Sequence[int]:
+        """Oldest first."""
+        return tuple(self._ledger)
+
+    def local(self, op: int) -> Progress:
+        """This rank's own."""
+        return self._ledger[op].progress
+
+    def decide(self, op: int, agreed: Progress) -> None:
+        """What all ranks have reached."""
+        transfer = self._ledger[op]
+        if agreed.status == PENDING:
+            transfer.hear(agreed)
+            return
+        del self._ledger[op]
+        self.chain.add(self.steps.step_number, f"decided {op}", repr(agreed).encode())
+        if transfer.op:
+            del self._numbers[transfer.op]
+            self._decided.append(Outcome(transfer.op, Status(agreed.status)))
+        else:
+            transfer.hear(agreed)
+
+
+class LockstepPhase(Transfer):
+    """A phase of a prefetch. ``go_on`` falls when this rank's clock says so, and counts if it is clocked."""
+
+    __slots__ = ("_late", "_lockstep", "_met", "_stop", "_stopped")
+
+    def __init__(
+        self, lockstep: Lockstep, progress: Progress, late: Callable[[], bool], stop: Callable[[], None]
+    ) -> None:
+        super().__init__(0, progress)
+        self._lockstep = lockstep
+        self._late = late
+        self._stop = stop
+        self._stopped = False
+        self._met: asyncio.Future[Progress] = asyncio.get_running_loop().create_future()
+
+    def refresh(self) -> None:
+        """Look at the clock."""
+        progress = self.progress
+        if progress.status == PENDING and progress.go_on and self._lockstep.clocked and self._late():
+            self.progress = progress._replace(go_on=0)
+
+    def hear(self, agreed: Progress) -> None:
+        """A clock said stop, or everybody has let go: whoever waits in ``meet`` earns a turn."""
+        if not agreed.go_on and not self._stopped:
+            self._stopped = True
+            self._stop()
+        if agreed.status != PENDING:
+            self._lockstep.turns.wake(self._met, agreed)
+
+    async def meet(self, counts: Counts) -> Counts:
+        """See ``ranks.Phase``."""
+        pools = self._lockstep.pools
+        mine = tuple(counts.get(name, start) for name, start in zip(pools, self.progress.counts, strict=True))
+        self.progress = Progress(FINAL, self.progress.go_on, mine)
+        agreed = await self._lockstep.turns.sleep(self._met)
+        return {name: count for name, count in zip(pools, agreed.counts, strict=True) if count != NEUTRAL}

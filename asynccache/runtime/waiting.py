@@ -1,0 +1,75 @@
+"""A lease that waits where several ranks must grant it at one step.
+
+Law: it joins the line in the call that makes the lease, which every rank makes; only ``Machine.serve_line``, in a step,
+tries to grant it; a task that awaits it, or is cancelled while it does, changes nothing. It leaves by its grant, by
+``CacheFull``, or by ``Lease.abort``, which every rank calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from asynccache.core.cache import Ask, Grant
+from asynccache.core.settings import PrefetchPolicy
+from asynccache.errors import AsyncCacheError, CacheFull, ConfigError
+from asynccache.runtime.entry import Entry, Granted, Terms, Turn
+
+if TYPE_CHECKING:
+    from asynccache.runtime.machine import Machine
+
+
+class WaitingEntry(Entry):
+    """``entered``: done when it is granted, or will not be. ``over``: it is."""
+
+    def __init__(self, machine: Machine, ask: Ask, terms: Terms, granted: Granted) -> None:
+        if terms.timeout is not None:
+            raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
+        machine.core.check_possible(ask)
+        super().__init__(machine, ask, terms)
+        self.over = False
+        self.entered: asyncio.Future[None] = machine.loop.create_future()
+        self._grant = granted
+        if self._own_handle and self.handle is not None and self.handle.done():
+            self.handle.claim()
+        machine.waiting[self.ticket] = self
+
+    async def attempt(self) -> bool:
+        """In a step: try. Whether the next one may try."""
+        policy = self._machine.config.prefetch_policy
+        if self.handle is not None and not self.handle.done() and policy is not PrefetchPolicy.BEST_EFFORT:
+            return True
+        async with self._machine.driver.lock:
+            turn = await self._turn(self._enter)
+            if turn is Turn.NOT_YET and self._machine.idle():
+                self._end(CacheFull("the pages cannot be had: nothing is in flight that could free them"))
+            elif turn is not Turn.GRANTED:
+                self._join()
+        return self.over
+
+    def abort(self) -> None:
+        """It is not to be granted any more."""
+        if not self.over:
+            del self._machine.waiting[self.ticket]
+            self.over = True
+            self.entered.cancel()
+            self._leave()
+
+    def fail(self, error: AsyncCacheError) -> None:
+        """The cache is closed."""
+        if not self.entered.done():
+            self.entered.set_exception(error)
+            self.entered.exception()  # whoever awaits it hears; nobody need
+
+    def _end(self, error: AsyncCacheError | None) -> None:
+        self.over = True
+        self._granted = error is None
+        self._leave()
+        if error is not None:
+            self.fail(error)
+        elif not self.entered.done():
+            self.entered.set_result(None)
+
+    def _enter(self, grant: Grant) -> None:
+        self._grant(grant)
+        self._end(None)
