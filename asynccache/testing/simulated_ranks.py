@@ -75,6 +75,11 @@ class SimulatedRanks:
         for wire in self._wires.values():
             wire.lost(rank)
 
+    def reconnect(self) -> None:
+        """New connections for everybody: another group begins."""
+        self._groups.clear()
+        self._wires.clear()
+
     def delay(self) -> float:
         """How long a message takes; now and then very long."""
         self.sent += 1

@@ -11,6 +11,7 @@ Between ``_begin`` and ``meet`` lies what this rank does for itself; the core is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asynccache.config import PoolSpec
@@ -45,7 +46,7 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int,
-        late: Callable[[], bool],
+        late: Callable[[PrefetchHandle], bool],
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -124,12 +125,17 @@ class Fetch:
 
     def _begin(self) -> Phase:
         """A phase begins, and the turn is over."""
-        phase = self._driver.agreement.phase(self._late, self._stop)
+        phase = self._driver.agreement.phase(self._first_is_late, self._stop_first)
         self._driver.turns.away()
         return phase
 
-    def _stop(self) -> None:
-        self.wish = max(self.wish, Wish.STOP)
+    def _first_is_late(self) -> bool:
+        """The first of those it serves has waited as long as the policy lets it."""
+        return any(self._late(sharer) for sharer in islice(self.sharers, 1))
+
+    def _stop_first(self) -> None:
+        for sharer in tuple(self.sharers)[:1]:
+            sharer.tell(Wish.STOP)
 
     async def _usable(self, limit: int) -> int:
         """The longest end up to ``limit`` (tokens) at which every pool has what it needs."""

@@ -174,7 +174,7 @@ class PrefetchStage:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold,
-                lambda: self._late(handle),
+                self._late,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch

@@ -1,0 +1,28 @@
+"""Whole caches on several ranks, in seeded worlds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from asynccache.ranks import Topology
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from tests.ranks.cache_world import CacheWorld, Report
+
+EVERY = [Topology(tp, cp, pp) for tp in (1, 2, 3, 4) for cp in (1, 2) for pp in range(1, 9)]
+SMALL = [topology for topology in EVERY if 1 < topology.ranks <= 4]
+
+
+def play(seed: int, topology: Topology) -> Report:
+    async def world(loop: SimulatedLoop) -> Report:
+        return await CacheWorld(loop, seed, topology).run()
+
+    return simulate(world, seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_hold_one_tree(seed: int) -> None:
+    report = play(seed, Random(f"{seed}/topology").choice(SMALL))
+    assert not report.errors
+    assert report.ends["served"] > 5
