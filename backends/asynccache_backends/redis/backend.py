@@ -87,11 +87,10 @@ class RedisBackend:
         """
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
-        job = Job([(get,) for get in self._names.commands(b"GET", names)], records, ahead)
+        job = Job(self._names.commands(b"GET", names), records, ahead)
         results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, Request(names, job))]
-        for record, result in zip(records, results, strict=True):
-            if result is HIT:
-                self._counts["get_bytes"] += HEADER_BYTES + record.payload.nbytes
+        got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
+        self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:

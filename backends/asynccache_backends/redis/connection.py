@@ -13,27 +13,28 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Record
 from asynccache_backends.redis.links import Link
-from asynccache_backends.redis.resp import Buffer, ProtocolError, Reader
+from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, command, joined
 
 TURN_BYTES = 1 << 20
 """Moved in one turn of the loop at most, in each direction: 0.2-0.5 ms."""
-MOST_BUFFERS = 64
+MOST_BUFFERS = 32
 
-_ASKING = (b"*1\r\n$6\r\nASKING\r\n",)
+ASKING = command(b"ASKING")
 
 
 class Job(NamedTuple):
-    """Commands, each a run of buffers, and for each the record that its reply is a page for, if it is.
+    """Commands, and for each the record that its reply is a page for, if it is.
 
     ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
     answer at once falls out of its caches, and holds it in memory."""
 
-    commands: Sequence[Sequence[Buffer]]
+    commands: Sequence[Command]
     sinks: Sequence[Record | None]
     ahead: int
 
@@ -43,13 +44,13 @@ class Job(NamedTuple):
 
     def asking(self) -> Job:
         """The same, with a word before each command that a server wants which has a slot only by half."""
-        commands = [each for command in self.commands for each in (_ASKING, command)]
+        commands = [each for command in self.commands for each in (ASKING, command)]
         return Job(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
 
 
 def plain(commands: Sequence[bytes]) -> Job:
     """Commands whose replies are no pages."""
-    return Job([(command,) for command in commands], [None] * len(commands), len(commands))
+    return Job(commands, [None] * len(commands), len(commands))
 
 
 class Connection:
@@ -128,8 +129,7 @@ class Connection:
         if self._next - replies > self._job.ahead // 2:
             return
         upto = min(len(commands), replies + self._job.ahead)
-        for i in range(self._next, upto):
-            self._out.extend(commands[i])
+        self._out.extend(joined(commands[self._next : upto]))
         self._next = max(self._next, upto)
 
     def _write(self) -> None:
@@ -147,14 +147,7 @@ class Connection:
         self._want_writing(bool(self._out))
 
     def _send(self) -> int:
-        batch: list[Buffer] = []
-        size = 0
-        for buffer in self._out:
-            batch.append(buffer)
-            size += len(buffer)
-            if size >= TURN_BYTES or len(batch) == MOST_BUFFERS:
-                break
-        sent = left = self._link.send(batch)
+        sent = left = self._link.send(list(islice(self._out, MOST_BUFFERS)))
         while left and left >= len(self._out[0]):
             left -= len(self._out.popleft())
         if left:
