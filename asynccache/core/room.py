@@ -78,10 +78,8 @@ class RoomMaker:
         if node is None:
             return False
         self._world.offer(node, place)
-        count = self._world.count
-        return all(
-            node.stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT
-        )
+        count, stored = self._world.count, self._world.stored(node)
+        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
@@ -104,7 +102,8 @@ class RoomMaker:
     def _is_stored(self, node: Node, place: int) -> bool:
         """Whether storage has all that would leave the device with this cell."""
         first = 0 if self._world.is_candidate(node, 0) else place
-        return all(node.stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
+        stored = self._world.stored(node)
+        return all(stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
 
     def host_is_busy(self) -> bool:
         """Whether anything is in flight that will give host pages back, or let go of some."""
@@ -169,6 +168,6 @@ class RoomMaker:
             world.counters.evicted_host += pages
             return
         world.counters.evicted_device += pages
-        saved = node.state[world.count + component] != ABSENT or node.stored >> component & 1
+        saved = node.state[world.count + component] != ABSENT or world.stored(node) >> component & 1
         if world.has_host and not saved and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages
