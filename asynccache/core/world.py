@@ -25,7 +25,7 @@ from asynccache.core.tree import Node, Root, cut, unlink
 
 EARLY = 0
 LATE = 1
-NOWHERE = 1 | ~_MASK << 60
+NOWHERE = 1 << 60
 
 # ``Node.stored``: so many bits for components, and above them an era.
 _BITS = len(ComponentKind)
@@ -393,7 +393,7 @@ class World:
     def split(self, node: Node, pages: int) -> Node:
         """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases."""
         prefix = cut(node, pages, self.page_bytes)
-        prefix.stored &= (1 << self.dividing) - 1  # what does not divide is stored for the suffix's end
+        prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide is stored for the suffix's end
         self.counters.nodes += 1
         self.counters.splits += 1
         self.ledger.divide(prefix, node, self.dividing)
