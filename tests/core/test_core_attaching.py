@@ -151,8 +151,8 @@ def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
     run.flush()
     assert run.unsaved() == (0, 0)
     run.insert("abz")
+    assert run.unsaved() == (1, 0)
     run.flush()
-    assert run.unsaved() == (0, 0)
     detach(run, Access.WRITE)
     assert run.unsaved() == (0, 8 + 1 + 1)
 
@@ -173,7 +173,7 @@ def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int)
         run.insert(text)
 
     fill(run, 1, disturb)
-    run.flush()
+    run.settle()
     assert [in_store(run, text) for text in texts] == [len(text) for text in texts]
 
 
