@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import ParamSpec, Self, TypeVar
 
-from asynccache.errors import ConfigError
+from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import (
     HEADER_BYTES,
     PageKey,
@@ -211,8 +211,10 @@ class MooncakeBackend:
         await self._greet()
         attempt = Attempt()
         parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
-        answers = await _answers([self._workers.call(call, attempt, part) for part in parts])
+        answers = await _answers([self._workers.call(call, attempt, part) for part in parts], attempt)
         codes = [code for answer in answers for code in answer]
+        if len(codes) != count:
+            raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")
         self._lost_master = meaning.lost_master(codes)
         self._counts["errors"] += sum(code in meaning.NOBODY_CODES for code in codes)
         return codes
@@ -232,7 +234,7 @@ class MooncakeBackend:
         return await self._ask(lambda attempt, part: call(attempt, names[part], records[part]), len(names))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return (await _answers([self._workers.call(function, *args, **kwargs)]))[0]
+        return (await _answers([self._workers.call(function, *args, **kwargs)], Attempt()))[0]
 
     async def _greet(self) -> None:
         """If a call has lost the master: go no further before it answers again."""
@@ -271,11 +273,16 @@ class MooncakeBackend:
 COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
 
 
-async def _answers(futures: Sequence[asyncio.Future[T]]) -> list[T]:
-    """What came of each. Cancelling it waits for all of them."""
+async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> list[T]:
+    """What came of each part of ``attempt``. Cancelling it waits for those that have begun."""
     try:
-        await settled(futures)
+        if futures:
+            await asyncio.wait(futures)
+    except asyncio.CancelledError:
+        attempt.given_up = True
+        raise
     finally:
+        await settled(futures)
         errors = [future.exception() for future in futures]  # looked at, all of them, whatever is raised
     for error in errors:
         if error is not None:

@@ -25,10 +25,11 @@ Move = Callable[[Any, Names, Buffers, Buffers], list[int]]
 
 
 class Attempt:
-    """What the parts of one call know of each other: one that reached nobody spares the rest the wait."""
+    """What the parts of one call know of each other. ``given_up``: one of them reached nobody, or nobody waits for them
+    any more; then those that have not begun are not made."""
 
     def __init__(self) -> None:
-        self.reached_nobody = False
+        self.given_up = False
 
 
 class Transfers:
@@ -106,12 +107,12 @@ class Transfers:
         self._stage = None
 
     def _tried(self, attempt: Attempt, count: int, call: Callable[[], list[int]]) -> list[int]:
-        if attempt.reached_nobody:
+        if attempt.given_up:
             return [NOT_TRIED] * count
         if self._coming:
             self._register()
         codes = call()
-        attempt.reached_nobody |= is_nobody(codes)
+        attempt.given_up |= is_nobody(codes)
         return codes
 
     def _called(self, name: str, *args: object) -> list[int]:
@@ -122,7 +123,7 @@ class Transfers:
     def _register(self) -> None:
         with self._lock:
             while self._coming:
-                region = self._coming.pop()
+                region = self._coming.pop(0)
                 if self._shared.regions.add(region):
                     self._regions.append(region)
                 else:
