@@ -86,13 +86,14 @@ class Connection:
         """
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
-        self._begin(job)
+        self._done = self._loop.create_future()
         self._watch = self._loop.call_later(self._stall, self._check, self._moved)
         try:
-            assert self._done is not None
+            self._begin(job)
             await self._done
             return self._reader.replies
         except BaseException:
+            self._done.cancel()
             self.close()
             raise
         finally:
@@ -111,7 +112,6 @@ class Connection:
             self._done.set_exception(why or Unavailable(f"{self._name}: closed"))
 
     def _begin(self, job: Job) -> None:
-        self._done = self._loop.create_future()
         self._job, self._next = job, 0
         self._reader.begin(job.sinks)
         self._feed()
@@ -162,53 +162,55 @@ class Connection:
         self._writing = wanted
 
     def _readable(self) -> None:
-        """Receive what is there, up to a turn's worth."""
-        received = 0
+        """Receive what is there, up to a turn's worth and not beyond the last reply."""
+        received, more = 0, True
         try:
-            while received < TURN_BYTES:
-                count = self._receive()
+            while more and received < TURN_BYTES:
+                count, more = self._receive()
                 received += count
-                if not count:
-                    break
         except BlockingIOError:
             pass
         except OSError as error:
             self._lost(error)
-            return
         except BackendError as error:
             self.close(error)
-            return
-        if self.closed:
-            return
-        self._moved += received
-        self._after_reading(received)
+        if not self.closed:
+            self._moved += received
+            self._after_reading()
 
-    def _receive(self) -> int:
-        """One read; 0: there is no more now."""
-        count = self._link.receive(self._reader.buffers())
+    def _receive(self) -> tuple[int, bool]:
+        """One read: how many bytes, and whether there may be more now."""
+        buffers = self._reader.buffers()
+        count = self._link.receive(buffers)
         if not count:
-            self._lost(None)
-            return 0
+            raise ConnectionResetError("closed by the server")
         if self._done is None:
             raise ProtocolError(f"{self._name}: a word that nobody asked for")
         self._reader.received(count)
-        return count
+        more = count == sum(map(len, buffers)) or self._link.pending()
+        return count, more and self._reader.missing > 0
 
-    def _after_reading(self, received: int) -> None:
+    def _after_reading(self) -> None:
         if self._done is not None and not self._reader.missing and not self._done.done():
-            self._done.set_result(None)
+            self._finish(self._done)
         elif self._next < len(self._job.commands):
             self._feed()
             self._write()
-        if received >= TURN_BYTES and self._link.pending():
+        if not self.closed and self._link.pending():
             self._loop.call_soon(self._readable_again)
+
+    def _finish(self, done: asyncio.Future[None]) -> None:
+        if self._out or self._next < len(self._job.commands):
+            self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
+        else:
+            done.set_result(None)
 
     def _readable_again(self) -> None:
         if not self.closed:
             self._readable()
 
-    def _lost(self, error: OSError | None) -> None:
-        self.close(Unavailable(f"{self._name}: connection lost: {error or 'closed by the server'}"))
+    def _lost(self, error: OSError) -> None:
+        self.close(Unavailable(f"{self._name}: connection lost: {error}"))
 
     def _check(self, moved: int) -> None:
         """Runs every ``stall`` seconds of a request."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import cast
 
 from asynccache.errors import Unavailable
@@ -23,6 +24,7 @@ class RawClient:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._idle: list[_Protocol] = []
+        self._stored: list[bytes] = []
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
         """SET each. Cancelling it loses a connection."""
@@ -31,6 +33,7 @@ class RawClient:
             out += (b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value.nbytes), value, b"\r\n")
         protocol = await self._take()
         await protocol.ask(out, [b"+OK\r\n" * len(keys)])
+        self._stored += keys
         self._idle.append(protocol)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
@@ -41,7 +44,11 @@ class RawClient:
         self._idle.append(protocol)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Remove what was put, as far as it is there still, and close the connections."""
+        words = [b"*2\r\n$3\r\nDEL\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._stored]
+        if words and self._idle:
+            with suppress(ValueError, Unavailable):    # some have left for want of room
+                await self._idle[-1].ask(words, [b":1\r\n" * len(words)])
         while self._idle:
             self._idle.pop().transport.abort()
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asynccache.errors import BackendError
+from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, Record, Result
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 SPARE_BYTES = 16 << 10
 LARGE_BYTES = 16 << 10
-"""Of pages from this size on, only so much is received beside their buffers as it takes to see where the next begins;
-smaller ones are received many at a time, and copied."""
 BESIDE_BYTES = 256
+"""Where pages are large, only so much is received beside their buffers: enough to see where the next begins, and little
+to copy. Smaller ones are received many at a time, and copied."""
 
 Buffer = bytes | memoryview
 
@@ -30,7 +30,7 @@ class Refusal(NamedTuple):
     text: str
 
 
-class ProtocolError(BackendError):
+class ProtocolError(Unavailable):
     """What came is no RESP: whoever is at the other end, it is no Redis."""
 
 
@@ -120,6 +120,8 @@ class Reader:
             raise ProtocolError("a reply that nobody asked for")
         self._sinks = sinks
         self.replies = []
+        large = bool(sinks) and sinks[0] is not None and len(sinks[0].payload) >= LARGE_BYTES
+        self._beside = BESIDE_BYTES if large else len(self._raw)
 
     def forget(self) -> None:
         """Keep no buffer of anybody's."""
@@ -127,8 +129,7 @@ class Reader:
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order."""
-        spare = self._spare[self._end :] if not self._targets else self._spare[: self._beside]
-        return [*self._targets, spare]
+        return [*self._targets, self._spare[self._end : self._end + self._beside]]
 
     def received(self, count: int) -> None:
         """``count`` bytes are in ``buffers()``.
@@ -186,7 +187,6 @@ class Reader:
 
     def _begin_body(self, targets: list[memoryview], value: Any) -> None:
         self._targets = targets
-        self._beside = len(self._raw) if len(targets[-1]) < LARGE_BYTES else BESIDE_BYTES
         self._value, self._state = value, BODY
 
     def _begin_array(self, count: int) -> None:

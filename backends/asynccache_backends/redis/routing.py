@@ -126,7 +126,9 @@ class Router:
                 return
             self._refreshed = asyncio.get_running_loop().time()
             try:
-                address, reply = await self._of_any([*self._nodes, *self._settings.seeds], _SLOTS)
+                known = sorted(self._nodes.values(), key=lambda node: not node.well)
+                addresses = [*(node.address for node in known), *self._settings.seeds]
+                address, reply = await self._of_any(addresses, _SLOTS)
             except BackendError:
                 return
             if isinstance(reply, list):
