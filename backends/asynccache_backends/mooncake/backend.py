@@ -59,7 +59,6 @@ class MooncakeBackend:
         self._workers = Workers(THREADS, "asynccache-mooncake")
         self._operations = Operations("the Mooncake store")
         self._counts: Counter[str] = Counter()
-        self._lost_master = False
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
@@ -215,7 +214,6 @@ class MooncakeBackend:
         codes = [code for answer in answers for code in answer]
         if len(codes) != count:
             raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")
-        self._lost_master = meaning.lost_master(codes)
         self._counts["errors"] += sum(code in meaning.NOBODY_CODES for code in codes)
         return codes
 
@@ -238,9 +236,9 @@ class MooncakeBackend:
 
     async def _greet(self) -> None:
         """If a call has lost the master: go no further before it answers again."""
-        if self._lost_master:
+        if self._transfers.lost_master:
             await greet(self._settings.client.master)
-            self._lost_master = False
+            self._transfers.lost_master = False
 
     async def _got(self, names: Sequence[str], records: Sequence[Record], codes: Sequence[int]) -> list[Result]:
         """What came of a get. Where a page has another length than its buffer the client just fails: look again."""

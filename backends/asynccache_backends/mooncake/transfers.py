@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from asynccache.storage import HEADER_BYTES, Record
-from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody
+from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody, lost_master
 from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
 from asynccache_backends.mooncake.shared import Shared
 
@@ -45,6 +45,7 @@ class Transfers:
         self._lock = Lock()
         self._stage: memoryview | None = None
         self._stage_lock = Lock()
+        self.lost_master = False                   # by the last call that came back, also one that nobody waits for
         self.staged = 0
         self.refused = 0
 
@@ -113,6 +114,7 @@ class Transfers:
             self._register()
         codes = call()
         attempt.given_up |= is_nobody(codes)
+        self.lost_master = lost_master(codes)
         return codes
 
     def _called(self, name: str, *args: object) -> list[int]:
