@@ -179,12 +179,17 @@ def _bench(arguments: list[str]) -> int:
     options = own.parse_args(arguments[1:])
     from asynccache.cli.output import check_writable, dump, write_page
 
-    path = options.json or "-"
-    check_writable(path)
+    table = getattr(module, "table", None)             # for a person, where JSON is not asked for
+    path = options.json or ("-" if table is None else None)
+    if path is not None:
+        check_writable(path)
     if options.report is not None:
         check_writable(options.report, "--report")
     figures = module.run(options)
-    dump(figures, path)
+    if table is not None and path != "-":
+        print(table(figures))
+    if path is not None:
+        dump(figures, path)
     if options.report is not None:
         write_page(figures, options.report)
     return 0
