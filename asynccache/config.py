@@ -148,6 +148,7 @@ class CacheConfig:
     eviction: str = "lru"
     prefetch_threshold: int = 256
     prefetch_quota: float = 0.5
+    backup_quota: float = 0.25
     prefetch_timeout_base: float = 1.0
     prefetch_timeout_per_1k: float = 0.25
     prefetch_timeout_max: float = 30.0
@@ -290,7 +291,7 @@ def _check_scalars(config: CacheConfig) -> None:
         _positive(name, getattr(config, name))
     for name in ("prefetch_threshold", "load_back_threshold", "prefetch_timeout_base", "prefetch_timeout_per_1k"):
         _not_negative(name, getattr(config, name))
-    for name in ("prefetch_quota", "write_back_watermark", "kept_fraction"):
+    for name in ("prefetch_quota", "backup_quota", "write_back_watermark", "kept_fraction"):
         value = getattr(config, name)
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value!r} must lie between 0 and 1")

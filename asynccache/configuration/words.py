@@ -33,6 +33,8 @@ CACHE = {
     "eviction": Words("Which pages go first."),
     "prefetch_threshold": Words("Tokens that storage must hold beyond the host before a prefetch is worth it.", low=0),
     "prefetch_quota": Words("Share of the host's pages that prefetches may hold at one time.", low=0, high=1),
+    "backup_quota": Words("Share of the host's pages that may wait for storage; beyond it the oldest are dropped.",
+                          low=0, high=1),
     "prefetch_timeout_base": Words("Seconds that `timeout` waits, whatever the length.", low=0),
     "prefetch_timeout_per_1k": Words("Seconds that `timeout` adds for 1,024 tokens.", low=0),
     "prefetch_timeout_max": Words("Seconds that `timeout` waits at most.", above=0),

@@ -235,6 +235,13 @@ class CacheCore:
         self.world.access = access
         return self.world.plan()
 
+    def note_late_storage(self, late: bool) -> Plan:
+        """Whether storage takes its time with what it is to store. Then nobody waits for the host pages that this pins:
+        what else would wait for them goes on without."""
+        self.world.storage_is_late = late
+        self.world.freed |= late
+        return self.world.plan()
+
     def detach_storage(self, access: Access) -> Plan:
         """A store was detached. Of no page is it known any more that it is stored; what is in flight finishes."""
         self.world.access = access

@@ -1,9 +1,10 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
 Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; where the host
-has no room for those, what storage has goes without, what is in flight is awaited, and then claims are let go. Dropping
-an only copy is the last resort, and counted. Host: what is off the device first, then copies of what is on it.
-Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+has no room for those, what storage has goes without, what is in flight is awaited (what storage takes: unless it is
+late), and then claims are let go. Dropping an only copy is the last resort, and counted. Host: what is off the device
+first, then copies of what is on it. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
+touched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum
 
 from asynccache.core.claims import Claims
 from asynccache.core.eviction import last_touch
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH
+from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -22,8 +23,9 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# What has pages of the host, or pins some there, and ends by itself.
-_ON_HOST = (BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, PREFETCH)
+# What has pages of the host, or pins some there, and ends by itself; of storage only as long as it is in time.
+_ON_HOST = (BACKUP_HOST, LOAD_BACK, CLONE, PREFETCH)
+_ON_HOST_AND_STORAGE = (*_ON_HOST, BACKUP_STORAGE)
 
 
 class Room(Enum):
@@ -107,11 +109,15 @@ class RoomMaker:
 
     def host_is_busy(self) -> bool:
         """Whether anything is in flight that will give host pages back, or let go of some."""
-        return any(self._world.ledger.count[kind] for kind in _ON_HOST)
+        return any(self._world.ledger.count[kind] for kind in self._awaited())
 
     def busy(self) -> tuple[int, ...]:
         """The operations that will."""
-        return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in _ON_HOST])
+        kinds = self._awaited()
+        return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in kinds])
+
+    def _awaited(self) -> tuple[Kind, ...]:
+        return _ON_HOST if self._world.storage_is_late else _ON_HOST_AND_STORAGE
 
     def _may_save(self, node: Node, place: int) -> bool:
         """Whether its backup is wanted and could ever fit."""

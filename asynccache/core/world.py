@@ -92,6 +92,7 @@ class World:
         self.clean_pages = 0
         self.access = Access.WRITE if config.storage else Access.NONE
         self.era = 0
+        self.storage_is_late = False
         self._era_began = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []

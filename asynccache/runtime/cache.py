@@ -50,7 +50,8 @@ class CloseReport(NamedTuple):
 class CacheStatistics(NamedTuple):
     """A moment of the cache. ``device``, ``host``: slots by component name. ``stages``: what each transfer stage did.
     ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: the store's own counters. ``lookups``:
-    what leases found and missed. ``queues``: what waits where. ``histograms``: latencies by stage."""
+    what leases found and missed. ``queues``: what waits where. ``histograms``: latencies by stage. ``dropped_backups``:
+    operations to storage that gave way to later ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -65,6 +66,7 @@ class CacheStatistics(NamedTuple):
     lookups: LookupStats
     queues: Mapping[str, int]
     histograms: Mapping[str, Histogram]
+    dropped_backups: int
 
 
 class AsyncCache:
@@ -398,6 +400,7 @@ class AsyncCache:
             lookups=machine.lookups.read(),
             queues=machine.queues(),
             histograms={name: meter.histogram() for name, meter in machine.meters().items()},
+            dropped_backups=machine.dropped_backups(),
         )
 
 

@@ -32,6 +32,7 @@ from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.stages.backlog import Backlog
 from asynccache.runtime.stages.backup_host import BackupHostStage
 from asynccache.runtime.stages.backup_storage import WORKERS, BackupStorageStage
 from asynccache.runtime.stages.events import EventStage
@@ -106,12 +107,17 @@ class Machine:
 
     def _build_storage_stages(self, store: CheckedStore) -> None:
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
-        self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock)
-        self.clearing = Clearing(self.backup_storage.put, self.driver.post)
+        quota = self.config.backup_quota
+        backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
+        self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock, backlog, self._note_late)
+        self.clearing = Clearing(self.backup_storage.put, self.driver.post, backlog)
         self.driver.route(BackupStorage, self.clearing.put)
         self.prefetching = PrefetchStage(
             self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock
         )
+
+    def _note_late(self, late: bool) -> None:
+        self.driver.perform(self.core.note_late_storage(late))
 
     # tasks
 
@@ -224,6 +230,10 @@ class Machine:
             "backup_storage": self.backup_storage.meter if self.backup_storage is not None else Meter(),
             "prefetch": self.prefetching.meter if self.prefetching is not None else Meter(),
         }
+
+    def dropped_backups(self) -> int:
+        """Operations that storage was too slow for."""
+        return self.backup_storage.backlog.dropped if self.backup_storage is not None else 0
 
     def queues(self) -> dict[str, int]:
         """What waits where: effects for their stages, prefetches, requests in line, outcomes for the core."""
