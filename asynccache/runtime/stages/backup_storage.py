@@ -3,10 +3,10 @@
 Auxiliary components and sidecars go before FULL (``PoolMap.written``): an order that helps a reader who looks at FULL
 alone, never a proof. Of an operation that has failed, nothing more is written.
 
-Law: no request waits for what storage has not written yet. What waits and what is in flight keep to the backlog's limits
-together: the oldest that waits is dropped for the newest. A batch that takes longer than ``PATIENCE`` is late, and the core
-is told (``late``): then nobody waits for host pages that storage has pinned. One that takes longer than ``TOO_LATE`` while
-others wait, and too much is held, gives up what it has not written, between two calls of the store.
+Law: no request waits for what storage has not written yet. What waits and what is in flight keep to the backlog's
+limits together: the oldest that waits is dropped for the newest. A batch that takes longer than ``PATIENCE`` is late,
+and the core is told (``late``): then nobody waits for host pages that storage has pinned. One that takes longer than
+``TOO_LATE`` while others wait, and too much is held, gives up what it has not written, between two calls of the store.
 """
 
 from __future__ import annotations
