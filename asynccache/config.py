@@ -133,7 +133,8 @@ class CacheConfig:
 
     ``model`` names the weights: it is part of every page hash, so caches of different models never meet in storage.
     ``components``: FULL first, then at most one ``SlidingWindow`` and one ``Mamba``.
-    ``storage``: ``None`` or a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points.
+    ``storage``: ``None``, a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points, or several of
+    them, nearest first. ``storage_options`` are added to the URL, if it is one.
     Times are seconds, sizes are tokens unless the name says otherwise.
     """
 
@@ -142,7 +143,7 @@ class CacheConfig:
     sidecars: tuple[Sidecar, ...] = ()
     page_size: int = 16
     device: str = "cpu"
-    storage: str | None = None
+    storage: str | tuple[str, ...] | None = field(default=None, repr=False)
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     eviction: str = "lru"
@@ -159,14 +160,22 @@ class CacheConfig:
     close_deadline: float = 30.0
     freeze_gc: bool = False
     publish_events: bool = False
-    storage_options: dict[str, str] = field(default_factory=dict)
+    storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", parse_enum("write_policy", self.write_policy, WritePolicy))
         object.__setattr__(self, "prefetch_policy", parse_enum("prefetch_policy", self.prefetch_policy, PrefetchPolicy))
+        if isinstance(self.storage, list):
+            object.__setattr__(self, "storage", tuple(self.storage))
         _check_scalars(self)
         _check_components(self)
         self.pools()
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The URLs of the stores, nearest first."""
+        urls = (self.storage,) if isinstance(self.storage, str) else self.storage or ()
+        return tuple(url for url in urls if url != "none")
 
     def core(self) -> CoreConfig:
         """The core's part of these settings."""
@@ -180,7 +189,7 @@ class CacheConfig:
             components=slots,
             write_policy=self.write_policy,
             eviction=self.eviction,
-            storage=self.storage is not None,
+            storage=bool(self.stores),
             publish=self.publish_events,
             prefetch_threshold=self.prefetch_threshold,
             load_back_threshold=self.load_back_threshold,
@@ -295,6 +304,8 @@ def _check_scalars(config: CacheConfig) -> None:
         value = getattr(config, name)
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value!r} must lie between 0 and 1")
+    if not all(isinstance(url, str) for url in config.stores):
+        raise ConfigError("storage: a URL, or several of them")
 
 
 def _check_components(config: CacheConfig) -> None:
@@ -306,8 +317,10 @@ def _check_components(config: CacheConfig) -> None:
     hosts = [_slots(c, config.page_size, host=True) > 0 for c in config.components]
     if len(set(hosts)) > 1:
         raise ConfigError("components: either every component has host pages or none has")
-    if config.storage is not None and not hosts[0]:
-        raise ConfigError(f"storage={config.storage!r} needs a host tier: host_tokens is 0")
+    if config.stores and not hosts[0]:
+        raise ConfigError("storage: it needs a host tier: host_tokens is 0")
+    if config.storage_options and len(config.stores) > 1:
+        raise ConfigError("storage_options: with several stores, options belong in their URLs")
 
 
 def _check_covers(where: str, covers: tuple[int, ...], layers: int) -> None:

@@ -36,14 +36,19 @@ class Backfill:
         for root in world.roots.values():
             self._push(root)
 
-    def some(self, ops: int) -> Filled:
-        """The next slice, which begins about ``ops`` operations and no more."""
-        first = self._world.ledger.next
+    def some(self, ops: int, pages: int) -> Filled:
+        """The next slice, which begins about ``ops`` operations on about ``pages`` pages of FULL and no more."""
+        world, began, begun_pages = self._world, self._world.ledger.next, 0
         for _ in range(_SLICE):
-            if not self._todo or self._world.ledger.next - first >= ops:
+            if not self._todo:
                 break
+            size = world.pages(self._todo[-1][0], 0)
+            if world.ledger.next > began and (world.ledger.next - began >= ops or begun_pages + size > pages):
+                break
+            before = world.ledger.next
             self._visit(*self._todo.pop())
-        return Filled(self._world.plan(), not self._todo)
+            begun_pages += size if world.ledger.next > before else 0
+        return Filled(world.plan(), not self._todo)
 
     def _push(self, above: Node) -> None:
         self._todo.extend((node, above) for node in (above.children or {}).values())

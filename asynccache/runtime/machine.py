@@ -18,12 +18,13 @@ from asynccache.config import CacheConfig
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
-from asynccache.errors import CacheClosed
+from asynccache.errors import CacheClosed, ConfigError
 from asynccache.events import Notice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement
 from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
+from asynccache.runtime.attaching import access_of
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
@@ -42,7 +43,7 @@ from asynccache.runtime.stages.retire import RetireStage
 from asynccache.runtime.stats import Meter, StageStats
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.storage import CheckedStore
+from asynccache.storage import Attached, TieredStore
 
 Task = asyncio.Task[object]
 OnEvent = Callable[[Notice], None]
@@ -55,7 +56,7 @@ class Machine:
     """Built when a cache opens; ``start`` makes its tasks, ``stop`` ends them."""
 
     def __init__(
-        self, config: CacheConfig, mover: Mover, store: CheckedStore | None, agreement: Agreement,
+        self, config: CacheConfig, mover: Mover, store: TieredStore | None, agreement: Agreement,
         on_event: OnEvent | None,
     ) -> None:  # fmt: skip
         self.config = config
@@ -63,7 +64,7 @@ class Machine:
         self.store = store
         self.loop = asyncio.get_running_loop()
         self.core = CacheCore(replace(
-            config.core(), storage=store is not None, publish=on_event is not None, remember=REMEMBERED,
+            config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED,
         ))  # fmt: skip
         self.lookups = Lookups(self.core)
         self.driver = Driver(self.core, agreement)
@@ -78,7 +79,7 @@ class Machine:
         self.draining = False
         self.has_swa = int(ComponentKind.SWA) in self.pools.components
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
-        self.hashing = store is not None or on_event is not None
+        self.hashing = store is not None or on_event is not None  # a store may be attached at any time
         self._thread = threading.get_ident()
         self.holders: dict[object, Task | None] = {}
         self._build_stages(on_event)
@@ -98,14 +99,21 @@ class Machine:
         self.announcing: Announcing | None = None
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
-            self.announcing = Announcing(self.events.put, self.config.page_size, self.pools, self.store)
+            self.announcing = Announcing(
+                self.events.put, self.config.page_size, self.pools, stores=self.store is not None
+            )
         self.backup_storage: BackupStorageStage | None = None
         self.clearing: Clearing | None = None
         self.prefetching: PrefetchStage | None = None
         if self.store is not None:
             self._build_storage_stages(self.store)
 
-    def _build_storage_stages(self, store: CheckedStore) -> None:
+    def _build_storage_stages(self, store: TieredStore) -> None:
+        for attached in store.attached:
+            self.introduce(attached)
+            if self.announcing is not None:
+                self.announcing.begin(attached)
+        self.core.attach_storage(access_of(store))
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
         quota = self.config.backup_quota
         backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
@@ -185,8 +193,23 @@ class Machine:
 
     @property
     def stores(self) -> bool:
-        """Whether there is a storage tier."""
-        return self.prefetching is not None
+        """Whether a store is attached."""
+        return bool(self.store)
+
+    def tiers(self) -> TieredStore:
+        """The stores that are attached.
+
+        Raises:
+            ConfigError: there is no host tier, which they would need.
+        """
+        if self.store is None:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+        return self.store
+
+    def introduce(self, attached: Attached) -> None:
+        """Tell a store where the host's pages lie."""
+        for name, pool in self.mover.host_pools.items():
+            attached.store.register(name, pool.memory)
 
     def prefetch(self, space: bytes, key: bytes) -> PrefetchHandle:
         """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
@@ -196,7 +219,7 @@ class Machine:
             self.driver.prefetch_line.ticket(), self.check_thread, self.claims,
         )  # fmt: skip
         whole = len(key) // TOKEN_BYTES // self.config.page_size * self.config.page_size
-        if self.prefetching is None:
+        if self.prefetching is None or not self.stores:
             handle.skip("no storage")
         elif self.clearing:
             self.prefetching.skip(handle, "storage is being cleared")

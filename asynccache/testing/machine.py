@@ -295,7 +295,7 @@ class CacheMachine(RuleBasedStateMachine):
     def fill_some(self, data: st.DataObject, ops: int) -> None:
         """A slice of that."""
         fill = data.draw(st.sampled_from(self.fills))
-        plan, over = fill.some(ops)
+        plan, over = fill.some(ops, 8)
         self.run.perform(plan)
         if over:
             self.fills.remove(fill)

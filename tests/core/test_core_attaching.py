@@ -31,7 +31,7 @@ def fill(run: SynchronousRuntime, ops: int = 2, between: object = None) -> int:
     """A whole pass; how many slices it took."""
     backfill, slices, over = run.core.backfill(store=True), 0, False
     while not over:
-        plan, over = backfill.some(ops)
+        plan, over = backfill.some(ops, 100)
         assert sum(isinstance(effect, BackupStorage) for effect in plan.effects) <= ops + 1
         run.perform(plan)
         if callable(between):
@@ -64,6 +64,23 @@ def test_what_is_on_the_host_when_a_store_comes_is_stored_by_a_backfill() -> Non
     assert fill(run) > 2
     assert [in_store(run, text) for text in (TEXT, "abcdxyz", "abq")] == [8, 7, 3]
     assert run.unsaved() == (0, 0)
+
+
+def test_a_slice_of_a_backfill_keeps_to_its_limits() -> None:
+    run = runtime(device=400, host=400)
+    for letter in "abcdefgh":
+        run.insert(letter * 3)
+    run.insert("i" * 30)
+    run.flush()
+    attach(run)
+    backfill, sizes, over = run.core.backfill(store=True), [], False
+    while not over:
+        plan, over = backfill.some(16, 7)
+        sizes.append([len(pages.slots) // 4 for effect in plan.effects if isinstance(effect, BackupStorage)
+                      for pages in effect.pages])  # fmt: skip
+        run.perform(plan)
+        run.settle()
+    assert sorted(map(sum, sizes)) == [6, 6, 6, 6, 30]
 
 
 def test_what_is_committed_later_goes_there_by_itself() -> None:
@@ -185,7 +202,7 @@ def test_a_backfill_names_what_the_tree_knows() -> None:
     attach(run)
     run.log.clear()
     backfill = run.core.backfill(store=False)
-    plan, over = backfill.some(4)
+    plan, over = backfill.some(4, 100)
     assert over
     named = b"".join(effect.hashes for effect in plan.effects if isinstance(effect, Publish))
     assert all(effect.medium is Medium.STORAGE for effect in plan.effects if isinstance(effect, Publish))
@@ -201,7 +218,7 @@ def test_a_dead_namespace_is_not_stored_again() -> None:
     attach(run)
     backfill = run.core.backfill(store=True)
     run.perform(run.core.invalidate(None))  # type: ignore[arg-type]
-    plan, over = backfill.some(9)
+    plan, over = backfill.some(9, 100)
     run.perform(plan)
     run.settle()
     assert over
