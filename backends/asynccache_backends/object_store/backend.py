@@ -119,12 +119,12 @@ class ObjectBackend:
         """
         with self._operations:
             results = [MISS] * len(keys)
-            stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
-            for i in wrong:
-                results[i] = CORRUPT
-            await self._fetches.fetch(stretches, records, results)
-            if MISS in results:
+            await self._fetch(keys, records, results)
+            missing = [i for i, result in enumerate(results) if result is MISS]
+            if missing:
                 self._keeper.missed()
+            if any(keys[i].key in self._catalog.index for i in missing):
+                await self._elsewhere(missing, keys, records, results)
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
@@ -238,6 +238,21 @@ class ObjectBackend:
                     await self._catalog.save()
             except (Unavailable, TimeoutError):
                 self._catalog.counts["errors"] += 1
+
+    async def _fetch(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
+        stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
+        for i in wrong:
+            results[i] = CORRUPT
+        await self._fetches.fetch(stretches, records, results)
+
+    async def _elsewhere(
+        self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+    ) -> None:
+        """Packs had vanished, and other packs have some of their keys: a collection had moved them. Asked once."""
+        found = [MISS] * len(missing)
+        await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
+        for i, result in zip(missing, found, strict=True):
+            results[i] = result
 
     def _stored(self, pack: Pack) -> None:
         self._catalog.stored(pack)

@@ -41,8 +41,8 @@ class Client:
 
     def __init__(self, store: ObjectStore, prefix: str, shown: str) -> None:
         self.shown = shown
-        self._store = store
-        self._prefix = prefix
+        self.store = store
+        self.prefix = prefix
 
     def __repr__(self) -> str:
         return f"Client({self.shown!r})"
@@ -53,7 +53,7 @@ class Client:
         import obstore
 
         future: asyncio.Future[Any] = obstore.put_async(  # type: ignore[assignment]
-            self._store, self._prefix + path, data, use_multipart=False, mode="create"
+            self.store, self.prefix + path, data, use_multipart=False, mode="create"
         )
         return future
 
@@ -96,7 +96,7 @@ class Client:
 
         try:
             return await self.answer(
-                obstore.get_range_async(self._store, self._prefix + path, start=start, length=length)  # type: ignore[arg-type]
+                obstore.get_range_async(self.store, self.prefix + path, start=start, length=length)  # type: ignore[arg-type]
             )
         except Unavailable as error:
             if _BEYOND.search(str(error)):
@@ -107,22 +107,22 @@ class Client:
         """A whole object, as a buffer. Cancelling it is safe."""
         import obstore
 
-        found = await self.answer(obstore.get_async(self._store, self._prefix + path))  # type: ignore[arg-type]
+        found = await self.answer(obstore.get_async(self.store, self.prefix + path))  # type: ignore[arg-type]
         return await self.answer(found.bytes_async())
 
     async def size(self, path: str) -> int:
         """An object's size now. Cancelling it is safe."""
         import obstore
 
-        found = await self.answer(obstore.head_async(self._store, self._prefix + path))  # type: ignore[arg-type]
+        found = await self.answer(obstore.head_async(self.store, self.prefix + path))  # type: ignore[arg-type]
         return int(found["size"])
 
     async def list(self, folder: str, after: str = "") -> AsyncIterator[list[Meta]]:
         """The objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe."""
         import obstore
 
-        base = f"{self._prefix}{folder}/"
-        stream = obstore.list(self._store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
+        base = f"{self.prefix}{folder}/"
+        stream = obstore.list(self.store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
         while True:
             try:
                 found = await anext(stream)
@@ -136,15 +136,15 @@ class Client:
         """Remove objects; those that are not there are no error. Cancelling it leaves some of them."""
         import obstore
 
-        whole = [self._prefix + path for path in paths]
+        whole = [self.prefix + path for path in paths]
         if not whole:
             return
         try:
-            await self.answer(obstore.delete_async(self._store, whole))  # type: ignore[arg-type]
+            await self.answer(obstore.delete_async(self.store, whole))  # type: ignore[arg-type]
         except FileNotFoundError:  # some stores say so of the first one, and leave the rest
             for path in whole:
                 try:
-                    await self.answer(obstore.delete_async(self._store, path))  # type: ignore[arg-type]
+                    await self.answer(obstore.delete_async(self.store, path))  # type: ignore[arg-type]
                 except FileNotFoundError:
                     continue
 

@@ -6,7 +6,7 @@ footer makes sense of, once they are old enough not to be on their way; tombston
 snapshots. What has another kind of name or another record schema is left alone.
 
 Two that collect at a time waste work and lose nothing: both may write a copy of what moves, and the earlier copy
-answers for both. A pack that is read while it is removed is a miss for that reader.
+answers for both. Who reads a pack that has just been removed is answered by the new one, if it has heard of that.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Collector:
             self._add(size=pack.size)
 
     async def _rewrite(self, group: Sequence[Pack]) -> None:
-        """Move what is live of these packs to a new one. Its name comes first: deletions meanwhile are later."""
+        """Move what is live of these packs to a new one."""
         name, entries, payloads = self._clock.name(), [], []
         for pack in group:
             try:
@@ -86,7 +86,7 @@ class Collector:
     async def _store(self, name: str, entries: Sequence[Entry], payloads: Sequence[object]) -> None:
         keys, headers = [entry.key for entry in entries], [entry.header for entry in entries]
         lengths = [entry.length for entry in entries]
-        table = pack_entries(keys, headers, lengths)
+        table = pack_entries(keys, headers, lengths, [entry.born for entry in entries])
         footer = table + trailer_of(table, self._schema)
         await self._client.create(f"{PACKS}/{name}", b"".join([*payloads, footer]))  # type: ignore[list-item]
         size = sum(lengths) + len(footer)
@@ -103,11 +103,14 @@ class Collector:
     async def _remove_tombs(self) -> None:
         """A tombstone that is older than any pack on its way, and whose keys no earlier pack has, is done."""
         index = self._catalog.index
-        held = {key: pack.stamp for pack in reversed(index.packs()) for key in pack.keys()}  # noqa: SIM118
+        oldest: dict[bytes, int] = {}
+        for pack in index.packs():
+            for key, _, born in pack.births():
+                oldest[key] = min(born, oldest.get(key, born))
         for name, keys in list(index.tombs.items()):
             stamp = stamp_of(name)
             settled = self._clock.now() * 1000 - stamp > OVERLAP * 1000
-            if settled and all(held.get(key, stamp + 1) > stamp for key in keys):
+            if settled and all(oldest.get(key, stamp + 1) > stamp for key in keys):
                 await self._client.delete([f"{PACKS}/{name}{DEAD}"])
                 index.unbury(name)
                 self._add(waste=1)

@@ -2,7 +2,8 @@
 
 A key may lie in several packs: two writers that did not know of each other, or a pack that is being rewritten. The
 earliest pack answers, everywhere, whatever the order in which they were found; the others are kept in mind, because the
-earliest may vanish. A tombstone takes a key out of all packs that are not later than itself, found before or after it.
+earliest may vanish. A tombstone takes away all records of a key that were not born later than itself, found before or
+after it.
 
 A page costs about 300 bytes here: its key as dict key, its entry in its pack, an int and a dict slot.
 """
@@ -73,9 +74,9 @@ class Index:
         base = self._numbers[pack.name] << _BITS
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
-    def buried(self, key: bytes, pack: Pack) -> bool:
-        """Whether a tombstone took ``key`` out of ``pack``."""
-        return self._died.get(key, -1) >= pack.stamp
+    def buried(self, key: bytes, born: int) -> bool:
+        """Whether a tombstone took away a record of ``key`` that was born then."""
+        return self._died.get(key, -1) >= born
 
     def add(self, pack: Pack) -> None:
         """Enter a pack. One that is there already changes nothing."""
@@ -86,10 +87,19 @@ class Index:
         self._numbers[pack.name] = number
         self._packs[number] = pack
         self.stored += pack.size
-        base, fresh = number << _BITS, []
-        for at, key in enumerate(pack.keys()):
-            if not self.buried(key, pack) and self._hold(key, base + at):
+        slots, fresh, size = self._slots, [], 0
+        for slot, (key, length, born) in enumerate(pack.births(), number << _BITS):
+            if self._died and self.buried(key, born):
+                continue
+            if key in slots:
+                self._hold_also(key, slot)
+            else:
+                slots[key] = slot
+                size += length + HEADER_BYTES
                 fresh.append(key)
+        pack.live += len(fresh)
+        pack.live_bytes += size
+        self.bytes += size
         self._changed(True, fresh)
 
     def drop(self, name: str) -> int:
@@ -131,19 +141,15 @@ class Index:
         self.bytes = self.stored = 0
         self._changed(False, gone)
 
-    def _hold(self, key: bytes, slot: int) -> bool:
-        """One more place for ``key``. Whether it is the first."""
-        held = self._slots.get(key)
-        if held is None:
-            self._answer(key, slot)
-            return True
-        later = slot
+    def _hold_also(self, key: bytes, slot: int) -> None:
+        """One more place for a key that has one: the earlier answers."""
+        held = later = self._slots[key]
         if self.at(slot)[0].name < self.at(held)[0].name:
             self._silence(key)
             self._answer(key, slot)
-            later = held
+        else:
+            later = slot
         self._others.setdefault(key, []).append(later)
-        return False
 
     def _let_go(self, key: bytes, slot: int) -> bool:
         """One place less for ``key``. Whether it was the last."""
@@ -164,7 +170,8 @@ class Index:
     def _take_out(self, key: bytes) -> bool:
         """Let go of the places of ``key`` that a tombstone reaches. Whether none is left."""
         for slot in (*self._others.get(key, ()), self._slots[key]):
-            if self.buried(key, self.at(slot)[0]):
+            pack, at = self.at(slot)
+            if self.buried(key, pack.entry(at).born):
                 self._let_go(key, slot)
         return key not in self._slots
 

@@ -1,7 +1,7 @@
 """The names of objects: 128-bit numbers in hex, 48 bits of time and 80 of chance, so that they sort by time.
 
     PREFIX/packs/<name>           a pack
-    PREFIX/packs/<name>.dead      a tombstone: its keys are gone from all packs with an earlier time
+    PREFIX/packs/<name>.dead      a tombstone: what was stored under its keys until then is gone
     PREFIX/index/<name>           a snapshot of the index
 
 No part of a name comes from a user. A writer's times never go back and never stay behind what it has seen of others, so

@@ -1,10 +1,11 @@
 """What a pack looks like. Pure functions.
 
-    the payloads, one after the other; per record 112 bytes: 32 key · 64 header · 8 offset · 8 length;
+    the payloads, one after the other; per record 120 bytes: 32 key · 64 header · 8 offset · 8 length · 8 born;
     64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128 of the entries and the trailer before it
 
 Headers lie in the footer, so a payload can be sent from the host page it lies in and read without its neighbours. The
-footer is all that a reader needs to know: the size of the object and its last bytes tell where it begins.
+footer is all that a reader needs to know: the size of the object and its last bytes tell where it begins. ``born`` is
+the time in the name of the record's first pack: one that a collection moves is no younger for a tombstone than it was.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asynccache_backends.object_store.names import stamp_of
 MAGIC = b"acPACK\x00\x01"
 MAX_RECORDS = (1 << 16) - 1
 
-_ENTRY = struct.Struct("<32s64sQQ")
+_ENTRY = struct.Struct("<32s64sQQQ")
 _HEAD = struct.Struct("<8s32sQ")
 TRAILER_BYTES = _HEAD.size + 16
 ENTRY_BYTES = _ENTRY.size
@@ -50,6 +51,7 @@ class Entry(NamedTuple):
     header: bytes
     offset: int
     length: int
+    born: int
 
 
 class Pack:
@@ -80,8 +82,12 @@ class Pack:
 
     def length(self, at: int) -> int:
         """Its payload's bytes."""
-        end = (at + 1) * ENTRY_BYTES
+        end = (at + 1) * ENTRY_BYTES - 8
         return int.from_bytes(self.entries[end - 8 : end], "little")
+
+    def births(self) -> Iterator[tuple[bytes, int, int]]:
+        """Every record's key, payload bytes and birth, in order."""
+        return ((key, length, born) for key, _, _, length, born in _ENTRY.iter_unpack(self.entries))
 
     def keys(self) -> Iterator[bytes]:
         """Every record's key, in order."""
@@ -89,11 +95,13 @@ class Pack:
         return (entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES))
 
 
-def pack_entries(keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int]) -> bytes:
+def pack_entries(
+    keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int], born: Sequence[int]
+) -> bytes:
     """The entries of records that lie one after the other."""
     parts, offset = [], 0
-    for key, header, length in zip(keys, headers, lengths, strict=True):
-        parts.append(_ENTRY.pack(key, header, offset, length))
+    for key, header, length, birth in zip(keys, headers, lengths, born, strict=True):
+        parts.append(_ENTRY.pack(key, header, offset, length, birth))
         offset += length
     return b"".join(parts)
 
@@ -128,11 +136,11 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
 def _in_bounds(entries: bytes, end: int) -> bool:
     """Whether the payloads lie one after the other before ``end`` and fill it."""
     at = 0
-    for _, _, offset, length in _ENTRY.iter_unpack(entries):
+    for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
         if offset != at or not length:
             return False
         at += length
     return at == end
 
 
-assert ENTRY_BYTES == KEY_BYTES + HEADER_BYTES + 16
+assert ENTRY_BYTES == KEY_BYTES + HEADER_BYTES + 24

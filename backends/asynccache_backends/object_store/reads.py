@@ -51,7 +51,7 @@ def plan_reads(
     wrong: list[int] = []
     for slot, which in sorted(index.slots(keys)):
         pack, at = index.at(slot)
-        _, header, offset, length = pack.entry(at)
+        _, header, offset, length, _ = pack.entry(at)
         if records[which].payload.nbytes != length:
             wrong.append(which)
             continue

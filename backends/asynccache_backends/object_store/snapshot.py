@@ -1,6 +1,6 @@
 """The index, saved as one object, so that opening does not read every footer; and tombstones. Pure functions.
 
-    snapshot:   8 magic · 32 schema · 8 cursor · 8 packs · 8 tombstones · 16 xxh3_128 of all that follows;
+    snapshot:   8 magic · 32 schema · 8 cursor · 8 packs · 8 tombstones · 16 xxh3_128 of all else;
                 per pack 32 name · 8 size · 8 written · 8 records; per tombstone 32 name · 8 keys;
                 all entries of all packs; all keys of all tombstones
     tombstone:  8 magic · 8 keys · 16 xxh3_128 of the keys; the keys
@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from asynccache.storage import KEY_BYTES
 from asynccache_backends.object_store.names import is_name
@@ -23,7 +23,8 @@ from asynccache_backends.object_store.packs import ENTRY_BYTES, Pack
 
 _MAGIC = b"acINDX\x00\x01"
 _TOMB_MAGIC = b"acDEAD\x00\x01"
-_HEAD = struct.Struct("<8s32sdQQ16s")
+_HEAD = struct.Struct("<8s32sdQQ")
+_CHECKSUM = 16
 _PACK = struct.Struct("<32sQdQ")
 _TOMB = struct.Struct("<32sQ")
 _TOMB_HEAD = struct.Struct("<8sQ16s")
@@ -46,16 +47,18 @@ def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
         *(pack.entries for pack in packs),
         *(key for keys in tombs.values() for key in keys),
     ])
-    return _HEAD.pack(_MAGIC, schema, snapshot.cursor, len(packs), len(tombs), xxh3_128_digest(body)) + body
+    head = _HEAD.pack(_MAGIC, schema, snapshot.cursor, len(packs), len(tombs))
+    return b"".join((head, _checksum(head, body), body))
 
 
 def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
     """What ``data`` says, or None if it is not whole or of another schema."""
-    if len(data) < _HEAD.size:
+    head, checksum = data[: _HEAD.size], data[_HEAD.size : _HEAD.size + _CHECKSUM]
+    body = data[_HEAD.size + _CHECKSUM :]
+    if len(checksum) < _CHECKSUM or _checksum(head, body) != checksum:
         return None
-    magic, theirs, cursor, packs, tombs, checksum = _HEAD.unpack_from(data)
-    body = data[_HEAD.size :]
-    if magic != _MAGIC or theirs != schema or xxh3_128_digest(body) != checksum:
+    magic, theirs, cursor, packs, tombs = _HEAD.unpack(head)
+    if magic != _MAGIC or theirs != schema:
         return None
     at = packs * _PACK.size
     heads = list(_PACK.iter_unpack(body[:at]))
@@ -64,6 +67,12 @@ def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
     found = list(_packs(heads, rest))
     end = sum(len(pack.entries) for pack in found)
     return Snapshot(cursor, found, dict(_tombs(names, rest[end:])))
+
+
+def _checksum(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+    digest = xxh3_128(head)
+    digest.update(body)
+    return digest.digest()
 
 
 def _packs(heads: Sequence[tuple[bytes, int, float, int]], rest: bytes) -> Iterator[Pack]:

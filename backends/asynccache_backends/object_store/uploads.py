@@ -19,7 +19,7 @@ from asynccache.errors import Unavailable
 from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import Client
 from asynccache_backends.object_store.lending import Loan
-from asynccache_backends.object_store.names import PACKS, Clock
+from asynccache_backends.object_store.names import PACKS, Clock, stamp_of
 from asynccache_backends.object_store.packs import MAX_RECORDS, Pack, pack_entries, trailer_of
 
 LEAST_LENT = 64 << 10
@@ -172,7 +172,8 @@ class Uploads:
         name, pieces = load.name, load.pieces
         payloads = [payload for piece in pieces for payload in piece.payloads]
         lengths = [payload.nbytes for payload in payloads]
-        entries = pack_entries([k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers], lengths)
+        keys, headers = [k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers]
+        entries = pack_entries(keys, headers, lengths, [stamp_of(name)] * len(keys))
         footer = entries + trailer_of(entries, self._schema)
         path = f"{PACKS}/{name}"
         if self._lends and load.size >= LEAST_LENT * len(payloads):
