@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
+from random import Random
 
 import pytest
 
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, RankFailure
+from asynccache.ranks import Topology
 from asynccache.ranks.handshake import Description, Plain, differing, shake_hands
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_ranks import SimulatedRanks
 
 POOLS: Sequence[Description] = [
     {"name": "full", "bytes": 4096, "policy": "all"},
@@ -42,22 +47,31 @@ def test_of_several_the_first_is_named() -> None:
     assert str(differing({0: SAME, 1: other})).startswith("page_size")
 
 
-@pytest.mark.asyncio
-async def test_every_rank_refuses_with_the_same_sentence() -> None:
-    table: dict[int, bytes] = {}
-    full = asyncio.Event()
+def refused(topology: Topology, victim: int | None = None) -> list[Exception]:
+    """What each rank of a simulated group meets when the last two have another model than the others."""
 
-    async def one(rank: int) -> str:
-        async def gather(content: bytes) -> list[bytes]:
-            table[rank] = content
-            if len(table) == 3:
-                full.set()
-            await full.wait()
-            return [table[i] for i in range(3)]
+    async def world(loop: SimulatedLoop) -> list[Exception]:
+        ranks = SimulatedRanks(topology, Random(1))
+        if victim is not None:
+            ranks.hang(victim)
 
-        with pytest.raises(ConfigError) as refused:
-            await shake_hands(gather, {**SAME, "model": f"m{rank // 2}"})
-        return str(refused.value)
+        async def one(rank: int) -> Exception:
+            description = {**SAME, "model": "b" if rank >= topology.ranks - 2 else "a"}
+            with pytest.raises((ConfigError, RankFailure)) as error:
+                await shake_hands(partial(ranks.gather, rank), description)
+            return error.value
 
-    sentences = set(await asyncio.gather(*map(one, range(3))))
-    assert sentences == {'model differs between ranks: "m0" on ranks 0, 1; "m1" on rank 2'}
+        return await asyncio.gather(*(one(rank) for rank in range(topology.ranks) if rank != victim))
+
+    return simulate(world, 1)
+
+
+def test_every_rank_refuses_with_the_same_sentence() -> None:
+    errors = refused(Topology(tp=2, cp=2, pp=2))
+    sentence = 'model differs between ranks: "a" on ranks 0, 1, 2, 3, 4, 5; "b" on ranks 6, 7'
+    assert {str(error) for error in errors} == {sentence}
+    assert all(isinstance(error, ConfigError) for error in errors)
+
+
+def test_nobody_waits_for_ever_for_a_rank_that_says_nothing() -> None:
+    assert all(isinstance(error, RankFailure) for error in refused(Topology(tp=4), victim=2))
