@@ -205,11 +205,12 @@ async def _collect(job: Job) -> Report:
 
 
 async def _count_older(job: Job, until: float) -> Report:
-    pages = total = 0
+    pages = total = unknown = 0
     async for batch in job.listing():
         old = [page.size for page in batch if 0 < page.written < until]
         pages, total = pages + len(old), total + sum(old)
-    return {"pages": pages, "waste": 0, "size": total}
+        unknown += sum(not page.written for page in batch)
+    return {"pages": pages, "waste": 0, "size": total, "unknown": unknown}
 
 
 async def _clear(job: Job) -> Report:

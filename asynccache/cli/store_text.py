@@ -76,7 +76,8 @@ def _verified(report: Report) -> list[str]:
 
 def _collected(report: Report) -> list[str]:
     if report["dry_run"]:
-        return [f"{number(report['pages'])} pages are that old: {size(report['size'])}; nothing was removed"]
+        unknown = f"; of {number(report['unknown'])} pages nobody knows the age" if report["unknown"] else ""
+        return [f"{number(report['pages'])} pages are that old: {size(report['size'])}; nothing was removed{unknown}"]
     return [f"{number(report['pages'])} old pages and {number(report['waste'])} pieces of waste removed, "
             f"{size(report['size'])} freed"]
 

@@ -158,8 +158,10 @@ def test_quantiles_and_medians() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("none",), ("--bytes", "1KiB"), ("--page-sizes", "big"), ("--concurrency", "0"), ("--repeat", "0"), ("--batch", "0"),
-     ("tea:pot",)],
+    [
+        ("none",), ("--bytes", "1KiB"), ("--page-sizes", "big"), ("--concurrency", "0"), ("--repeat", "0"),
+        ("--batch", "0"), ("tea:pot",),
+    ],
 )
 def test_unusable_options_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
