@@ -172,7 +172,6 @@ async def test_after_the_master_is_lost_the_library_is_left_alone_until_it_answe
 @pytest.mark.asyncio
 async def test_a_part_that_reached_nobody_spares_the_others_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART_PAGES", 1)
-    monkeypatch.setattr(module, "THREADS", 1)
     library = Scripted([-800])
     async with opened(library) as backend:
         with pytest.raises(Unavailable):

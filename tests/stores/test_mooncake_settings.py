@@ -18,21 +18,22 @@ def test_a_url_with_nothing_but_a_master_is_a_pure_client() -> None:
     assert settings.client.master == Place("10.0.0.1", 51000)
     assert (settings.client.segment, settings.client.buffer) == (0, 16 << 20)
     assert (settings.client.protocol, settings.client.metadata) == ("tcp", "P2PHANDSHAKE")
-    assert (settings.replicas, settings.admin) == (1, None)
+    assert (settings.replicas, settings.threads, settings.admin) == (1, 1, None)
 
 
 def test_all_options() -> None:
     settings = settings_of(
         parse_url(
             "mooncake://[::1]?segment=512MiB&buffer=32MiB&protocol=rdma&device=mlx5_0&metadata=http://m:8080/metadata"
-            "&host=10.0.0.7&replicas=2&namespace=team/a.&admin=10.0.0.1:9003"
+            "&host=10.0.0.7&replicas=2&threads=3&namespace=team/a.&admin=10.0.0.1:9003"
         )
     )
     assert str(settings.client.master) == "[::1]:50051"
     assert (settings.client.segment, settings.client.buffer) == (512 << 20, 32 << 20)
     assert (settings.client.protocol, settings.client.device) == ("rdma", "mlx5_0")
     assert settings.client.metadata == "http://m:8080/metadata"
-    assert (settings.client.host, settings.replicas, settings.admin) == ("10.0.0.7", 2, Place("10.0.0.1", 9003))
+    assert (settings.client.host, settings.admin) == ("10.0.0.7", Place("10.0.0.1", 9003))
+    assert (settings.replicas, settings.threads) == (2, 3)
     assert settings.name(KEY).startswith("team/a.")
 
 
@@ -48,6 +49,7 @@ def test_all_options() -> None:
         "mooncake://user:secret@host:1",
         "mooncake://host:1?replicas=0",
         "mooncake://host:1?replicas=many",
+        "mooncake://host:1?threads=17",
         "mooncake://host:1?protocol=udp",
         "mooncake://host:1?segment=big",
         "mooncake://host:1?namespace=a*",

@@ -43,7 +43,6 @@ T = TypeVar("T")
 
 MISS, HIT, CORRUPT, FAILED = Result
 
-THREADS = 4
 PART_PAGES = 64                                    # of one call of the client: bounds how long a hung owner holds it
 LIST_PAGES = 256
 FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)        # seconds between tries while the store evicts; 0.62 in all
@@ -56,7 +55,8 @@ class MooncakeBackend:
         self._settings = settings
         self._shared = shared
         self._transfers = Transfers(shared, settings.replicas)
-        self._workers = Workers(THREADS, "asynccache-mooncake")
+        self._reading = Workers(settings.threads, "asynccache-mooncake-read")
+        self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # no read stands behind a write
         self._operations = Operations("the Mooncake store")
         self._counts: Counter[str] = Counter()
 
@@ -95,7 +95,7 @@ class MooncakeBackend:
             first = _first_of(keys)
             wanted = list(first.values())
             names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
-            codes = await self._ask_records(self._transfers.get, names, into)
+            codes = await self._get(names, into)
             results = await self._got(names, into, codes)
             return _spread(keys, records, first, dict(zip(wanted, results, strict=True)))
 
@@ -106,16 +106,14 @@ class MooncakeBackend:
         """
         with self._operations:
             names = self._names(keys)
-            codes = await self._ask_records(self._transfers.put, names, records)
+            codes = await self._put(names, records)
             for wait in FULL_WAITS:
                 full = [i for i, code in enumerate(codes) if code in meaning.FULL_CODES]
                 if not full:
                     break
                 self._counts["full_waits"] += 1
                 await asyncio.sleep(wait)
-                again = await self._ask_records(
-                    self._transfers.put, [names[i] for i in full], [records[i] for i in full]
-                )
+                again = await self._put([names[i] for i in full], [records[i] for i in full])
                 for i, code in zip(full, again, strict=True):
                     codes[i] = code
             self._counts["full_pages"] += sum(code in meaning.FULL_CODES for code in codes)
@@ -197,20 +195,21 @@ class MooncakeBackend:
             await self._operations.close()
         finally:
             try:
-                await settled([self._workers.call(self._transfers.close)])
+                await settled([self._reading.call(self._transfers.close)])
             finally:
-                self._workers.close()
+                self._reading.close()
+                self._writing.close()
                 self._shared.release()
 
     def _names(self, keys: Sequence[PageKey]) -> list[str]:
         return [self._settings.name(key) for _, key in keys]
 
-    async def _ask(self, call: Callable[[Attempt, slice], list[int]], count: int) -> list[int]:
+    async def _ask(self, workers: Workers, call: Callable[[Attempt, slice], list[int]], count: int) -> list[int]:
         """``call`` in threads, for parts of ``count`` names; a code per name."""
         await self._greet()
         attempt = Attempt()
         parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
-        answers = await _answers([self._workers.call(call, attempt, part) for part in parts], attempt)
+        answers = await _answers([workers.call(call, attempt, part) for part in parts], attempt)
         codes = [code for answer in answers for code in answer]
         if len(codes) != count:
             raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")
@@ -221,18 +220,18 @@ class MooncakeBackend:
         self, call: Callable[[Attempt, Sequence[str]], list[int]], keys: Sequence[PageKey]
     ) -> list[int]:
         names = self._names(keys)
-        return await self._ask(lambda attempt, part: call(attempt, names[part]), len(names))
+        return await self._ask(self._reading, lambda attempt, part: call(attempt, names[part]), len(names))
 
-    async def _ask_records(
-        self,
-        call: Callable[[Attempt, Sequence[str], Sequence[Record]], list[int]],
-        names: Sequence[str],
-        records: Sequence[Record],
-    ) -> list[int]:
-        return await self._ask(lambda attempt, part: call(attempt, names[part], records[part]), len(names))
+    async def _get(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
+        get = self._transfers.get
+        return await self._ask(self._reading, lambda at, part: get(at, names[part], records[part]), len(names))
+
+    async def _put(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
+        put = self._transfers.put
+        return await self._ask(self._writing, lambda at, part: put(at, names[part], records[part]), len(names))
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return (await _answers([self._workers.call(function, *args, **kwargs)], Attempt()))[0]
+        return (await _answers([self._reading.call(function, *args, **kwargs)], Attempt()))[0]
 
     async def _greet(self) -> None:
         """If a call has lost the master: go no further before it answers again."""

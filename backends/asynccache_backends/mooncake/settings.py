@@ -1,7 +1,7 @@
 """A Mooncake URL, taken apart: what the process's client is set up with, and what is this cache's own. Pure functions.
 
 ``mooncake://master:port?segment=0&buffer=16MiB&protocol=tcp|rdma&device=&metadata=P2PHANDSHAKE&host=&replicas=1``
-``&namespace=asynccache.&admin=host:port``
+``&threads=1&namespace=asynccache.&admin=host:port``
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from asynccache.errors import ConfigError
 from asynccache.storage import KEY_BYTES, ParsedUrl
 
-OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "namespace", "admin")
+OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
 DEFAULT_BUFFER = 16 << 20                          # the client copies through it what is not registered, RDMA only
 HANDSHAKE = "P2PHANDSHAKE"
@@ -46,11 +46,13 @@ class ClientOptions(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """All that a URL says. ``admin``: the master's metrics server, if pages are to be listed."""
+    """All that a URL says. ``threads``: the client's calls at a time, for reads and for writes; each waits busily, so
+    one is best where cores are few. ``admin``: the master's metrics server, if pages are to be listed."""
 
     client: ClientOptions
     namespace: str
     replicas: int
+    threads: int
     admin: Place | None
 
     def name(self, key: bytes) -> str:
@@ -89,6 +91,7 @@ def settings_of(url: ParsedUrl) -> Settings:
         ),
         _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
         _count("replicas", options.get("replicas", "1")),
+        _count("threads", options.get("threads", "1")),
         place("admin", options["admin"]) if "admin" in options else None,
     )
 
