@@ -105,12 +105,12 @@ class _Protocol(asyncio.BufferedProtocol):
 
     def buffer_updated(self, count: int) -> None:
         if not self._parts:
-            self._end(ValueError("the server said more than it was asked"))
+            self._end(Unavailable("raw client: the server said more than it was asked"))
             return
         buffer, expected = self._parts[0]
         self._filled += count
         if expected is not None and buffer[: self._filled] != expected[: self._filled]:
-            self._end(ValueError(f"expected {expected[:40]!r}, got {bytes(buffer[:40])!r}"))
+            self._end(Unavailable(f"raw client: expected {expected[:40]!r}, got {bytes(buffer[:40])!r}"))
         elif self._filled == len(buffer):
             self._filled = 0
             self._parts.popleft()

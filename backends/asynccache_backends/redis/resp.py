@@ -14,6 +14,7 @@ from asynccache.storage import HEADER_BYTES, Record, Result
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
+MOST_BYTES = 512 << 20
 SPARE_BYTES = 16 << 10
 LARGE_BYTES = 16 << 10
 BESIDE_BYTES = 256
@@ -177,6 +178,8 @@ class Reader:
         record = None if self._open else self._sinks[len(self.replies)]
         if length < 0:
             self._deliver(None if record is None else MISS)
+        elif length > MOST_BYTES:
+            raise ProtocolError("a value longer than any can be")
         elif record is None:
             data = bytearray(length)
             self._begin_body([memoryview(data)], data)

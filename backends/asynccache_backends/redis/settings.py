@@ -73,8 +73,11 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     prefix = url.options.get("prefix", "asynccache:")
     if _PREFIX.fullmatch(prefix) is None:
         raise ConfigError(f"storage option prefix={prefix!r}: 1 to 128 printable ASCII characters, no space, no braces")
+    seeds = tuple(_address(host) for host in hosts.split(","))
+    if len(seeds) > 1 and url.options.get("cluster") == "off":
+        raise ConfigError("storage option cluster='off': several hosts are those of a cluster")
     return Settings(
-        seeds=tuple(_address(host) for host in hosts.split(",")),
+        seeds=seeds,
         database=_number("database", database or "0", 0),
         username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
         password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
