@@ -187,7 +187,7 @@ class Uploads:
         try:
             await self._client.created(self._client.put(path, [*loan.take(), footer]))
         finally:
-            await settled([loan.over])
+            await loan.over()
 
     async def _joined(self, load: _Load, payloads: list[memoryview], footer: bytes) -> bytes:
         """The pack in one run; its pieces are free then."""
