@@ -21,6 +21,7 @@ from asynccache.config import EVICTION_POLICIES, CacheConfig
 from asynccache.configuration import nearest, read_file
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
+from asynccache.redaction import shown
 
 COMPONENTS = ("full", "swa", "mamba")
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
@@ -75,9 +76,9 @@ class Settings:
     cache: CacheConfig | None = None
 
     def plain(self) -> dict[str, object]:
-        """As plain values, for the JSON."""
+        """As plain values, for the JSON: without secrets."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
-        return values
+        return {name: shown(name, value) for name, value in values.items()}
 
 
 class Option(NamedTuple):
@@ -313,7 +314,7 @@ def _parsed(option: Option, value: object, where: str) -> Any:
     try:
         return option.parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{where}={text}: {error}") from None
+        raise ConfigError(f"{where}={shown(option.field, text)}: {error}") from None
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
@@ -334,5 +335,6 @@ def _checked(settings: Settings) -> Settings:
                 raise ConfigError(f"--{name.replace('_', '-')}=all works with replay only: "
                                   "a stress run has no end, give a number of tokens")
     if settings.storage is not None and settings.host_tokens == 0:
-        raise ConfigError(f"--storage={settings.storage} needs a host tier, and --host-tokens is none")
+        where = shown("storage", settings.storage)
+        raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
     return settings

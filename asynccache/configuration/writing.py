@@ -7,11 +7,7 @@ import re
 from collections.abc import Iterable
 
 from asynccache.configuration.building import Effective
-
-HIDDEN = "***"
-_SECRET = re.compile(r"password|passwd|secret|token$|api_?key|access_?key|credential", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_IN_QUERY = re.compile(r"([?&])([^=&]+)=([^&]*)")
+from asynccache.redaction import shown
 
 
 def as_toml(values: Iterable[Effective]) -> str:
@@ -25,16 +21,6 @@ def as_toml(values: Iterable[Effective]) -> str:
         written = f"{_key(path[-1])} = {_value(shown(path[-1], value))}"
         lines.append(f"# {_key(path[-1])}: none" if value is None else f"{written:<48} # {origin}")
     return "\n".join(lines) + "\n"
-
-
-def shown(name: str, value: object) -> object:
-    """The value, without what only its owner may know."""
-    if not isinstance(value, str):
-        return value
-    if _SECRET.search(name):
-        return HIDDEN
-    hidden = _IN_URL.sub(HIDDEN, value)
-    return _IN_QUERY.sub(lambda m: f"{m[1]}{m[2]}={HIDDEN if _SECRET.search(m[2]) else m[3]}", hidden)
 
 
 def _key(name: str) -> str:
