@@ -223,6 +223,11 @@ class CacheConfig:
         )
 
 
+def split_urls(text: str) -> tuple[str, ...]:
+    """The URLs in ``text``: another begins where a scheme follows a space."""
+    return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
+
+
 def parse_enum(name: str, value: object, enum: type[_E]) -> _E:
     """The member of ``enum`` that ``value`` (a member or its string) names.
 

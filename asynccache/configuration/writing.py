@@ -29,5 +29,5 @@ def _key(name: str) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, tuple):
-        return repr(list(value))
+        return f"[{', '.join(map(_value, value))}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)

@@ -126,8 +126,8 @@ class CacheCollector(Collector):
         yield self._counter("evicted_pages", "Pages evicted, by tier.", ("tier",),
                             [(("device",), core.evicted_device), (("host",), core.evicted_host)])  # fmt: skip
         yield self._counter("lost_pages", "Only copies that were dropped.", (), [((), core.lost_pages)])
-        yield self._counter("dropped_backups", "Operations to storage that gave way to later ones: too much waited.", (),
-                            [((), statistics.dropped_backups)])  # fmt: skip
+        yield self._counter("dropped_backups", "Operations to storage that gave way to later ones: too much waited.",
+                            (), [((), statistics.dropped_backups)])  # fmt: skip
         yield self._counter("failed_loads", "Loads from the host that failed.", (), [((), core.failed_loads)])
 
     def _storage(self, statistics: CacheStatistics) -> Iterator[Metric]:

@@ -29,7 +29,6 @@ from asynccache.storage import (
     parse_url,
     take_options,
 )
-from asynccache.storage.opening import checked
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
@@ -67,7 +66,9 @@ async def open_attached(
     common, rest = take_options(ParsedUrl(type(given).__name__, options=options))
     rest.allow_only(())
     if not isinstance(storage, CheckedStore):
-        return Attached(checked(Borrowed(storage), layout, common), common)
+        store = CheckedStore(Borrowed(storage), layout, timeout=common.timeout, slow=common.slow,
+                             concurrency=common.concurrency)  # fmt: skip
+        return Attached(store, common)
     if storage.layout.page_bytes != layout.page_bytes:
         raise ConfigError(f"storage: {storage!r} is for pages of {dict(storage.layout.page_bytes)} bytes")
     return Attached(storage, common, owned=False)
