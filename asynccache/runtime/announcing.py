@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
 from asynccache.storage import Attached, watch
 
@@ -30,18 +31,22 @@ class Watched:
 
 
 class Announcing:
-    """Passes the stores' reports on. ``extra_keys``: by namespace, where there is one. ``stores``: whether there can be
-    any."""
+    """Passes the stores' reports on. ``stores``: whether there can be any."""
 
     def __init__(self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, *, stores: bool) -> None:
-        self.extra_keys: dict[bytes, str | bytes] = {}
+        self._extra_keys: dict[bytes, str | bytes] = {}
         self._put = put
         self._key_of = _key_of(pools) if stores else None
         self._watched: dict[Attached, Watched] = {}
-        put(Opened(page_size, self._key_of, self.extra_keys.get))
+        put(Opened(page_size, self._key_of, self._extra_keys.get))
 
     def __repr__(self) -> str:
         return f"Announcing({len(self._watched)} stores)"
+
+    def name(self, space: bytes, extra_key: str | bytes) -> None:
+        """What the namespace ``space`` is called; once it is known as an adapter's it stays that."""
+        if isinstance(extra_key, Adapter) or space not in self._extra_keys:
+            self._extra_keys[space] = extra_key
 
     def begin(self, attached: Attached) -> None:
         """Tell of the keys that this store has, and of all that it gains and loses."""

@@ -186,7 +186,7 @@ class Machine:
         epoch = self.epochs[extra_key] if self.epochs else 0
         space = namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
         if self.announcing is not None and extra_key is not None:
-            self.announcing.extra_keys[space] = extra_key
+            self.announcing.name(space, extra_key)
         return space
 
     # prefetch
