@@ -13,13 +13,14 @@ INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c 
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test check lint bench docs clean stores-install stores-up stores-down
+.PHONY: help demo test test-ranks check lint bench docs clean stores-install stores-up stores-down
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
 	@echo "make check   the same without the tests marked slow: before a commit"
+	@echo "make test-ranks   ranks as processes, every topology, each rank killed and stopped in turn: some ten minutes"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -31,10 +32,13 @@ demo: $(VENV)/.installed-cli
 	    $(BIN)/asynccache stress --storage "file:$$folder/store"
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -m "not ranks"
 
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not ranks"
+
+test-ranks: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m ranks
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

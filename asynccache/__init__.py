@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.core.keys import Adapter
 from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
 from asynccache.errors import (
     AsyncCacheError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "AsyncCache",
     "AsyncCacheError",
     "BackendError",

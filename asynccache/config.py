@@ -133,7 +133,8 @@ class CacheConfig:
 
     ``model`` names the weights: it is part of every page hash, so caches of different models never meet in storage.
     ``components``: FULL first, then at most one ``SlidingWindow`` and one ``Mamba``.
-    ``storage``: ``None`` or a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points.
+    ``storage``: ``None``, a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points, or several of
+    them, nearest first. ``storage_options`` are added to the URL, if it is one.
     Times are seconds, sizes are tokens unless the name says otherwise.
     """
 
@@ -142,12 +143,13 @@ class CacheConfig:
     sidecars: tuple[Sidecar, ...] = ()
     page_size: int = 16
     device: str = "cpu"
-    storage: str | None = None
+    storage: str | tuple[str, ...] | None = field(default=None, repr=False)
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     eviction: str = "lru"
     prefetch_threshold: int = 256
     prefetch_quota: float = 0.5
+    backup_quota: float = 0.25
     prefetch_timeout_base: float = 1.0
     prefetch_timeout_per_1k: float = 0.25
     prefetch_timeout_max: float = 30.0
@@ -158,14 +160,22 @@ class CacheConfig:
     close_deadline: float = 30.0
     freeze_gc: bool = False
     publish_events: bool = False
-    storage_options: dict[str, str] = field(default_factory=dict)
+    storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", parse_enum("write_policy", self.write_policy, WritePolicy))
         object.__setattr__(self, "prefetch_policy", parse_enum("prefetch_policy", self.prefetch_policy, PrefetchPolicy))
+        if isinstance(self.storage, list):
+            object.__setattr__(self, "storage", tuple(self.storage))
         _check_scalars(self)
         _check_components(self)
         self.pools()
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The URLs of the stores, nearest first."""
+        urls = (self.storage,) if isinstance(self.storage, str) else self.storage or ()
+        return tuple(url for url in urls if url != "none")
 
     def core(self) -> CoreConfig:
         """The core's part of these settings."""
@@ -179,7 +189,7 @@ class CacheConfig:
             components=slots,
             write_policy=self.write_policy,
             eviction=self.eviction,
-            storage=self.storage is not None,
+            storage=bool(self.stores),
             publish=self.publish_events,
             prefetch_threshold=self.prefetch_threshold,
             load_back_threshold=self.load_back_threshold,
@@ -211,6 +221,11 @@ class CacheConfig:
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
             dtype=component.dtype, covers=component.covers,
         )
+
+
+def split_urls(text: str) -> tuple[str, ...]:
+    """The URLs in ``text``: another begins where a scheme follows a space."""
+    return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
 
 
 def parse_enum(name: str, value: object, enum: type[_E]) -> _E:
@@ -290,10 +305,12 @@ def _check_scalars(config: CacheConfig) -> None:
         _positive(name, getattr(config, name))
     for name in ("prefetch_threshold", "load_back_threshold", "prefetch_timeout_base", "prefetch_timeout_per_1k"):
         _not_negative(name, getattr(config, name))
-    for name in ("prefetch_quota", "write_back_watermark", "kept_fraction"):
+    for name in ("prefetch_quota", "backup_quota", "write_back_watermark", "kept_fraction"):
         value = getattr(config, name)
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value!r} must lie between 0 and 1")
+    if not all(isinstance(url, str) for url in config.stores):
+        raise ConfigError("storage: a URL, or several of them")
 
 
 def _check_components(config: CacheConfig) -> None:
@@ -305,8 +322,10 @@ def _check_components(config: CacheConfig) -> None:
     hosts = [_slots(c, config.page_size, host=True) > 0 for c in config.components]
     if len(set(hosts)) > 1:
         raise ConfigError("components: either every component has host pages or none has")
-    if config.storage is not None and not hosts[0]:
-        raise ConfigError(f"storage={config.storage!r} needs a host tier: host_tokens is 0")
+    if config.stores and not hosts[0]:
+        raise ConfigError("storage: it needs a host tier: host_tokens is 0")
+    if config.storage_options and len(config.stores) > 1:
+        raise ConfigError("storage_options: with several stores, options belong in their URLs")
 
 
 def _check_covers(where: str, covers: tuple[int, ...], layers: int) -> None:

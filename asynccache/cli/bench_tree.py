@@ -36,6 +36,7 @@ SPACE = b"bench".ljust(32)
 PROMPTS, CONTINUATIONS, PROMPT, CONTINUATION = 200, 20, 2048, 512
 CONVERSATIONS, TURNS, TURN = 40, 40, 64
 EVICTED = 8192
+MEMORY_NODES = 20_000
 WINDOW = 1024
 FREEZE_EVERY = 4096
 HASH = bytes(32)
@@ -399,9 +400,10 @@ class Worst:
 # memory
 
 
-def measure_memory(kind: str, nodes: int = 20_000) -> Figures:
+def measure_memory(kind: str) -> Figures:
     """Bytes per node besides tokens (4 each), slots (4 per page and tier) and hashes (32 a page)."""
     random = Random(1)
+    nodes = MEMORY_NODES
     bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

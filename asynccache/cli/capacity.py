@@ -61,12 +61,17 @@ def _tokens(settings: Settings, facts: Mapping[str, Any]) -> dict[str, float]:
     return rooms
 
 
-def storage_bytes(url: str | None, statistics: Mapping[str, float]) -> float:
-    """Room in the store: what it says, else what its URL says, else 0."""
-    if url is None:
+def storage_bytes(storage: str | tuple[str, ...] | None, statistics: Mapping[str, float]) -> float:
+    """Room in the stores: what the only one says, else what the URLs say; 0 if that of one is not known."""
+    if storage is None:
         return 0.0
-    if said := statistics.get("capacity_bytes"):
-        return said
+    if isinstance(storage, str):
+        return statistics.get("capacity_bytes") or _said(storage)
+    rooms = [_said(url) for url in storage]
+    return sum(rooms) if all(rooms) else 0.0
+
+
+def _said(url: str) -> float:
     try:
         return float(parse_size("capacity", dict(parse_url(url).options)["capacity"]))
     except (KeyError, ConfigError):

@@ -16,8 +16,8 @@ from typing import Any
 from asynccache.cli.options import OPTIONS, Option, settle
 from asynccache.cli.runfile import SECTIONS
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
-from asynccache.configuration.writing import shown
 from asynccache.errors import ConfigError
+from asynccache.redaction import shown
 
 ACTIONS = {
     "show": "every setting as it holds, with where it came from",

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 from asynccache import __version__
 from asynccache.cli.options import add_arguments, settle, suggest
 from asynccache.cli.output import debugging
+from asynccache.cli.presses import Presses
 from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
@@ -128,9 +129,10 @@ def _run(arguments: list[str]) -> int:
     parser = _Parser(prog=f"asynccache {name}", description=_COMMANDS[name] + ".")
     _fill(parser, name)
     settings = settle(name, vars(parser.parse_args(arguments[1:])))
-    from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
+    with Presses() as presses:
+        from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
 
-    return execute(settings)
+        return execute(settings, presses)
 
 
 def _config(arguments: list[str]) -> int:
@@ -179,12 +181,17 @@ def _bench(arguments: list[str]) -> int:
     options = own.parse_args(arguments[1:])
     from asynccache.cli.output import check_writable, dump, write_page
 
-    path = options.json or "-"
-    check_writable(path)
+    table = getattr(module, "table", None)             # for a person, where JSON is not asked for
+    path = options.json or ("-" if table is None else None)
+    if path is not None:
+        check_writable(path)
     if options.report is not None:
         check_writable(options.report, "--report")
     figures = module.run(options)
-    dump(figures, path)
+    if table is not None and path != "-":
+        print(table(figures))
+    if path is not None:
+        dump(figures, path)
     if options.report is not None:
         write_page(figures, options.report)
     return 0

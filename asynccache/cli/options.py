@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 from asynccache.cli.runfile import Told, cache_of, from_environment, from_file, options_of
 from asynccache.cli.sidecars import PRESET, check_sidecars
-from asynccache.config import EVICTION_POLICIES, CacheConfig
+from asynccache.config import EVICTION_POLICIES, CacheConfig, split_urls
 from asynccache.configuration import nearest, read_file
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
+from asynccache.redaction import shown
 
 COMPONENTS = ("full", "swa", "mamba")
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
@@ -56,7 +57,7 @@ class Settings:
     device_tokens: Size
     host_tokens: Size
     swa_ratio: float
-    storage: str | None
+    storage: str | tuple[str, ...] | None
     concurrency: int
     decode_tokens: int
     insert_outputs: bool
@@ -75,20 +76,21 @@ class Settings:
     cache: CacheConfig | None = None
 
     def plain(self) -> dict[str, object]:
-        """As plain values, for the JSON."""
+        """As plain values, for the JSON: without secrets."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
-        return values
+        return {name: shown(name, value) for name, value in values.items()}
 
 
 class Option(NamedTuple):
     """One row. ``parse`` turns text into the value; None: a switch. ``defaults`` by command; a command that is not
-    there does not have the option."""
+    there does not have the option. ``several``: it may be given more than once."""
 
     name: str
     parse: Callable[[str], Any] | None
     defaults: Mapping[str, Any]
     metavar: str
     help: str
+    several: bool = False
 
     @property
     def field(self) -> str:
@@ -172,12 +174,13 @@ def _components(text: str) -> tuple[str, ...]:
     return tuple(name for name in COMPONENTS if name in names)
 
 
-def _storage(text: str) -> str | None:
-    if text == "none":
+def _storage(text: str) -> str | tuple[str, ...] | None:
+    urls = split_urls(text)
+    if urls == ("none",):
         return None
-    if ":" not in text:
+    if not all(":" in url for url in urls):
         raise ConfigError("must be 'none' or a URL such as memory: or file:/var/kv?capacity=10GiB")
-    return text
+    return urls[0] if len(urls) == 1 else urls
 
 
 def _text(text: str) -> str:
@@ -217,7 +220,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none", "room in L2, the same way"),
     Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
     Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
-           "L3: none, memory: or file:PATH?capacity=10GiB"),
+           "L3: none, memory: or file:PATH?capacity=10GiB; given again: a farther store", several=True),
     Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
     Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
     Option("insert-outputs", None, _each(False, True), "", "commit what was decoded, too"),
@@ -253,6 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         else:
             shown = "" if default in (None, "") else f" (default: {_written(default)})"
             parser.add_argument(f"--{option.name}", metavar=option.metavar, default=None,
+                                action="append" if option.several else "store",
                                 help=(option.help + shown).replace("%", "%%"))
 
 
@@ -309,11 +313,18 @@ def _parsed(option: Option, value: object, where: str) -> Any:
         return value
     if isinstance(value, (bool, dict)):
         raise ConfigError(f"{where}={value!r} must be a number or a string")
+    if option.several and isinstance(value, list):
+        return _together([_parsed(option, one, where) for one in value])
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:
         return option.parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{where}={text}: {error}") from None
+        raise ConfigError(f"{where}={shown(option.field, text)}: {error}") from None
+
+
+def _together(values: Sequence[str | tuple[str, ...] | None]) -> str | tuple[str, ...] | None:
+    urls = [url for value in values if value is not None for url in ((value,) if isinstance(value, str) else value)]
+    return None if not urls else urls[0] if len(urls) == 1 else tuple(urls)
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
@@ -334,5 +345,6 @@ def _checked(settings: Settings) -> Settings:
                 raise ConfigError(f"--{name.replace('_', '-')}=all works with replay only: "
                                   "a stress run has no end, give a number of tokens")
     if settings.storage is not None and settings.host_tokens == 0:
-        raise ConfigError(f"--storage={settings.storage} needs a host tier, and --host-tokens is none")
+        where = shown("storage", settings.storage)
+        raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
     return settings

@@ -7,6 +7,7 @@ it, and then the run has that cache; or it has options at the top, which hold fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
@@ -14,6 +15,7 @@ from asynccache.configuration import File, describes_cache, nearest, read_config
 from asynccache.errors import ConfigError
 
 SECTIONS = ("stress", "replay")
+TABLES = (*SECTIONS, "components", "sidecars", "storage_options")
 SHARED = ("page_size", "storage", "write_policy", "prefetch_policy", "eviction")
 DESCRIBED = ("components", "window", "bytes_per_token", "layers", "mamba_bytes", "sidecars", "device_tokens",
              "host_tokens", "swa_ratio")
@@ -63,13 +65,24 @@ def _take(
     for key, value, origin in given:
         field = names.get(key.replace("_", "-"))
         if field is None:
-            hint = nearest(key.replace("_", "-"), names)
-            told.problems.append(f"{origin}: {command} has no setting {key!r}" + (f"; {hint}" if hint else ""))
+            told.problems.append(f"{origin}: {_unknown(command, key, value, names)}")
             continue
         try:
             told.values[field] = parse(field, value, f"{origin}: {key}")
         except ConfigError as error:
             told.problems.append(str(error))
+
+
+def _unknown(command: str, key: str, value: object, names: Mapping[str, str]) -> str:
+    """What is wrong with a name that ``command`` does not know: tables are compared with tables, options with options,
+    and what a cache can be told is said to be that."""
+    if isinstance(value, Mapping):
+        hint = nearest(key, TABLES)
+        return f"there is no table [{key}]; {hint or 'there are ' + ', '.join(f'[{name}]' for name in TABLES)}"
+    if key in {field.name for field in fields(CacheConfig)}:
+        return f"{key!r} is a setting of a cache, and this file describes none: it would name its model"
+    hint = nearest(key.replace("_", "-"), names)
+    return f"{command} has no setting {key!r}" + (f"; {hint}" if hint else "")
 
 
 def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:

@@ -7,7 +7,6 @@ then the cache is closed, and then only may no task be left.
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -23,6 +22,7 @@ from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
+from asynccache.cli.presses import Next, Presses
 from asynccache.cli.request import Source
 from asynccache.cli.samples import Sampler, memcpy_rate
 from asynccache.cli.serving import Server
@@ -48,26 +48,34 @@ _FLUSH_SECONDS = 60.0
 _INTERRUPTED = 130
 
 
-def execute(settings: Settings) -> int:
-    """Run, print, write; the exit status.
+def execute(settings: Settings, presses: Presses | None = None) -> int:
+    """Run, print, write; the exit status. ``presses``: of Ctrl-C, if somebody counts them already.
 
     Raises:
         AsyncCacheError: something in the settings, the trace or the store cannot be used.
     """
+    if presses is None:
+        with Presses() as presses:
+            return execute(settings, presses)
     torch.set_num_threads(1)  # the engine's own threads are the parallel part
     if settings.json is not None:
         output.check_writable(settings.json)
     if settings.report is not None:
         output.check_writable(settings.report, "--report")
     display = choose(settings.quiet)
-    session = Session(settings, display)
+    session = Session(settings, display, presses)
     with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
-        try:
+        with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # who does not want to wait goes without it
             result |= session.afterwards(result)
-        except KeyboardInterrupt:  # who does not want to wait for it gets the report without it
-            result["interrupted"] = True
+    with presses.meaning(Next.WAITS):
+        result["interrupted"] = presses.count > 0
+        return _told(settings, session, result)
+
+
+def _told(settings: Settings, session: Session, result: report.Report) -> int:
+    """Print and write the report; the exit status."""
     if not settings.quiet:
         out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)
@@ -99,16 +107,25 @@ def _loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] |
     return factory
 
 
+def _interrupt(driver: Driver, watch: Watch, count: int) -> None:
+    """Once: no new requests. Twice: cancel those that run."""
+    if count == 1:
+        driver.stop()
+        watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"
+    else:
+        driver.abort()
+
+
 class Session:
     """One run. ``trace`` is the stack of an error that no run may meet."""
 
-    def __init__(self, settings: Settings, display: Display) -> None:
+    def __init__(self, settings: Settings, display: Display, presses: Presses) -> None:
         self.trace: str | None = None
         self._settings = settings
         self._display = display
         self._tally = Tally()
         self._meter = Meter()
-        self._interrupts = 0
+        self._presses = presses
         self._over_time: dict[str, Any] = {}
         self._requests: list[TraceRequest] | None = None
 
@@ -127,7 +144,6 @@ class Session:
             found = await self._serve(config, device, source)
         finally:
             await device.aclose()
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
         left: leaks.Left = found.pop("left")
         tasks = len(asyncio.all_tasks() - before)
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
@@ -198,20 +214,19 @@ class Session:
         driver = Driver(Server(cache, engine, settings, self._tally), source, settings, self._tally)
         watch = Watch(settings, driver, self._meter, cache, self._duration())
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupt, driver, watch)
         self._meter.start()
         sampler = Sampler(cache, self._tally, self._meter)
         sampling = asyncio.create_task(sampler.run())
         showing = asyncio.create_task(self._display.show(watch.take))
         ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, driver.stop)
         try:
-            async with self._exposed(cache, watch):
-                await driver.run()
+            with self._presses.told_to(lambda count: loop.call_soon_threadsafe(_interrupt, driver, watch, count)):
+                async with self._exposed(cache, watch):
+                    await driver.run()
         finally:
             self.trace = driver.trace
             if ending is not None:
                 ending.cancel()
-            loop.add_signal_handler(signal.SIGINT, self._interrupt_late)
             sampler.take()
             self._over_time = sampler.report()
             for task in (showing, sampling):
@@ -235,21 +250,6 @@ class Session:
         if settings.command == "replay" or (settings.duration is None and settings.requests is not None):
             return None
         return settings.duration or DURATION
-
-    def _interrupt(self, driver: Driver, watch: Watch) -> None:
-        """Once: no new requests. Twice: cancel those that run."""
-        self._interrupts += 1
-        if self._interrupts == 1:
-            driver.stop()
-            watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"
-        else:
-            driver.abort()
-
-    def _interrupt_late(self) -> None:
-        """All requests have ended: the report is about to come, and only who insists goes without it."""
-        self._interrupts += 1
-        if self._interrupts > 2:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
     async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
         """All requests are released: what does the core hold, and is it sound?"""
@@ -284,5 +284,5 @@ class Session:
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
         result = report.build(self._settings, self._tally, self._meter, found, left)
         result |= self._over_time
-        result["interrupted"] = bool(self._interrupts)
+        result["interrupted"] = self._presses.count > 0
         return result

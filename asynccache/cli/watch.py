@@ -88,6 +88,7 @@ def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
         "nodes": core.nodes,
         "prefetches": dict(statistics.prefetches),
         "storage": dict(statistics.storage),
+        "stores": {name: dict(figures) for name, figures in statistics.stores.items()},
         "tiers": {
             "device": {name: shelf._asdict() for name, shelf in statistics.device.items()},
             "host": {name: shelf._asdict() for name, shelf in statistics.host.items()},

@@ -22,6 +22,7 @@ from asynccache.configuration.sources import (
     replaced,
 )
 from asynccache.errors import ConfigError
+from asynccache.redaction import shown
 
 DEFAULT = "default"
 
@@ -115,18 +116,18 @@ def _build(table: Table) -> Loaded:
             tree[path] = row.accept(value.value, text=value.text)
         except ConfigError as error:
             hint = settings.nearest(str(value.value), row.choices) if row.choices else ""
-            problems.append(Problem(f"{'.'.join(path)}={_short(value.value)} ({value.origin}) {error}", hint))
+            problems.append(Problem(f"{'.'.join(path)}={_short(path, value)} ({value.origin}) {error}", hint))
     problems += _unknown_groups(table)
     problems += _missing(table)
     return _finished(table, tree, problems)
 
 
 def _misplaced(path: Path, value: Value, what: str) -> Problem:
-    return Problem(f"{'.'.join(path)}={_short(value.value)} ({value.origin}) {what}")
+    return Problem(f"{'.'.join(path)}={_short(path, value)} ({value.origin}) {what}")
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def _short(path: Path, value: Value) -> str:
+    text = repr(shown(path[-1], value.value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -134,7 +135,7 @@ def _unknown(path: Path, value: Value) -> Iterator[Problem]:
     """What is in a table of a component that there is not is not named by itself."""
     if path[0] == "components" and len(path) == 3 and path[1] not in settings.COMPONENTS:
         return
-    sentence = f"{'.'.join(path)}={_short(value.value)} ({value.origin}): there is no such setting"
+    sentence = f"{'.'.join(path)}={_short(path, value)} ({value.origin}): there is no such setting"
     beside = [*settings.table(path), *(settings.TABLES if len(path) == 1 else ())]
     if value.text:
         yield Problem(sentence, settings.nearest(value.origin.split()[-1], _variables()))

@@ -45,6 +45,8 @@ def _section(title: str, text: str, path: Path, rows: Mapping[str, Setting]) -> 
 
 def _type(row: Setting) -> str:
     name = ", ".join(f"`{choice}`" for choice in row.choices) or _TYPES[row.kind]
+    if row.several:
+        return f"{name}, or a list of it"
     low, high, above = row.words.low, row.words.high, row.words.above
     if low is not None and high is not None:
         return f"{name}, {low:g} to {high:g}"

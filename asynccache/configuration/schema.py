@@ -71,6 +71,8 @@ def _one(row: Setting) -> Schema:
     found: Schema = {"description": row.words.text, "type": _TYPES.get(row.kind, "string")}
     if row.kind is tuple:
         found |= {"type": "array", "items": {"type": "integer"}}
+    if row.several:
+        found |= {"type": [found["type"], "array"], "items": {"type": found["type"]}, "minItems": 1}
     if row.choices:
         found["enum"] = [*row.choices, *(["none"] if row.optional else [])]
     if row.default is not REQUIRED and row.default is not None:

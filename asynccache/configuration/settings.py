@@ -9,7 +9,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow, split_urls
 from asynccache.configuration import words
 from asynccache.errors import ConfigError
 
@@ -24,7 +24,8 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row. ``default`` is ``REQUIRED`` where there is none; ``optional``: it may be none."""
+    """One row. ``default`` is ``REQUIRED`` where there is none; ``optional``: it may be none; ``several``: it may be a
+    list, too, and in the environment URLs with spaces between them."""
 
     name: str
     kind: type[Any]
@@ -32,6 +33,7 @@ class Setting:
     default: object
     words: words.Words
     choices: tuple[str, ...] = ()
+    several: bool = False
 
     def accept(self, value: object, *, text: bool) -> object:
         """The value in its type. ``text``: it comes from the environment, where everything is text.
@@ -41,6 +43,8 @@ class Setting:
         """
         if self.optional and value in (None, "none", ""):
             return None
+        if self.several:
+            return _one_or_more(split_urls(str(value)) if text else value)
         found = _from_text(self.kind, str(value)) if text else _typed(self.kind, value)
         if self.choices and _plain(found) not in self.choices:
             raise ConfigError(f"must be one of {', '.join(self.choices)}")
@@ -69,6 +73,13 @@ def _typed(kind: type[Any], value: object) -> object:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"must be {_WANTED[kind]}")
     return value
+
+
+def _one_or_more(value: object) -> str | tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not values or not all(isinstance(one, str) for one in values):
+        raise ConfigError("must be text (in quotes), or a list of texts")
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _numbers(value: object) -> tuple[int, ...]:
@@ -107,12 +118,13 @@ def _row(field: Field[Any], hint: Any, meanings: Mapping[str, words.Words]) -> S
     if get_origin(hint) is tuple:
         hint = tuple
     optional = get_origin(hint) in (Union, types.UnionType)
+    several = optional and any(get_origin(t) is tuple for t in get_args(hint))
     kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
     choices = tuple(m.value for m in kind) if issubclass(kind, Enum) else ()
     if field.name == "eviction":
         choices = EVICTION_POLICIES
     default = REQUIRED if field.default is MISSING else _plain(field.default)
-    return Setting(field.name, kind, optional, default, meanings.get(field.name, words.Words("")), choices)
+    return Setting(field.name, kind, optional, default, meanings.get(field.name, words.Words("")), choices, several)
 
 
 CACHE = _rows(CacheConfig, words.CACHE, TABLES)
@@ -123,7 +135,7 @@ OPTION = Setting("option", str, False, REQUIRED, words.Words(words.OPTIONS_TEXT)
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """``did you mean 'window'?``, or nothing if no name is near."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -27,12 +27,15 @@ CACHE = {
     "model": Words("Names the weights: part of every page hash, so caches of different models never meet in storage."),
     "page_size": Words("Tokens in a page, the unit of every tier.", above=0),
     "device": Words("Where the pages of the first tier are, for example `cpu` or `cuda:0`."),
-    "storage": Words("The third tier as a URL, for example `file:/var/kv?capacity=10GiB`; `none`: there is none."),
+    "storage": Words("The third tier as a URL, for example `file:/var/kv?capacity=10GiB`, or several, nearest first "
+                     "(in the environment with spaces between them); `none`: there is none."),
     "write_policy": Words("When pages are copied down: at once, after the second use, or when they would be lost."),
     "prefetch_policy": Words("How long a request waits for storage: not at all, until all is there, or for a time."),
     "eviction": Words("Which pages go first."),
     "prefetch_threshold": Words("Tokens that storage must hold beyond the host before a prefetch is worth it.", low=0),
     "prefetch_quota": Words("Share of the host's pages that prefetches may hold at one time.", low=0, high=1),
+    "backup_quota": Words("Share of the host's pages that may wait for storage; beyond it the oldest are dropped.",
+                          low=0, high=1),
     "prefetch_timeout_base": Words("Seconds that `timeout` waits, whatever the length.", low=0),
     "prefetch_timeout_per_1k": Words("Seconds that `timeout` adds for 1,024 tokens.", low=0),
     "prefetch_timeout_max": Words("Seconds that `timeout` waits at most.", above=0),
@@ -84,4 +87,4 @@ SIDECAR = {
 }
 
 SIDECARS_TEXT = "One table for each pool without slots of its own; the table's name is the pool's."
-OPTIONS_TEXT = "Options of the storage backend; they win over those in the URL. All are text."
+OPTIONS_TEXT = "Options of the storage backend, where there is one; they win over those in the URL. All are text."

@@ -7,11 +7,7 @@ import re
 from collections.abc import Iterable
 
 from asynccache.configuration.building import Effective
-
-HIDDEN = "***"
-_SECRET = re.compile(r"password|passwd|secret|token$|api_?key|access_?key|credential", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_IN_QUERY = re.compile(r"([?&])([^=&]+)=([^&]*)")
+from asynccache.redaction import shown
 
 
 def as_toml(values: Iterable[Effective]) -> str:
@@ -27,21 +23,11 @@ def as_toml(values: Iterable[Effective]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def shown(name: str, value: object) -> object:
-    """The value, without what only its owner may know."""
-    if not isinstance(value, str):
-        return value
-    if _SECRET.search(name):
-        return HIDDEN
-    hidden = _IN_URL.sub(HIDDEN, value)
-    return _IN_QUERY.sub(lambda m: f"{m[1]}{m[2]}={HIDDEN if _SECRET.search(m[2]) else m[3]}", hidden)
-
-
 def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _value(value: object) -> str:
     if isinstance(value, tuple):
-        return repr(list(value))
+        return f"[{', '.join(map(_value, value))}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else repr(value)

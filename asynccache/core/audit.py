@@ -228,6 +228,15 @@ def _idle(core: CacheCore) -> None:
     _require(not any(root.holders for root in core.world.roots.values()), "a namespace is held by nobody")
 
 
+def _nothing_is_stored_in_an_era_to_come(core: CacheCore) -> None:
+    world = core.world
+    for node in _nodes(core):
+        _require(node.stored >> 3 <= world.era, node, "is stored in an era to come", node.stored)
+        stored = world.stored(node)
+        _require(stored < 1 << world.count, node, "has stored components that there are not", stored)
+        _require(not stored or bool(node.hashes), node, "is stored under no key")
+
+
 LAWS: tuple[Callable[[CacheCore], None], ...] = (
     _every_slot_is_in_one_place,
     _parent_and_child_agree,
@@ -239,4 +248,5 @@ LAWS: tuple[Callable[[CacheCore], None], ...] = (
     _pins_are_exact,
     _orders_hold_what_they_should,
     _operations_cover_live_nodes,
+    _nothing_is_stored_in_an_era_to_come,
 )

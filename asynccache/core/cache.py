@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asynccache.core.backfilling import Backfill, Filled
 from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
 from asynccache.core.explaining import Explaining, Explanation
@@ -31,7 +32,7 @@ from asynccache.core.prefetching import (
     needed_pages,
     usable_end,
 )
-from asynccache.core.settings import CoreConfig
+from asynccache.core.settings import Access, CoreConfig
 from asynccache.core.surveys import Survey, Unsaved
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import walk
@@ -229,6 +230,28 @@ class CacheCore:
         in a part of the tree that nobody matches any more, and go when they are released."""
         return self._invalidation.invalidate(space, self._transfers.claims)
 
+    def attach_storage(self, access: Access) -> Plan:
+        """A store was attached. ``access``: what may be done with all that are attached now."""
+        self.world.access = access
+        return self.world.plan()
+
+    def note_late_storage(self, late: bool) -> Plan:
+        """Whether storage takes its time with what it is to store. Then nobody waits for the host pages that this pins:
+        what else would wait for them goes on without."""
+        self.world.storage_is_late = late
+        self.world.freed |= late
+        return self.world.plan()
+
+    def detach_storage(self, access: Access) -> Plan:
+        """A store was detached. Of no page is it known any more that it is stored; what is in flight finishes."""
+        self.world.access = access
+        self.world.forget_stored()
+        return self.world.plan()
+
+    def backfill(self, *, store: bool) -> Backfill:
+        """A pass over the tree for a store that was attached: in slices, each of which is a call of its own."""
+        return Backfill(self.world, self._transfers, store=store)
+
     def statistics(self) -> Statistics:
         """Counts of now; cheap."""
         world = self.world
@@ -262,6 +285,7 @@ class CacheCore:
 
 
 __all__ = [
-    "EVERYTHING", "Ask", "CacheCore", "Committed", "Grant", "Join", "Lease", "Match", "More", "Opened", "Plan", "Shape",
-    "Skip", "Statistics", "Survey", "Taken", "Begin", "Unsaved", "Wait", "needed_pages", "usable_end",
+    "EVERYTHING", "Access", "Ask", "Backfill", "CacheCore", "Committed", "Filled", "Grant", "Join", "Lease", "Match",
+    "More", "Opened", "Plan", "Shape", "Skip", "Statistics", "Survey", "Taken", "Begin", "Unsaved", "Wait",
+    "needed_pages", "usable_end",
 ]  # fmt: skip

@@ -143,7 +143,7 @@ class Explaining:
                      (node.pins[c], node.pins[c + count]))
                 for c, component in enumerate(self._world.components)
             )  # fmt: skip
-            runs.append(Run(start * size, stop * size, cells, bool(node.stored & 1), stop == node.end))
+            runs.append(Run(start * size, stop * size, cells, bool(self._world.stored(node) & 1), stop == node.end))
             start = stop
         return runs
 

@@ -15,7 +15,7 @@ from asynccache.core.keys import HASH_BYTES, common_pages
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.plan import Medium, More, Plan, Status, Wait
 from asynccache.core.room import Room
-from asynccache.core.settings import ComponentKind
+from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
@@ -162,7 +162,7 @@ class Prefetches:
 
     def open(self, space: bytes, key: bytes, begin: Begin) -> Opened | Wait | Join | Skip:
         """See ``CacheCore.prefetch_open``."""
-        if not self._world.config.storage:
+        if self._world.access is Access.NONE:
             return Skip("no storage")
         root = self._world.enter(space)
         answer = self._open(root, key, begin)
@@ -400,17 +400,17 @@ class Prefetches:
         for node in path:
             slots = fetch.take((node.end - last.end) * SLOT_BYTES)
             if node.state[world.count] == ABSENT:
-                self._place(node, 0, slots)
+                self._place(fetch, node, 0, slots)
             else:
                 spare += slots
             last = node
         fetch.spare = spare
         return last
 
-    def _place(self, node: Node, c: int, slots: bytes) -> None:
+    def _place(self, fetch: Fetch, node: Node, c: int, slots: bytes) -> None:
         """``node`` has ``slots`` on the host from now on, and they are in storage already."""
         self._world.fill(node, self._world.count + c, slots, PRESENT)
-        node.stored |= 1 << c
+        self._world.note_stored(node, 1 << c, fetch.op)
         if c == 0:
             self._world.publish(Medium.CPU, True, node)
             self._world.publish(Medium.STORAGE, True, node)
@@ -427,7 +427,7 @@ class Prefetches:
             link(last, node, page)
             world.counters.nodes += 1
             node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
-            self._place(node, 0, fetch.take((cut - start) * SLOT_BYTES))
+            self._place(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
             last = node
         return last
 
@@ -449,7 +449,7 @@ class Prefetches:
             state = node.state
             free = state[world.count + swa] == ABSENT and state[world.count] == PRESENT
             if free and all(page in slots for page in wanted):
-                self._place(node, swa, b"".join([slots.pop(page) for page in wanted]))
+                self._place(fetch, node, swa, b"".join([slots.pop(page) for page in wanted]))
             node = node.parent
         fetch.held[swa] = b"".join(slots.values())
 
@@ -460,4 +460,4 @@ class Prefetches:
             return
         state, count = last.state, self._world.count
         if state[count + mamba] == ABSENT and state[count] == PRESENT:
-            self._place(last, mamba, fetch.held.pop(mamba))
+            self._place(fetch, last, mamba, fetch.held.pop(mamba))

@@ -1,9 +1,10 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
 Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; where the host
-has no room for those, what storage has goes without, what is in flight is awaited, and then claims are let go. Dropping
-an only copy is the last resort, and counted. Host: what is off the device first, then copies of what is on it.
-Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+has no room for those, what storage has goes without, what is in flight is awaited (what storage takes: unless it is
+late), and then claims are let go. Dropping an only copy is the last resort, and counted. Host: what is off the device
+first, then copies of what is on it. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
+touched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum
 
 from asynccache.core.claims import Claims
 from asynccache.core.eviction import last_touch
-from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH
+from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
@@ -22,8 +23,9 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# What has pages of the host, or pins some there, and ends by itself.
-_ON_HOST = (BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, PREFETCH)
+# What has pages of the host, or pins some there, and ends by itself; of storage only as long as it is in time.
+_ON_HOST = (BACKUP_HOST, LOAD_BACK, CLONE, PREFETCH)
+_ON_HOST_AND_STORAGE = (*_ON_HOST, BACKUP_STORAGE)
 
 
 class Room(Enum):
@@ -78,10 +80,8 @@ class RoomMaker:
         if node is None:
             return False
         self._world.offer(node, place)
-        count = self._world.count
-        return all(
-            node.stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT
-        )
+        count, stored = self._world.count, self._world.stored(node)
+        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
@@ -104,15 +104,20 @@ class RoomMaker:
     def _is_stored(self, node: Node, place: int) -> bool:
         """Whether storage has all that would leave the device with this cell."""
         first = 0 if self._world.is_candidate(node, 0) else place
-        return all(node.stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
+        stored = self._world.stored(node)
+        return all(stored >> c & 1 for c in range(first, self._world.count) if node.state[c] == PRESENT)
 
     def host_is_busy(self) -> bool:
         """Whether anything is in flight that will give host pages back, or let go of some."""
-        return any(self._world.ledger.count[kind] for kind in _ON_HOST)
+        return any(self._world.ledger.count[kind] for kind in self._awaited())
 
     def busy(self) -> tuple[int, ...]:
         """The operations that will."""
-        return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in _ON_HOST])
+        kinds = self._awaited()
+        return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in kinds])
+
+    def _awaited(self) -> tuple[Kind, ...]:
+        return _ON_HOST if self._world.storage_is_late else _ON_HOST_AND_STORAGE
 
     def _may_save(self, node: Node, place: int) -> bool:
         """Whether its backup is wanted and could ever fit."""
@@ -169,6 +174,6 @@ class RoomMaker:
             world.counters.evicted_host += pages
             return
         world.counters.evicted_device += pages
-        saved = node.state[world.count + component] != ABSENT or node.stored >> component & 1
+        saved = node.state[world.count + component] != ABSENT or world.stored(node) >> component & 1
         if world.has_host and not saved and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages

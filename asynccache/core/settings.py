@@ -36,6 +36,15 @@ class PrefetchPolicy(Enum):
     WAIT_COMPLETE = "wait_complete"
     TIMEOUT = "timeout"
 
+
+class Access(Enum):
+    """What may be done with the stores that are attached now, all together."""
+
+    NONE = "there is none"
+    READ = "they are read"
+    WRITE = "they are read, and one of them is written"
+
+
 # Heap pops in one call that makes room: 1 to 2 ms.
 SLICE_STEPS = 256
 
@@ -56,7 +65,8 @@ class CoreConfig:
 
     ``components`` are ordered FULL, SWA, MAMBA; FULL is always there. A *slot* holds one page (FULL, SWA) or one
     state (MAMBA). Token counts are tokens, ``*_pages`` are pages, ``*_ops`` are operations.
-    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed.
+    ``remember``: how many nodes that left the tree are remembered, to tell why a request missed. ``storage``: whether a
+    store that is written is attached from the beginning.
     """
 
     page_size: int

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import More
+from asynccache.core.settings import Access
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node
 from asynccache.core.world import World
@@ -37,12 +38,12 @@ class Survey:
     def unsaved(self) -> Unsaved | More:
         """What would be lost if the process ended now."""
         for node in self._some():
-            if not node.stored & 1:
+            if not self._world.stored(node) & 1:
                 self._unsaved[node.state[self._world.count] == PRESENT] += self._world.pages(node, 0)
         if self._todo:
             return More(self._world.plan())
         host, storage = self._unsaved
-        return Unsaved(host, storage if self._world.config.storage else 0)
+        return Unsaved(host, storage if self._world.access is Access.WRITE else 0)
 
     def hashes(self) -> list[bytes] | More:
         """The prefix hash of every page."""

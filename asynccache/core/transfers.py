@@ -25,7 +25,7 @@ from asynccache.core.ledger import (
 )
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
 from asynccache.core.room import Room, RoomMaker
-from asynccache.core.settings import WritePolicy
+from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
@@ -103,7 +103,7 @@ class Transfers:
     def _worth_saving(self, node: Node) -> bool:
         """Whether a backup could bring the host anything of ``node`` that storage lacks, and not only its ancestors:
         else paths that are too long for the host would push each other out of it for ever."""
-        unsaved = self._missing(node) & ~node.stored
+        unsaved = self._missing(node) & ~self._world.stored(node)
         fits = [c for c in self._world.bits[unsaved] if self._world.pages(node, c) <= self._rooms[c]]
         return bool(fits) and node.end <= self._rooms[0]
 
@@ -208,12 +208,13 @@ class Transfers:
 
     # backup_storage
 
-    def store(self, nodes: Iterable[Node]) -> None:
-        """Start storing what these nodes have on the host and storage lacks."""
+    def store(self, nodes: Iterable[Node], again: int = 0) -> None:
+        """Start storing what these nodes have on the host and storage lacks. ``again``: all that they have, but what an
+        operation from that one on is storing."""
         world, count = self._world, self._count
-        if not world.config.storage:
+        if world.access is not Access.WRITE:
             return
-        todo = [(node, mask) for node in nodes if node.hashes and (mask := self._unstored(node))]
+        todo = [(node, mask) for node in nodes if node.hashes and (mask := self._unstored(node, again))]
         if not todo:
             return
         op = world.ledger.open(BACKUP_STORAGE)
@@ -229,14 +230,14 @@ class Transfers:
                 pages.append(StoredPages(self._kinds[c], hashes, slots))
         world.effect(BackupStorage(op.id, tuple(pages)))
 
-    def _unstored(self, node: Node) -> int:
+    def _unstored(self, node: Node, again: int) -> int:
         if node.root.dead:
             return 0
         held = sum(1 << c for c in range(self._count) if node.state[self._count + c] == PRESENT)
         for op in node.ops:
-            if op.kind is BACKUP_STORAGE:
+            if op.kind is BACKUP_STORAGE and op.id >= again:
                 held &= ~_moves(op, node)
-        return held & ~node.stored
+        return held if again else held & ~self._world.stored(node)
 
     # write_back
 
@@ -284,17 +285,18 @@ class Transfers:
         self._world.uncover(op)
         self._world.end(op, op.status)
         if op.kind is BACKUP_STORAGE:
-            self._stored(fragments, done)
+            self._stored(op, done, fragments)
         elif op.kind is CLONE and not done:
             self._fail_leases(op, 0)
         for place, slots in enumerate(op.slots):
             self._world.shelves[place].slots.give(slots)
         return True
 
-    def _stored(self, fragments: Sequence[Fragment], done: bool) -> None:
+    def _stored(self, op: Operation, done: bool, fragments: Sequence[Fragment]) -> None:
         """Some pages may be in storage also where not all of them are."""
         for node, moves, _ in fragments:
-            node.stored |= moves if done else 0
+            if done:
+                self._world.note_stored(node, moves, op)
             if moves & 1:
                 self._world.publish(Medium.STORAGE, True, node)
 

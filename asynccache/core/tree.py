@@ -27,7 +27,8 @@ class Node:
     more than all it does with them.
 
     ``kids``: children whose FULL is not ABSENT on the device, on the host. ``ops``: operations that cover this node.
-    ``stored``: bit per component that is known to be in storage. ``passes``/``passer``: commits that went through, for
+    ``stored``: bit per component that is known to be in storage, and above them since when that counts: the world's
+    ``stored`` tells. ``passes``/``passer``: commits that went through, for
     write_through_selective. ``unsavable``: its backup failed, so it may be dropped without waiting for another.
     """
 

@@ -18,7 +18,7 @@ from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
 from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
-from asynccache.core.settings import CoreConfig
+from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
 from asynccache.core.tree import Node, Root, cut, unlink
@@ -26,6 +26,10 @@ from asynccache.core.tree import Node, Root, cut, unlink
 EARLY = 0
 LATE = 1
 NOWHERE = 1 << 60
+
+# ``Node.stored``: so many bits for components, and above them an era.
+_BITS = len(ComponentKind)
+_MASK = (1 << _BITS) - 1
 
 
 class Shelf:
@@ -86,6 +90,10 @@ class World:
         self.ghosts = Ghosts(config.remember) if config.remember else None
         self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last touch, pages of FULL
         self.clean_pages = 0
+        self.access = Access.WRITE if config.storage else Access.NONE
+        self.era = 0
+        self.storage_is_late = False
+        self._era_began = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []
         self.freed = False
@@ -137,6 +145,24 @@ class World:
     def _forget_if_idle(self, root: Root) -> None:
         if not root.holders and root.children is None and self.roots.get(root.hashes) is root:
             del self.roots[root.hashes]
+
+    # storage
+
+    def stored(self, node: Node) -> int:
+        """Bit per component of ``node`` that is known to be in a store."""
+        stored = node.stored
+        return stored & _MASK if stored >> _BITS == self.era else 0
+
+    def note_stored(self, node: Node, mask: int, op: Operation) -> None:
+        """``op`` has put these components of ``node`` into a store, or got them from one."""
+        if op.id >= self._era_began:
+            node.stored = self.era << _BITS | self.stored(node) | mask
+
+    def forget_stored(self) -> None:
+        """A store has left, and nobody knows which pages it alone had: none passes for stored, nor does any that an
+        operation in flight puts somewhere. An era ends, and no node need be touched for it."""
+        self.era += 1
+        self._era_began = self.ledger.next
 
     # cells
 
@@ -368,7 +394,7 @@ class World:
     def split(self, node: Node, pages: int) -> Node:
         """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases."""
         prefix = cut(node, pages, self.page_bytes)
-        prefix.stored &= (1 << self.dividing) - 1  # what does not divide is stored for the suffix's end
+        prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide is stored for the suffix's end
         self.counters.nodes += 1
         self.counters.splits += 1
         self.ledger.divide(prefix, node, self.dividing)
@@ -408,7 +434,7 @@ class World:
             page = node.key[: self.page_bytes]
             parent = unlink(node, page)
             if self.ghosts is not None:
-                self.ghosts.note(parent, page, 3 if node.stored & 1 else tier + 1)
+                self.ghosts.note(parent, page, 3 if self.stored(node) & 1 else tier + 1)
             self.counters.nodes -= 1
             node = parent
         if node is node.root:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import assert_never
 
-from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
+from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES, Adapter
 from asynccache.core.plan import Cleared, Medium, Publish
 from asynccache.events.notices import Notice, Opened, StorageReport
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
@@ -123,10 +123,16 @@ class Announcer:
         return BlockStored(
             block_hashes=block_hashes(event.hashes[start * HASH_BYTES : stop * HASH_BYTES]),
             parent_block_hash=block_hash(parent) if parent else None,
-            token_ids=tokens.tolist(), block_size=size, lora_id=None, medium=event.medium.value, lora_name=None,
-            extra_keys=None if extra is None else [(_text(extra),)] * (stop - start),
+            token_ids=tokens.tolist(), block_size=size, medium=event.medium.value,
+            lora_id=extra.lora_id if isinstance(extra, Adapter) else None,
+            lora_name=extra.lora_name if isinstance(extra, Adapter) else None,
+            extra_keys=None if extra is None else [_tells_apart(extra)] * (stop - start),
         )  # fmt: skip
 
 
-def _text(extra_key: str | bytes) -> str:
-    return extra_key.hex() if isinstance(extra_key, bytes) else extra_key
+def _tells_apart(extra_key: str | bytes) -> tuple[str, ...]:
+    """What beside its tokens a block is known by: the adapter's name first, as routers have it, then the key."""
+    if isinstance(extra_key, bytes):
+        return (extra_key.hex(),)
+    key = str(extra_key)
+    return (extra_key.lora_name, key) if isinstance(extra_key, Adapter) and extra_key.lora_name != key else (key,)

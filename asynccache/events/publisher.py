@@ -1,7 +1,8 @@
 """The publisher: events leave by a thread of its own, over ZeroMQ, and nobody who listens can hold up the cache.
 
     PUB     topic | 8-byte big-endian sequence number | payload
-    ROUTER  asked for the batches from a sequence number on, answers each as (number, payload), then (-1, nothing)
+    ROUTER  asked for the batches from a sequence number on, answers each as (topic, number, payload), then
+            (nothing, -1, nothing); without the topic for those who expect none
 
 What the cache pays is an append, and one byte to a pipe for each batch. A subscriber that reads too slowly loses
 messages at ZeroMQ's high-water mark and sees the gap in the numbers; what it asks for again comes out of the last
@@ -69,17 +70,21 @@ class ZmqPublisher:
     """``AsyncCache(config, on_event=publisher)``: call it with every notice, from the loop; close it afterwards.
 
     ``endpoint`` and ``replay`` are bound; a port ``*`` is chosen, and ``endpoint`` then says which. ``rank``: the
-    data-parallel rank in every batch. ``gather``: seconds that a batch waits for more events.
+    data-parallel rank in every batch. ``gather``: seconds that a batch waits for more events. ``replay_topic``: whether
+    a replayed batch begins with the topic; as vLLM of the time of ``layout`` has it, if nothing is said.
     """
 
     def __init__(
         self, endpoint: str = "tcp://*:5557", replay: str | None = None, *, topic: str = "", rank: int | None = None,
-        layout: Layout | str = Layout.MAP, keep: int = 10_000, keep_bytes: int = 64 << 20, gather: float = 0.002,
+        layout: Layout | str = Layout.MAP, replay_topic: bool | None = None,
+        keep: int = 10_000, keep_bytes: int = 64 << 20, gather: float = 0.002,
         backlog: int = 200_000, high_water: int = 100_000, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._topic = topic.encode()
         self._rank = rank
         self._encoder = Encoder(Layout(layout))
+        topical = Layout(layout) is Layout.MAP if replay_topic is None else replay_topic
+        self._before = ((self._topic,), (b"",)) if topical else ((), ())
         self._history = History(keep, keep_bytes)
         self._gather = gather
         self._limit = backlog
@@ -199,9 +204,10 @@ class ZmqPublisher:
         self._replays += 1
         who, empty, asked = frames
         since = int.from_bytes(asked, "big")
+        before, before_end = self._before
         for number, payload in self._history.since(since, lambda: self._encode([AllBlocksCleared()])):
-            router.send_multipart((who, empty, number.to_bytes(8, "big"), payload))
-        router.send_multipart((who, empty, END, b""))
+            router.send_multipart((who, empty, *before, number.to_bytes(8, "big"), payload))
+        router.send_multipart((who, empty, *before_end, END, b""))
 
     def _bind(self, kind: int, endpoint: str, high_water: int) -> zmq.Socket[bytes]:
         bound: zmq.Socket[bytes] = self._context.socket(kind)

@@ -95,7 +95,7 @@ class Subscriber:
         try:
             asking.send_multipart((b"", self._next.to_bytes(8, "big")))
             while asking.poll(int(self._patience * 1000)):
-                _, number, payload = asking.recv_multipart()
+                number, payload = asking.recv_multipart()[-2:]  # before them the topic, or not
                 if number == END:
                     return
                 at = int.from_bytes(number, "big")

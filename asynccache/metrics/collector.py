@@ -126,18 +126,21 @@ class CacheCollector(Collector):
         yield self._counter("evicted_pages", "Pages evicted, by tier.", ("tier",),
                             [(("device",), core.evicted_device), (("host",), core.evicted_host)])  # fmt: skip
         yield self._counter("lost_pages", "Only copies that were dropped.", (), [((), core.lost_pages)])
+        yield self._counter("dropped_backups", "Operations to storage that gave way to later ones: too much waited.",
+                            (), [((), statistics.dropped_backups)])  # fmt: skip
         yield self._counter("failed_loads", "Loads from the host that failed.", (), [((), core.failed_loads)])
 
     def _storage(self, statistics: CacheStatistics) -> Iterator[Metric]:
-        if not statistics.storage:
+        stores = statistics.stores
+        if not stores:
             return
-        backend = self._cache.backend_name
-        figures = dict(statistics.storage)
-        state = BreakerState(int(figures.pop("breaker", BreakerState.CLOSED)))
-        yield self._gauge("storage", "What the backend and the store around it count.", ("backend", "figure"),
-                          [((backend, figure), value) for figure, value in figures.items()])  # fmt: skip
+        figures = [(name, figure, value) for name, counts in stores.items() for figure, value in counts.items()]
+        yield self._gauge("storage", "What each backend and the store around it count.", ("backend", "figure"),
+                          [((name, figure), value) for name, figure, value in figures if figure != "breaker"])
         breaker = StateSetMetricFamily(f"{_PREFIX}_storage_breaker", "Whether calls pass.", labels=("cache", "backend"))
-        breaker.add_metric((self._name, backend), {s.name.lower(): s is state for s in BreakerState})
+        for name, counts in stores.items():
+            state = BreakerState(int(counts["breaker"]))
+            breaker.add_metric((self._name, name), {s.name.lower(): s is state for s in BreakerState})
         yield breaker
 
     def _events(self, stats: Publishing) -> Iterator[Metric]:

@@ -42,6 +42,11 @@ class Agreement(Protocol):
         said so, on all of them at one step."""
         ...
 
+    def vote(self, ok: bool) -> Callable[[], bool | None]:
+        """Ask all ranks whether what each did for itself went well. The answer, when it is called: None until a step
+        brought it."""
+        ...
+
     async def step(self) -> Sequence[Outcome]:
         """Exchange reports with the other ranks and return what they decided, in one order everywhere.
 
@@ -70,6 +75,10 @@ class SingleRank:
     def phase(self, late: Callable[[], bool], stop: Callable[[], None]) -> Phase:
         """There is nobody to meet."""
         return _ALONE
+
+    def vote(self, ok: bool) -> Callable[[], bool | None]:
+        """As it says."""
+        return lambda: ok
 
     async def step(self) -> Sequence[Outcome]:
         """Nothing is ever left to agree on."""

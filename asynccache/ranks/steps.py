@@ -118,6 +118,12 @@ class Steps:
                 return
             self._below = self._frames.rows(words)
 
+    async def reports_in(self) -> None:
+        """Wait until no report is due: what a rank that ends in good health does before its reader ends."""
+        while self.due and self.health is Health.OK:
+            self._changed.clear()
+            await self._changed.wait()
+
     # one step
 
     def _header(self) -> Header:

@@ -1,53 +1,97 @@
-"""What ``on_event`` hears beside the core's events: that a cache begins, and which keys its store holds."""
+"""What ``on_event`` hears beside the core's events: that a cache begins, and which keys its stores hold.
+
+Law: a key is there from the moment that the first of the attached stores has it until the last of them has lost it or
+was detached.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
-from asynccache.storage import CheckedStore, watch
+from asynccache.storage import Attached, watch
 
 if TYPE_CHECKING:
     from asynccache.runtime.poolmap import PoolMap
 
+_SLICE = 4096
+
+
+class Watched:
+    """A store that is watched. ``keys``: what it has; ``end``: no more is told of it from then on."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.end: Callable[[], None]
+
 
 class Announcing:
-    """Passes the store's reports on, from now until ``stop``. ``extra_keys``: by namespace, where there is one."""
+    """Passes the stores' reports on. ``stores``: whether there can be any."""
 
-    def __init__(
-        self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, store: CheckedStore | None
-    ) -> None:
-        self.extra_keys: dict[bytes, str | bytes] = {}
+    def __init__(self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, *, stores: bool) -> None:
+        self._extra_keys: dict[bytes, str | bytes] = {}
         self._put = put
-        self._end: Callable[[], None] | None = None
-        key_of = _key_of(pools) if store is not None else None
-        put(Opened(page_size, key_of, self.extra_keys.get))
-        if store is not None and key_of is not None:
-            self._watch(store)
+        self._key_of = _key_of(pools) if stores else None
+        self._watched: dict[Attached, Watched] = {}
+        put(Opened(page_size, self._key_of, self._extra_keys.get))
 
     def __repr__(self) -> str:
-        return f"Announcing({'ended' if self._end is None else 'watching'})"
+        return f"Announcing({len(self._watched)} stores)"
 
-    def _watch(self, store: CheckedStore) -> None:
-        own = store.backend
-        store.backend, end = watch(own, self._report)
+    def name(self, space: bytes, extra_key: str | bytes) -> None:
+        """What the namespace ``space`` is called; once it is known as an adapter's it stays that."""
+        if isinstance(extra_key, Adapter) or space not in self._extra_keys:
+            self._extra_keys[space] = extra_key
+
+    def begin(self, attached: Attached) -> None:
+        """Tell of the keys that this store has, and of all that it gains and loses."""
+        if self._key_of is None:
+            return
+        store, watched = attached.store, Watched()
+        own, self._watched[attached] = store.backend, watched
+        store.backend, end = watch(own, partial(self._report, watched))
 
         def give_back() -> None:
             end()
             store.backend = own
 
-        self._end = give_back
+        watched.end = give_back
+
+    def end(self, attached: Attached) -> None:
+        """Listen to it no more; ``forget`` must follow."""
+        if attached in self._watched:
+            self._watched[attached].end()
+
+    async def forget(self, attached: Attached) -> None:
+        """Tell that the keys which no other store has are gone. Cancelling it leaves some of them untold."""
+        if attached not in self._watched:
+            return
+        leaving = self._watched[attached]
+        while keys := list(islice(leaving.keys, _SLICE)):
+            self._report(leaving, False, keys)
+            await asyncio.sleep(0)
+        del self._watched[attached]
 
     def stop(self) -> None:
-        """The store is watched no more."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        """No store is watched any more."""
+        while self._watched:
+            _, watched = self._watched.popitem()
+            watched.end()
 
-    def _report(self, there: bool, keys: Sequence[bytes]) -> None:
-        if keys:
-            self._put(StorageReport(there, keys))
+    def _report(self, watched: Watched, there: bool, keys: Sequence[bytes]) -> None:
+        if there:
+            watched.keys.update(keys)
+        else:
+            watched.keys.difference_update(keys)
+        others = [other.keys for other in self._watched.values() if other is not watched]
+        news = [key for key in keys if not any(key in other for other in others)] if others else keys
+        if news:
+            self._put(StorageReport(there, news))
 
 
 def _key_of(pools: PoolMap) -> Callable[[bytes], bytes] | None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
-from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure
+from asynccache.errors import BackendError, CacheClosed, ConfigError, RankDivergence, RankFailure, Unavailable
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks, SingleRank
-from asynccache.runtime.borrowed import Borrowed
+from asynccache.runtime.attaching import attach, close_unattached, detach, open_attached
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
@@ -27,7 +27,7 @@ from asynccache.runtime.prefetch import PrefetchHandle, Wish
 from asynccache.runtime.saving import drain, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import CheckedStore, StorageBackend, open_store, store_layout
+from asynccache.storage import Attached, CheckedStore, StorageBackend, StoreOptions, TieredStore, store_layout
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device
@@ -49,8 +49,9 @@ class CloseReport(NamedTuple):
 
 class CacheStatistics(NamedTuple):
     """A moment of the cache. ``device``, ``host``: slots by component name. ``stages``: what each transfer stage did.
-    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: the store's own counters. ``lookups``:
-    what leases found and missed. ``queues``: what waits where. ``histograms``: latencies by stage."""
+    ``prefetches``: how they ended. ``waiting``: leases in line. ``storage``: what the stores count, in sum; ``stores``:
+    each of them by its name, nearest first. ``lookups``: what leases found and missed. ``queues``: what waits where.
+    ``histograms``: latencies by stage. ``dropped_backups``: operations to storage that gave way to later ones."""
 
     device: Mapping[str, ShelfStatistics]
     host: Mapping[str, ShelfStatistics]
@@ -61,10 +62,12 @@ class CacheStatistics(NamedTuple):
     kept_tokens: int
     tasks: int
     storage: Mapping[str, int | float]
+    stores: Mapping[str, Mapping[str, int | float]]
     core: Statistics
     lookups: LookupStats
     queues: Mapping[str, int]
     histograms: Mapping[str, Histogram]
+    dropped_backups: int
 
 
 class AsyncCache:
@@ -91,7 +94,7 @@ class AsyncCache:
         self._agreement = agreement or SingleRank()
         self._on_event = on_event
         self._device: Device | None = None
-        self._store: CheckedStore | None = None
+        self._store: TieredStore | None = None
         self._machine: Machine | None = None
         self._keeper: Keeper
         self._closer: asyncio.Task[CloseReport] | None = None
@@ -116,10 +119,7 @@ class AsyncCache:
             self._device = self._given_device or _open_device(self.config.device)
             pools = self._pools()
             mover = Mover(self._device, pools)  # first: it may refuse, and a store leaves traces
-            self._store = await self._open_store()
-            if self._store is not None:
-                for name, pool in mover.host_pools.items():
-                    self._store.register(name, pool.memory)
+            await self._open_stores()
             self._machine = Machine(
                 self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
             )  # fmt: skip
@@ -203,20 +203,26 @@ class AsyncCache:
         pools = self.config.pools()
         return pools if self._ranks is None else tuple(spec.on_rank(*self._ranks.shard) for spec in pools)
 
-    async def _open_store(self) -> CheckedStore | None:
-        layout = store_layout(self.config.pools())
+    async def _open_stores(self) -> None:
+        """With a host tier there is a place for stores, also where none is attached yet."""
         given = self._given_storage
-        if given is not None:
-            if not self.config.pools()[0].host_pages:
+        if not self.config.pools()[0].host_pages:
+            if given is not None:
                 raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-            return given if isinstance(given, CheckedStore) else CheckedStore(Borrowed(given), layout)
-        if self.config.storage is None:
-            return None
-        return await open_store(self.config.storage, layout, options=self.config.storage_options)
+            return
+        layout = store_layout(self.config.pools())
+        self._store = store = TieredStore()
+        for storage in self.config.stores if given is None else (given,):
+            attached = await open_attached(storage, layout, self.config.storage_options if given is None else {})
+            try:
+                store.attach(attached)
+            except ConfigError:
+                await close_unattached(attached)
+                raise
 
     async def _close_resources(self) -> None:
         try:
-            if self._store is not None and self._store is not self._given_storage:
+            if self._store is not None:
                 await self._store.aclose()
         finally:
             if self._device is not None and self._device is not self._given_device:
@@ -317,13 +323,77 @@ class AsyncCache:
         Raises:
             TimeoutError: ``timeout`` seconds went by.
             BackendError: the store could not make it durable.
+            ConfigError: a ``timeout`` where there are several ranks, whose clocks differ.
         """
         machine = self._ready()
+        if timeout is not None and machine.lockstep is not None:
+            raise ConfigError("flush: timeout: the clocks of several ranks differ")
         async with asyncio.timeout(timeout):
             unsaved = await drain(machine)
             if machine.store is not None:
                 await machine.store.flush()
         return unsaved
+
+    async def attach_storage(
+        self, storage: str | StorageBackend | CheckedStore, *, options: Mapping[str, str] | None = None,
+        name: str | None = None, position: int | None = None, backfill: bool = True,
+    ) -> str:  # fmt: skip
+        """Open a store and use it from now on, while requests go on. Returns its name: ``name``, or the URL's
+        ``name=``, or its scheme (of a backend that is given, its class; the caller closes what the caller made).
+
+        ``options`` are added to the URL's. ``position``: 0 is the nearest of the stores, asked first; None: the
+        farthest. ``backfill``: what is on the host already is stored there too, a little at a time.
+
+        Cancelling it, like failing, leaves everything as it was and nothing open.
+
+        Raises:
+            ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
+            Unavailable: the store cannot be opened now.
+        """
+        machine = self._ready()
+        store = machine.tiers()
+        wanted = {**(options or {}), **({} if name is None else {"name": name})}
+        attached = await self._open_everywhere(machine, storage, wanted)
+        try:
+            machine.check_open()
+            await attach(machine, attached, position, backfill=backfill)
+        finally:
+            if attached not in store.attached:
+                await close_unattached(attached)
+        return attached.options.name
+
+    async def _open_everywhere(
+        self, machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]
+    ) -> Attached:
+        """On every rank or on none."""
+        layout = store_layout(self.config.pools())
+        if machine.lockstep is None:
+            return await open_attached(storage, layout, options)
+        try:
+            attached = await open_attached(storage, layout, options)
+        except (ConfigError, BackendError):
+            await machine.driver.all_say(False)
+            raise
+        if not await machine.driver.all_say(True):
+            await close_unattached(attached)
+            raise Unavailable("attach_storage: another rank could not open it")
+        return attached
+
+    async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
+        """Use a store no more, and close it, while requests go on: what it cannot give any more they compute. Without
+        ``name``: the only one. What could not be saved is returned, as of the moment before it went.
+
+        ``drain``: first store what is not stored yet, for so many seconds (True: ``close_deadline``); False: it goes at
+        once. Cancelling it while it drains leaves the store attached; later it stops the waiting, and the store is
+        closed by and by.
+
+        Raises:
+            ConfigError: there is no such store, or several and no name was given.
+            BackendError: the store is gone, but its backend could not close cleanly.
+        """
+        machine = self._ready()
+        seconds = self.config.close_deadline if drain is True else None if drain is False else float(drain)
+        return await detach(machine, name, seconds)
 
     async def invalidate(self, extra_key: ExtraKey = None) -> None:
         """Forget a namespace. From the moment of the call nothing of it is matched or fetched; leases that hold some of
@@ -373,14 +443,10 @@ class AsyncCache:
         return "the cache is closing" if machine.draining else None
 
     @property
-    def backend_name(self) -> str:
-        """The scheme of the storage URL, or the class of the backend that was given; "" without storage."""
-        if self._store is None:
-            return ""
-        if self._given_storage is None and self.config.storage is not None:
-            return self.config.storage.split(":", 1)[0]
-        given = self._given_storage
-        return type(given.backend if isinstance(given, CheckedStore) else given).__name__
+    def stores(self) -> Mapping[str, StoreOptions]:
+        """The stores that are attached, by name, nearest first, and how each of them is used."""
+        attached = self._store.attached if self._store is not None else ()
+        return {one.options.name: one.options for one in attached}
 
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
         """Where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It only
@@ -408,10 +474,12 @@ class AsyncCache:
             kept_tokens=self._keeper.tokens(),
             tasks=len(machine.supervisor),
             storage=dict(machine.store.stats()) if machine.store is not None else {},
+            stores=machine.store.store_stats() if machine.store is not None else {},
             core=core,
             lookups=machine.lookups.read(),
             queues=machine.queues(),
             histograms={name: meter.histogram() for name, meter in machine.meters().items()},
+            dropped_backups=machine.dropped_backups(),
         )
 
 

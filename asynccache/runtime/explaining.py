@@ -75,7 +75,7 @@ class Explained(NamedTuple):
 async def explain(machine: Machine, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
     found = machine.core.explain(space, key)
-    present = await _stored(machine, space, key, found) if machine.store is not None else {}
+    present = await _stored(machine, space, key, found) if machine.stores else {}
     spans = tuple(_merged([*_in_tree(found), *_beyond(found, _of_full(machine, present), machine.config.page_size)]))
     return Explained(
         tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host,
@@ -144,7 +144,7 @@ def _reach(machine: Machine, found: Explanation, present: dict[str, list[Result]
 
 
 def _fetch(machine: Machine, found: Explanation, present: dict[str, list[Result]]) -> str:
-    if machine.store is None:
+    if not machine.stores:
         return "there is no storage"
     if any(Result.FAILED in results for results in present.values()):
         return "storage does not answer"

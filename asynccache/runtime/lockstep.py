@@ -71,6 +71,12 @@ class Lockstep:
         self._open(phase)
         return phase
 
+    def vote(self, ok: bool) -> Callable[[], bool | None]:
+        """Ask all ranks; see ``ranks.Agreement``."""
+        said: list[bool] = []
+        self._open(Vote(self._start._replace(status=int(Status.DONE if ok else Status.FAILED)), said.append))
+        return lambda: said[0] if said else None
+
     async def step(self) -> Sequence[Outcome]:
         """Every rank calls it once per scheduler iteration; see ``ranks.steps``."""
         for transfer in self._ledger.values():
@@ -116,6 +122,21 @@ class Lockstep:
             self._decided.append(Outcome(transfer.op, Status(agreed.status)))
         else:
             transfer.hear(agreed)
+
+
+class Vote(Transfer):
+    """It is cast when it begins."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, progress: Progress, tell: Callable[[bool], None]) -> None:
+        super().__init__(0, progress)
+        self._tell = tell
+
+    def hear(self, agreed: Progress) -> None:
+        """What all said."""
+        if agreed.status != PENDING:
+            self._tell(agreed.status == FINAL)
 
 
 class LockstepPhase(Transfer):

@@ -18,12 +18,13 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
-from asynccache.errors import AsyncCacheError, CacheClosed
+from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError
 from asynccache.events import Notice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks
 from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
+from asynccache.runtime.attaching import access_of
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.driver import Driver
@@ -34,6 +35,7 @@ from asynccache.runtime.poolmap import PoolMap
 from asynccache.runtime.prefetch import Held, PrefetchHandle
 from asynccache.runtime.readiness import Readiness
 from asynccache.runtime.recorded import recorded
+from asynccache.runtime.stages.backlog import Backlog
 from asynccache.runtime.stages.backup_host import BackupHostStage
 from asynccache.runtime.stages.backup_storage import WORKERS, BackupStorageStage
 from asynccache.runtime.stages.events import EventStage
@@ -43,7 +45,7 @@ from asynccache.runtime.stages.retire import RetireStage
 from asynccache.runtime.stats import Meter, StageStats
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.storage import CheckedStore
+from asynccache.storage import Attached, TieredStore
 
 Task = asyncio.Task[object]
 OnEvent = Callable[[Notice], None]
@@ -70,16 +72,14 @@ class Machine:
     """Built when a cache opens; ``start`` makes its tasks, ``stop`` ends them."""
 
     def __init__(
-        self, config: CacheConfig, pools: Sequence[PoolSpec], mover: Mover, store: CheckedStore | None,
+        self, config: CacheConfig, pools: Sequence[PoolSpec], mover: Mover, store: TieredStore | None,
         ranks: Ranks | None, agreement: Agreement, on_event: OnEvent | None,
     ) -> None:  # fmt: skip
         self.config = config
         self.mover = mover
         self.store = store
         self.loop = asyncio.get_running_loop()
-        settings = replace(
-            config.core(), storage=store is not None, publish=on_event is not None, remember=REMEMBERED
-        )
+        settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         self.lockstep = _lockstep(ranks, pools)
         self.core = CacheCore(settings) if self.lockstep is None else recorded(settings, self.lockstep.record)
         self.lookups = Lookups(self.core)
@@ -97,7 +97,7 @@ class Machine:
         self.draining = False
         self.has_swa = int(ComponentKind.SWA) in self.pools.components
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
-        self.hashing = store is not None or on_event is not None
+        self.hashing = store is not None or on_event is not None  # a store may be attached at any time
         self._thread = threading.get_ident()
         self.holders: dict[object, Task | None] = {}
         self._build_stages(on_event)
@@ -117,21 +117,35 @@ class Machine:
         self.announcing: Announcing | None = None
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
-            self.announcing = Announcing(self.events.put, self.config.page_size, self.pools, self.store)
+            self.announcing = Announcing(
+                self.events.put, self.config.page_size, self.pools, stores=self.store is not None
+            )
         self.backup_storage: BackupStorageStage | None = None
         self.clearing: Clearing | None = None
         self.prefetching: PrefetchStage | None = None
         if self.store is not None:
             self._build_storage_stages(self.store)
 
-    def _build_storage_stages(self, store: CheckedStore) -> None:
+    def _build_storage_stages(self, store: TieredStore) -> None:
+        for attached in store.attached:
+            self.introduce(attached)
+            if self.announcing is not None:
+                self.announcing.begin(attached)
+        self.core.attach_storage(access_of(store))
         clock = time.perf_counter  # uvloop's own clock counts milliseconds
-        self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock)
-        self.clearing = Clearing(self.backup_storage.put, self.driver.post)
+        quota = self.config.backup_quota
+        backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
+        self.backup_storage = BackupStorageStage(store, self.pools, self.driver.post, clock, backlog, self._note_late)
+        self.clearing = Clearing(self.backup_storage.put, self.driver.post, backlog)
         self.driver.route(BackupStorage, self.clearing.put)
         self.prefetching = PrefetchStage(
             self.driver, store, self.pools, self.config.prefetch_threshold, self.supervisor.spawn, clock, self.late
         )
+
+    def _note_late(self, late: bool) -> None:
+        """One rank alone must not tell its core."""
+        if self.lockstep is None:
+            self.driver.perform(self.core.note_late_storage(late))
 
     # tasks
 
@@ -209,15 +223,30 @@ class Machine:
         epoch = self.epochs[extra_key] if self.epochs else 0
         space = namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
         if self.announcing is not None and extra_key is not None:
-            self.announcing.extra_keys[space] = extra_key
+            self.announcing.name(space, extra_key)
         return space
 
     # prefetch
 
     @property
     def stores(self) -> bool:
-        """Whether there is a storage tier."""
-        return self.prefetching is not None
+        """Whether a store is attached."""
+        return bool(self.store)
+
+    def tiers(self) -> TieredStore:
+        """The stores that are attached.
+
+        Raises:
+            ConfigError: there is no host tier, which they would need.
+        """
+        if self.store is None:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+        return self.store
+
+    def introduce(self, attached: Attached) -> None:
+        """Tell a store where the host's pages lie."""
+        for name, pool in self.mover.host_pools.items():
+            attached.store.register(name, pool.memory)
 
     def prefetch(self, space: bytes, key: bytes) -> PrefetchHandle:
         """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
@@ -227,7 +256,7 @@ class Machine:
             self.driver.prefetch_line.ticket(), self.check_thread, self.claims, self.driver.turns.wake,
         )  # fmt: skip
         whole = len(key) // TOKEN_BYTES // self.config.page_size * self.config.page_size
-        if self.prefetching is None:
+        if self.prefetching is None or not self.stores:
             handle.skip("no storage")
         elif self.clearing:
             self.prefetching.skip(handle, "storage is being cleared")
@@ -264,6 +293,10 @@ class Machine:
             "backup_storage": self.backup_storage.meter if self.backup_storage is not None else Meter(),
             "prefetch": self.prefetching.meter if self.prefetching is not None else Meter(),
         }
+
+    def dropped_backups(self) -> int:
+        """Operations that storage was too slow for."""
+        return self.backup_storage.backlog.dropped if self.backup_storage is not None else 0
 
     def queues(self) -> dict[str, int]:
         """What waits where: effects for their stages, prefetches, requests in line, outcomes for the core."""

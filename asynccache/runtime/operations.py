@@ -88,7 +88,8 @@ class Operations:
         waiting and nothing else."""
         watched = [(op, waiter) for op in ops if (waiter := self.watch((op,))) is not None]
         try:
-            return [await waiter for _, waiter in watched]
+            turns = self._turns
+            return [await (turns.sleep(waiter) if turns.playing() else waiter) for _, waiter in watched]
         finally:
             for op, waiter in watched:
                 self.unwatch((op,), waiter)

@@ -63,9 +63,9 @@ async def forget(machine: Machine, space: bytes) -> None:
     Leases finish undisturbed and publish nothing more. Cancelling it may leave stored pages undeleted.
     """
     _cancel_prefetches(machine, space)
-    stored = await _survey(machine, space, Survey.hashes) if machine.store is not None else []
+    stored = await _survey(machine, space, Survey.hashes) if machine.stores else []
     await machine.driver.transact(lambda: machine.core.invalidate(space))
-    if machine.store is not None:
+    if machine.stores:
         await machine.driver.all_ended(tuple(machine.driver.saving))
         await _delete(machine, stored)
 

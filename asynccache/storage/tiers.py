@@ -161,10 +161,15 @@ class TieredStore:
             BackendError: the backend could not close cleanly.
         """
         await attached.left()
-        if attached.owned:
-            await attached.store.aclose()
-        if attached in self._leaving:
+        try:
+            if attached.owned:
+                await attached.store.aclose()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
             self._leaving.remove(attached)
+            raise
+        self._leaving.remove(attached)
 
     # pages
 

@@ -1,4 +1,7 @@
-"""Store URLs, parsed once at the edge: ``scheme:path?option=value&...``. Pure functions."""
+"""Store URLs, parsed once at the edge: ``scheme:path?option=value&...``. Pure functions.
+
+Law: a password in a URL is for its backend alone. What is shown of a URL, in a text or an error, is without it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
 from asynccache.errors import ConfigError
+from asynccache.redaction import HIDDEN, is_secret, redacted
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 
@@ -25,23 +29,27 @@ def parse_size(name: str, text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ParsedUrl:
-    """A store URL, taken apart. ``path`` is literal: nothing in it is decoded."""
+    """A store URL, taken apart. ``path`` is literal: nothing in it is decoded. As text it has no secrets in it."""
 
     scheme: str
     path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        query = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.scheme}:{self.path}" + (f"?{query}" if query else "")
+        query = "&".join(f"{name}={HIDDEN if is_secret(name) else value}" for name, value in self.options.items())
+        return redacted(f"{self.scheme}:{self.path}" + (f"?{query}" if query else ""))
+
+    def __repr__(self) -> str:
+        return f"ParsedUrl({str(self)!r})"
 
     def allow_only(self, names: Collection[str]) -> None:
         """Raises ConfigError if there is an option that is not one of ``names``."""
         for name in self.options:
             if name not in names:
-                raise ConfigError(f"storage={str(self)!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
+                where = redacted(f"{self.scheme}:{self.path}")  # no options: one may be a misspelt password
+                raise ConfigError(f"storage={where!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
 
     def size(self, name: str, default: int) -> int:
         """An option that is a size in bytes."""
@@ -65,11 +73,12 @@ def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     location, _, query = text.partition("?")
     scheme, colon, path = location.partition(":")
     if not scheme or not (colon or scheme == "none"):
-        raise ConfigError(f"storage={text!r}: expected scheme:path?option=value, as in file:/var/kv?capacity=10GiB")
+        wanted = "scheme:path?option=value, as in file:/var/kv?capacity=10GiB"
+        raise ConfigError(f"storage={redacted(text)!r}: expected {wanted}")
     if path.startswith("//"):
         path = path[2:]
     try:
         found = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
-    except ValueError as error:
-        raise ConfigError(f"storage={text!r}: {error}") from None
+    except ValueError:
+        raise ConfigError(f"storage={redacted(location)!r}: options are name=value with & between them") from None
     return ParsedUrl(scheme, path, {**found, **(options or {})})

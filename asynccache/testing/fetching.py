@@ -69,7 +69,7 @@ class Fetch:
 
     def _read(self, component: int, page: int, slot: int) -> None:
         digest = self.chain[page]
-        good = (component, page) not in self.unreadable
+        good = (component, page) not in self.unreadable and (component, digest) in self.runtime.storage
         self.present[NAMES[component]][page] &= good
         stored = self.runtime.storage.get((component, digest)) if good else None
         self.runtime.memory[HOST, component, slot] = stored or self.runtime.garbage()

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asynccache.core.cache import Begin, Match
+from asynccache.core.cache import Access, Backfill, Begin, Match
+from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import More, Plan, Status, Wait
 from asynccache.errors import CacheFull
 from asynccache.testing.fetching import Fetch, open_fetch
@@ -94,6 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = self.run.model = Model(self.run)
         self.requests: list[Running] = []
         self.fetches: list[Fetch] = []
+        self.fills: list[Backfill] = []
         self.keys: dict[bytes, set[str]] = {space: set() for space in SPACES}
         self.disturbed = False
 
@@ -242,8 +244,6 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(text=texts, space=spaces, bad=st.integers(0, 30), begin=st.sampled_from(Begin))
     def prefetch(self, text: str, space: bytes, bad: int, begin: Begin) -> None:
         """A prefetch begins, if it may."""
-        if not self.run.config.storage:
-            return
         known = sorted(self.keys[space])
         text = known[len(text) % len(known)] + text if known and bad % 2 else text
         fetch = open_fetch(self.run, spell(text, self.run.page), space, {(FULL, bad), (SWA, bad - 2)}, begin)
@@ -281,6 +281,36 @@ class CacheMachine(RuleBasedStateMachine):
         """Everything that can be saved now is started."""
         self.run.drain()
 
+    @precondition(lambda self: self.run.core.world.has_host)
+    @rule(access=st.sampled_from((Access.READ, Access.WRITE)), store=st.booleans(), really=st.integers(0, 2))
+    def attach(self, access: Access, store: bool, really: int) -> None:
+        """Another store is attached, and what the tree knows is told it."""
+        if really and self.run.core.world.access is not Access.NONE:
+            return
+        self.run.perform(self.run.core.attach_storage(access))
+        self.fills.append(self.run.core.backfill(store=store))
+
+    @precondition(lambda self: self.fills)
+    @rule(data=st.data(), ops=st.integers(1, 4))
+    def fill_some(self, data: st.DataObject, ops: int) -> None:
+        """A slice of that."""
+        fill = data.draw(st.sampled_from(self.fills))
+        plan, over = fill.some(ops, 8)
+        self.run.perform(plan)
+        if over:
+            self.fills.remove(fill)
+
+    @precondition(lambda self: self.run.core.world.has_host)
+    @rule(access=st.sampled_from(Access), kept=st.integers(0, 3), really=st.integers(0, 5))
+    def detach(self, access: Access, kept: int, really: int) -> None:
+        """One is detached; the others have some of what it had."""
+        if really:
+            return
+        for number, place in enumerate(list(self.run.storage)):
+            if access is Access.NONE or number % 4 >= kept:
+                del self.run.storage[place]
+        self.run.perform(self.run.core.detach_storage(access))
+
     @precondition(lambda self: len(self.requests) + len(self.fetches) < 3)
     @rule(space=spaces, really=st.integers(0, 5))
     def invalidate(self, space: bytes, really: int) -> None:
@@ -311,6 +341,19 @@ class CacheMachine(RuleBasedStateMachine):
         for space in SPACES:
             for text in sorted(self.keys[space])[:4]:
                 self._compare(text, space)
+
+    @invariant()
+    def what_is_known_to_be_stored_is(self) -> None:
+        """The tree never says of a page that it is in storage if it is not."""
+        world = self.run.core.world
+        nodes = [node for root in world.roots.values() for node in (root.children or {}).values()]
+        for node in nodes:
+            nodes.extend((node.children or {}).values())
+            hashes = [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
+            for c in world.bits[world.stored(node)]:
+                component = world.components[c]
+                for digest in hashes if component.divides else hashes[-1:]:
+                    assert (int(component.kind), digest) in self.run.storage, f"{node!r} passes for stored"
 
     def _compare(self, text: str, space: bytes) -> None:
         page = self.run.page

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable
 from enum import Enum
 from random import Random
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from asynccache.errors import RankFailure
 from asynccache.ranks.frames import Words
 from asynccache.ranks.links import Links
 from asynccache.ranks.topology import Topology
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Fate(Enum):
@@ -39,7 +44,8 @@ class SimulatedRanks:
         self.sent = 0
         self._random = random
         self._latency = latency
-        self._groups: dict[tuple[int, ...], _Meeting] = {}
+        self._groups: dict[tuple[int, ...], _Meeting[Words, Words]] = {}
+        self._world: _Meeting[bytes, list[bytes]] = _Meeting(self, range(topology.ranks), list)
         self._wires: dict[tuple[int, int], _Wire] = {}
 
     def __repr__(self) -> str:
@@ -60,6 +66,10 @@ class SimulatedRanks:
             _Neighbour(self._wire(below, rank), self._wire(rank, below)) if below is not None else None,
         )
 
+    async def gather(self, rank: int, content: bytes) -> list[bytes]:
+        """What every rank gives, by rank; all call it at the same point."""
+        return await self._world.meet(rank, content)
+
     def kill(self, rank: int) -> None:
         """Its process is gone: connections break."""
         self._end(rank, Fate.KILLED)
@@ -70,6 +80,7 @@ class SimulatedRanks:
 
     def _end(self, rank: int, fate: Fate) -> None:
         self.fates[rank] = fate
+        self._world.lost(rank)
         for meeting in self._groups.values():
             meeting.lost(rank)
         for wire in self._wires.values():
@@ -85,24 +96,25 @@ class SimulatedRanks:
         self.sent += 1
         return self._random.random() * self._latency * (20 if self._random.random() < 0.02 else 1)
 
-    def _meeting(self, ranks: tuple[int, ...]) -> _Meeting:
-        return self._groups.setdefault(ranks, _Meeting(self, ranks))
+    def _meeting(self, ranks: tuple[int, ...]) -> _Meeting[Words, Words]:
+        return self._groups.setdefault(ranks, _Meeting(self, ranks, _lowest))
 
     def _wire(self, source: int, target: int) -> _Wire:
         return self._wires.setdefault((source, target), _Wire(self, source, target))
 
 
-class _Meeting:
-    """Where the ranks of one group reduce. ``calls``: by rank, what it has handed in and nobody has picked up yet."""
+class _Meeting(Generic[T, R]):
+    """Where ranks do the same call. ``waiting``: by rank, what it has handed in and nobody has picked up yet."""
 
-    def __init__(self, net: SimulatedRanks, ranks: tuple[int, ...]) -> None:
+    def __init__(self, net: SimulatedRanks, ranks: Iterable[int], combine: Callable[[list[T]], R]) -> None:
         self.net = net
-        self._waiting: dict[int, deque[tuple[Words, asyncio.Future[Words]]]] = {rank: deque() for rank in ranks}
+        self._combine = combine
+        self._waiting: dict[int, deque[tuple[T, asyncio.Future[R]]]] = {rank: deque() for rank in ranks}
 
-    async def minimum(self, rank: int, words: Words) -> Words:
+    async def meet(self, rank: int, item: T) -> R:
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Words] = loop.create_future()
-        self._waiting[rank].append((words.copy(), future))
+        future: asyncio.Future[R] = loop.create_future()
+        self._waiting[rank].append((item, future))
         self._meet(loop)
         if any(self.net.fates[other] is Fate.KILLED for other in self._waiting):
             loop.call_later(self.net.delay(), _fail, future, "connection closed by peer")
@@ -115,11 +127,9 @@ class _Meeting:
     def _meet(self, loop: asyncio.AbstractEventLoop) -> None:
         while all(self._waiting.values()):
             calls = [queue.popleft() for queue in self._waiting.values()]
-            if len({len(words) for words, _ in calls}) > 1:
-                raise SystemError("op.preamble.length <= op.nbytes: the process aborts")
-            lowest = np.minimum.reduce([words for words, _ in calls])
+            result = self._combine([item for item, _ in calls])
             for _, future in calls:
-                loop.call_later(self.net.delay(), _give, future, lowest)
+                loop.call_later(self.net.delay(), _give, future, result)
 
     def lost(self, rank: int) -> None:
         if rank in self._waiting and self.net.fates[rank] is Fate.KILLED:
@@ -128,15 +138,22 @@ class _Meeting:
                     _fail(future, "connection closed by peer")
 
 
+def _lowest(frames: list[Words]) -> Words:
+    if len({len(words) for words in frames}) > 1:
+        raise SystemError("op.preamble.length <= op.nbytes: the process aborts")
+    lowest: Words = np.minimum.reduce(frames)
+    return lowest
+
+
 class _Member:
     """A group as one rank sees it."""
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, meeting: _Meeting[Words, Words], rank: int) -> None:
         self._meeting = meeting
         self._rank = rank
 
     async def minimum(self, words: Words) -> Words:
-        return await self._meeting.minimum(self._rank, words)
+        return (await self._meeting.meet(self._rank, words.copy())).copy()
 
 
 class _Wire:
@@ -191,13 +208,11 @@ class _Neighbour:
         self.receive = incoming.receive
 
 
-def _give(future: asyncio.Future[Words], words: Words) -> None:
+def _give(future: asyncio.Future[R], result: R) -> None:
     if not future.done():
-        future.set_result(words.copy())
+        future.set_result(result)
 
 
-def _fail(future: asyncio.Future[Words], reason: str) -> None:
+def _fail(future: asyncio.Future[R], reason: str) -> None:
     if not future.done():
         future.set_exception(RankFailure(reason))
-
-

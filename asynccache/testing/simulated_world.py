@@ -30,6 +30,7 @@ from asynccache.storage import PageKey
 from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
 from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
+from asynccache.testing.simulated_stores import Guests
 
 _ATTEMPTS = 60
 _PATIENCE = 600.0
@@ -175,6 +176,7 @@ class _World:
             if has_host and self.random.random() < 0.8
             else None
         )
+        self.guests = Guests(loop, climate.hostility) if has_host else None
         self.put_off: deque[SimulatedGate] = deque()
         self.said: list[list[int]] = [[]]
         self.cache: AsyncCache
@@ -184,6 +186,9 @@ class _World:
         await self._live()
         if self.backend is not None:
             await self._live()
+        if self.guests is not None:
+            await self.guests.aclose()
+        if self.backend is not None:
             await self.backend.aclose()
             assert self.backend.holding == 0, "the store still holds buffers"
         await self.device.aclose()
@@ -192,7 +197,12 @@ class _World:
     async def _live(self) -> None:
         self.cache = AsyncCache(self.climate.config, device=self.device, storage=self.backend)
         async with self.cache:
+            over = asyncio.Event()
+            coming = self.guests.come_and_go(self.cache, over) if self.guests is not None else asyncio.sleep(0)
+            guests = self.loop.create_task(coming, name="guests")
             await self._requests()
+            over.set()
+            await guests
             await self._disturb_last()
             await self._settle()
             self._nothing_is_left()

@@ -243,8 +243,8 @@ class SynchronousRuntime:
         return chain
 
     def hashes(self, space: bytes, key: bytes) -> bytes:
-        """What ``commit`` wants to be told: nothing when nobody would use it."""
-        return b"".join(self.chain(space, key)) if self.config.storage or self.config.publish else b""
+        """What ``commit`` wants to be told: nothing when nobody would ever use it."""
+        return b"".join(self.chain(space, key)) if self.core.world.has_host or self.config.publish else b""
 
     def table(self, lease: Lease, component: int) -> Slots:
         """A lease's page table."""

@@ -13,6 +13,7 @@ from asynccache.cli import meter
 from asynccache.cli.display import Silence
 from asynccache.cli.main import main
 from asynccache.cli.options import settle
+from asynccache.cli.presses import Presses
 from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
@@ -155,7 +156,7 @@ def test_the_cancel_rate_is_the_share_of_requests_that_are_cancelled(
 
 
 def test_faults_come_in_the_shares_that_help_tells() -> None:
-    session = Session(settle("stress", {"faults": "0.4", "seed": "9"}), Silence())
+    session = Session(settle("stress", {"faults": "0.4", "seed": "9"}), Silence(), Presses())
     assert session._device_faults() == Faults(seed=9, delayed=0.2, failing=0.1, delay=(0.001, 0.05))
     assert DELAY == (0.001, 0.05)
 

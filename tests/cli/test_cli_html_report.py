@@ -173,13 +173,14 @@ def bench_reports() -> dict[str, dict[str, Any]]:
     cpu = {"mean": 4.0, "p50": 3.0, "p99": 9.0, "max": 20.0}
     operations = {name: {"cpu": cpu, "goal_us": goal, "what": f"a {name}"} for name, goal in (("match", 5), ("pin", 3))}
     grown = {name: {"cpu": cpu} for name in ("match", "pin", "insert", "evict")}
-    rates = {"gb_per_s": 1.5, "cpu_us_per_page": 20.0}
+    rates = {"gb_per_s": 1.5, "cpu_us_per_page": 20.0, "p50_ms": 1.0, "p99_ms": 2.0, "p999_ms": 3.0}
     spread = {"p50": 0.1, "p99": 1.0, "p999": 3.0, "max": 9.0}
     call = {"core_us": 4.4, "await_us": 8.8, "adds_us": 4.4, "goal_us": 5.0}
     return {
         "tree": {"shapes": {"full p16": operations},
                  "growth": {"full": [{"nodes": 1000, **grown}, {"nodes": 10_000, **grown}]}},
-        "store": {"sizes": [{"page_bytes": 65536, "raw": {"memcpy": rates}, "direct": {"put": rates, "stats": {}}}],
+        "store": {"sizes": [{"page_bytes": 65536, "raw": {"memcpy": rates}, "direct": {
+            "raw": {"put": rates}, "on": {"put": rates, "get_shuffled": rates}, "ratio": {"on": {"put": 0.9}}}}],
                   "settings": {"url": "file:/x"}},
         "runtime": {"overhead": {"uvloop": {"match": call}},
                     "stress": {"uvloop": {"loop_lag_ms": spread, "run_queue_ms": spread}}},

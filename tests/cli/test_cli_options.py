@@ -38,6 +38,18 @@ def test_values_arrive_in_their_types() -> None:
     assert settings.trace == "t.jsonl"
 
 
+def test_several_stores_are_several_options_or_a_list(tmp_path: Path) -> None:
+    urls = ("file:/var/k v?capacity=1GiB", "memory:?capacity=1MiB")
+    assert stress("--storage", urls[0], "--storage", urls[1]).storage == urls
+    assert stress("--storage", urls[0]).storage == urls[0]
+    file = tmp_path / "run.toml"
+    file.write_text(f'storage = ["{urls[0]}", "{urls[1]}"]\n')
+    assert stress("--config", str(file)).storage == urls
+    assert stress("--config", str(file), "--storage", "memory:").storage == "memory:"
+    with pytest.raises(ConfigError, match="must be 'none' or a URL"):
+        stress("--storage", "memory:", "--storage", "/var/kv")
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('page-size = 32\nconcurrency = 3\nlayers = 2\ncomponents = ["full", "swa"]\n'

@@ -37,14 +37,3 @@ EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {"openai_s
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_examples_run(name: str) -> None:
     assert "came from the cache" in run(ROOT / "examples" / name)
-
-
-def test_the_settings_file_in_readme_is_accepted(tmp_path: Path) -> None:
-    from asynccache.cli.options import settle
-
-    text = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    settings = settle("stress", {"config": str(file)})
-    assert settings.duration == 60
-    assert settings.components == ("full", "swa", "mamba")

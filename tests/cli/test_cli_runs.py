@@ -258,7 +258,8 @@ def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report
 def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypatch: pytest.MonkeyPatch,
                                                                        tmp_path: Path) -> None:
     def pressed() -> float:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it was not skipped")
 
     monkeypatch.setattr("asynccache.cli.session.memcpy_rate", pressed)
     page = tmp_path / "run.html"

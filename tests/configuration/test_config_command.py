@@ -107,31 +107,22 @@ def test_the_schema_is_json(capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
 
 
-def test_what_the_page_shows_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    (shown,) = re.findall(r"```\n(asynccache: .*?)```", page, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ASYNCCACHE_KEPT_FRACTION", "2.0")
-    Path("kv.toml").write_text(KV.replace("page_size = 16\n", "page_sise = 16\nwindow = 3\n"))
-    assert main(["config", "check", "kv.toml"]) == 1
-    said = capsys.readouterr().err.replace("='2.0'", "=2.0")
-    assert said == shown
-
-
 def test_the_python_on_the_page_runs_with_the_file_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    (file,), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python"))
+    kinds = ('toml title="kv.toml"', "python")
+    (file,), (code,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in kinds)
     (variables,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("kv.toml").write_text(file)
     found: dict[str, Any] = {}
     exec(code, found)
     assert found["config"].components[0].device_tokens == 131072
-    env = dict(line.split("#")[0].strip().split("=") for line in variables.splitlines())
+    env = dict(re.findall(r"^export (\w+)=(\S+)", variables, re.MULTILINE))
     config = load_config("kv.toml", env=env)
-    assert (config.page_size, config.storage, config.sidecars[0].bytes_per_page) == (32, None, 1024)
+    assert (config.page_size, config.sidecars[0].bytes_per_page) == (32, 1024)
+    assert config.storage_options["capacity"] == "20GiB"
     assert settle("stress", {"config": "kv.toml"}, env).duration == 5
 
 
@@ -236,3 +227,27 @@ def test_no_bad_input_is_answered_with_a_traceback(arguments: list[str], capsys:
     said = capsys.readouterr().err
     assert 1 <= len(said.splitlines()) <= 2
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("[tree]\na = 1\n", "there is no table [tree]; there are [stress], [replay], [components], [sidecars], [stora"),
+    ("[stres]\nduration = 1\n", "there is no table [stres]; did you mean 'stress'?"),
+    ("[component.full]\nlayers = 1\n", "there is no table [component]; did you mean 'components'?"),
+    ("kept_fraction = 0.5\n", "'kept_fraction' is a setting of a cache, and this file describes none: it would name"),
+    ("devicetokens = 3\n", "stress has no setting 'devicetokens'; did you mean 'device-tokens'?"),
+    ("tree = 3\n", "stress has no setting 'tree'\n"),
+])  # fmt: skip
+def test_the_nearest_name_is_of_the_same_kind(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert main(["config", "check", str(file)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_table_that_there_is_not_has_no_far_fetched_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text('model = "m"\n[tree]\na = 1\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
+    assert main(["config", "check", str(file)]) == 1
+    assert "there is no such setting\n" in capsys.readouterr().err

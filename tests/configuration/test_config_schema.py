@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "configuration.md").read_text()
 SCHEMA = whole_schema()
 EXAMPLES = [text for name in ("README.md", "docs/configuration.md")
-            for text in re.findall(r"```toml\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)]
+            for text in
+            re.findall(r"```toml title=\"(?:kv|run).toml\"\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)]
 FULL: dict[str, Any] = {"bytes_per_token": 64, "device_tokens": 160}
 SMALL: dict[str, Any] = {"model": "m", "components": {"full": FULL}}
 
@@ -164,3 +165,27 @@ def test_the_reference_page_is_current() -> None:
     assert renewed(PAGE) == PAGE
     for _, name, _row in rows():
         assert f"`{name}`" in PAGE
+
+
+def test_several_stores_in_every_way(tmp_path: Path) -> None:
+    urls, full = ("file:/var/k v?capacity=1GiB", "memory:"), {**FULL, "host_tokens": 160}
+    assert valid({"model": "m", "storage": list(urls), "components": {"full": full}})
+    file = tmp_path / "kv.toml"
+    file.write_text(f'model = "m"\nstorage = ["{urls[0]}", "{urls[1]}"]\n[components.full]\nbytes_per_token = 64\n'
+                    "device_tokens = 160\nhost_tokens = 160\n")
+    loaded = read_config(file, env={})
+    assert loaded.config is not None
+    assert loaded.config.stores == urls
+    (tmp_path / "again.toml").write_text(as_toml(loaded.values))
+    assert read_config(tmp_path / "again.toml", env={}).config == loaded.config
+    for env, given in (({"ASYNCCACHE_STORAGE": " ".join(urls)}, {}), ({}, {"storage": list(urls)})):
+        assert read_config(file, env=env, **given).config == loaded.config
+    one = read_config(file, env={"ASYNCCACHE_STORAGE": urls[0]}).config
+    assert one is not None
+    assert one.storage == urls[0]
+    for bad in ([1], [], 3):
+        assert not valid({"model": "m", "storage": bad, "components": {"full": full}})
+        (problem,) = read_config(file, env={}, storage=bad).problems
+        assert "or a list of texts" in problem.sentence
+    (problem,) = read_config(file, env={}, storage_options={"a": "1"}).problems
+    assert "options belong in their URLs" in problem.sentence

@@ -1,90 +1,219 @@
-"""Every block of Python on every page runs and prints what the page says; every command and every file of settings is
-one that the programs understand."""
+"""Every block on every page is executed: Python prints what the page says, commands run in a real shell and end well,
+files of settings are loaded. What is not has a reason on the page, and stands in ``EXCEPTIONS``."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import socket
 import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from asynccache.cli import explain, main, plan, session, store
-from tests.docs.docs_kit import ROOT, Block, all_blocks, commands
+from asynccache import load_config
+from asynccache.cli.main import main
+from asynccache.cli.options import settle
+from asynccache.configuration import describes_cache
+from tests.docs import docs_programs
+from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
 
 PYTHON = all_blocks("python")
-SHELL = [(block.place, words) for block in all_blocks("", "console", "sh", "bash") for words in commands(block)]
-TOML = all_blocks("toml")
+SHELL = [block for block in all_blocks("console", "sh") if block.reason is None]
+SETTINGS = all_blocks("toml")
+READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
+
+# Blocks with a reason on the page why they are not run: (page, first line).
+EXCEPTIONS = {
+    ("README.md", "python3 -m venv .venv"),
+}
+# Blocks that are drawings, not code.
+DRAWINGS = {"docs/design.md": 2}
+PATIENCE = 120.0
+LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
 
 
-def test_there_are_blocks() -> None:
-    assert len(PYTHON) > 8
-    assert len(SHELL) > 15
-    assert TOML
+def test_nothing_is_passed_over() -> None:
+    found = all_blocks()
+    fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES)
+    assert len(found) * 2 == fences, "a fence that docs_kit does not understand"
+    assert {block.language for block in found} <= READ
+    without = [block.page for block in found if not block.language]
+    assert {page: without.count(page) for page in without} == DRAWINGS
+    printed = {block.printed for block in found if block.printed is not None}
+    assert not [block.place for block in found if block.language == "text" and block.code not in printed]
+    assert {(block.page, block.code.splitlines()[0]) for block in found if block.reason} == EXCEPTIONS
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=[block.place for block in PYTHON])
 def test_python_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if block.reason is not None:
-        compile(block.code, block.place, "exec")
-        pytest.skip(block.reason)
     monkeypatch.chdir(tmp_path)
-    _keep_settings()
+    write_files(block.page)
     exec(compile(block.code, block.place, "exec"), {"__name__": "docs_block"})
     if block.printed is not None:
         assert capsys.readouterr().out == block.printed
 
 
-def _keep_settings() -> None:
-    """The pages speak of one file of settings, which one of them shows."""
-    Path("kv.toml").write_text(next(block.code for block in TOML if "model = " in block.code))
+def write_files(page: str) -> None:
+    """The files that the pages show, in the working folder."""
+    for name, text in files(page).items():
+        Path(name).write_text(text, encoding="utf-8")
 
 
-def _alternatives(words: list[str]) -> Iterator[list[str]]:
-    """``bench tree|store`` is two commands."""
-    for at, word in enumerate(words):
-        if re.fullmatch(r"\w+(\|\w+)+", word):
-            for choice in word.split("|"):
-                yield from _alternatives([*words[:at], choice, *words[at + 1 :]])
-            return
-    yield words
+# shell
 
 
-@pytest.mark.parametrize(("place", "words"), SHELL, ids=[f"{place} {' '.join(words)[:50]}" for place, words in SHELL])
-def test_commands_are_understood(
-    place: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if words[0] == "make":
-        done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{place}: {done.stderr}"
-        return
-    if words[0] == "python":
-        assert (ROOT / words[1]).is_file()
-        return
-    _run_nothing(monkeypatch)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that a run filled."""
+    folder = tmp_path_factory.mktemp("store")
+    assert main(["stress", "--quiet", "--requests", "8", "--storage", f"file:{folder}/kv?capacity=64MiB"]) == 0
+    return folder / "kv"
+
+
+@pytest.fixture
+def place(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the pages speak of: settings, a trace, a prompt, a store; and their programs."""
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text("[stress]\nduration = 1\n")
-    _keep_settings()
-    for command in _alternatives(words[1:]):
-        assert main.main([word for word in command if word != "..."]) == 0, f"{place}: {command}"
+    Path("kv").symlink_to(store)
+    Path("prompt.txt").write_text(",".join(map(str, range(700))))
+    Path("trace.jsonl").write_text(_trace())
+    Path("bin").mkdir()
+    for name in ("asynccache", "python", "make"):
+        program = Path("bin", name)
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{docs_programs.__file__}" {name} "$@"\n')
+        program.chmod(0o755)
+    return tmp_path
 
 
-def _run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands go as far as having understood what they were told."""
-    def understood(settings: Any) -> int:
-        return 0
+def _trace() -> str:
+    """The beginning of a recorded trace, where there is one; else one in the same format."""
+    recorded = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
+    if recorded.is_file():
+        with recorded.open(encoding="utf-8") as lines:
+            return "".join(line for line, _ in zip(lines, range(80), strict=False))
+    made = ({"timestamp": i * 100, "input_length": 1200, "output_length": 16, "hash_ids": [0, i % 9 + 1, i + 10]}
+            for i in range(80))
+    return "".join(json.dumps(line) + "\n" for line in made)
 
-    for module in (session, store, explain, plan):
-        monkeypatch.setattr(module, "execute", understood)
-    for bench in main.BENCHES:
-        monkeypatch.setattr(f"asynccache.cli.bench_{bench}.run", lambda options: {})
+
+def here(script: str) -> str:
+    """The same commands on folders and ports that are this test's own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = re.sub(r"/var/tmp/|/var/|/tmp/", f"{os.getcwd()}/", script)
+    return re.sub(r"\b9090\b", str(port), script)
 
 
-@pytest.mark.parametrize("block", TOML, ids=[block.place for block in TOML])
-def test_toml_can_be_read(block: Block) -> None:
-    assert tomllib.loads(block.code)
+_END = "\nfor job in $(jobs -p); do kill -INT $job; wait $job || [ $? = 130 ]; done\n"
+_SLOW = [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, id=b.place, marks=_SLOW if LONG.search(b.code) else []) for b in SHELL]
+)
+def test_commands_run(block: Block, place: Path) -> None:
+    """``bash`` runs the block; whatever it left in the background is interrupted, and must end as the manual says."""
+    write_files(block.page)
+    script, shown = shell(block)
+    path = [str(ROOT / part) for part in ("", "backends", "scheduler_shim")]
+    said = place / "said"
+    environment = os.environ | {"PATH": f"{place}/bin:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(path)}
+    with said.open("w") as output:
+        status = run_alone(["bash", "-euo", "pipefail", "-c", here(script) + _END], output, environment)
+    text = said.read_text(encoding="utf-8")
+    assert status == _expected(shown), text
+    assert "Traceback" not in text
+    pattern = "\n".join(".*" if line.strip() == "..." else re.escape(line) for line in shown)
+    assert re.search(pattern, text, re.DOTALL), text
+
+
+def run_alone(command: list[str], output: IO[str], environment: dict[str, str]) -> int:
+    """The status of ``command``, of which nothing is left afterwards."""
+    with subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait(timeout=PATIENCE)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _expected(shown: tuple[str, ...]) -> int:
+    """A page that shows what is refused shows a command that ends with status 1."""
+    return int(bool(shown) and shown[0].startswith("asynccache: "))
+
+
+# settings and other files
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=[block.place for block in SETTINGS])
+def test_files_can_be_used(block: Block, tmp_path: Path) -> None:
+    """All of a file: the cache that it describes, the runs that it has options for, the plug-in that it names."""
+    assert block.title, "say what file it is: ```toml title=\"kv.toml\""
+    table = tomllib.loads(block.code)
+    if block.title == "pyproject.toml":
+        assert list(table["project"]["entry-points"]) == ["asynccache.backends"]
+        return
+    file = tmp_path / block.title
+    file.write_text(block.code, encoding="utf-8")
+    if block.title == "wrong.toml":
+        assert main(["config", "check", str(file)]) == 1
+        return
+    if describes_cache(table):
+        assert load_config(file, env={}).model == table["model"]
+    for command in ("stress", "replay"):
+        settings = settle(command, {"config": str(file), "trace": "-"}, env={})
+        for name, value in table.get(command, {}).items():
+            assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=lambda block: block.place)
+def test_json_can_be_read(block: Block) -> None:
+    assert json.loads(block.code)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=lambda block: block.place)
+def test_yaml_can_be_read(block: Block) -> None:
+    assert pytest.importorskip("yaml").safe_load(block.code)
+
+
+EXTRA = re.compile(r"(?:asynccache|\.)\[([\w,]+)\]")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_every_extra_that_is_named_is_there() -> None:
+    sources = [path for folder in ("asynccache", "backends", "scheduler_shim", "examples")
+               for path in (ROOT / folder).rglob("*.py")]
+    named = {(path, extra) for path in (*PAGES, *sources) for found in EXTRA.findall(path.read_text(encoding="utf-8"))
+             for extra in found.split(",")}
+    assert len(named) > 8
+    assert not [where for where in named if where[1] not in PROJECT["optional-dependencies"]]
+
+
+def test_what_the_extras_name_can_be_installed() -> None:
+    """It is: the gate runs with all of them, but for those that need a GPU."""
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        for requirement in requirements:
+            name, least = re.match(r"([\w-]+)(?:\[[\w,]+\])?(?:>=([\d.]+))?", requirement).groups()  # type: ignore[union-attr]
+            if name == "asynccache" or extra.startswith("cuda"):
+                continue
+            try:
+                installed = version(name)
+            except PackageNotFoundError:
+                pytest.skip(f"{name} is not installed here: make test installs all of the extra dev")
+            if least:
+                assert _numbers(installed) >= _numbers(least), requirement
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
@@ -143,7 +145,8 @@ def test_what_is_not_kept_any_more_is_told_by_the_publisher() -> None:
 
 
 def test_frames_are_those_that_routers_expect(publisher: ZmqPublisher) -> None:
-    """PUB: topic, number, payload. ROUTER: asked for a number, (empty, number, payload)... (empty, -1, nothing)."""
+    """PUB: topic, number, payload. ROUTER: asked for a number, (empty, topic, number, payload)... and last
+    (empty, nothing, -1, nothing)."""
     context = zmq.Context()
     try:
         sub, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
@@ -161,36 +164,100 @@ def test_frames_are_those_that_routers_expect(publisher: ZmqPublisher) -> None:
         asking.connect(publisher.replay)
         asking.send_multipart((b"", sequence))
         assert asking.poll(10_000)
-        assert asking.recv_multipart() == [b"", sequence, payload]
-        while (frames := asking.recv_multipart())[1] != END:
-            assert int.from_bytes(frames[1], "big") > int.from_bytes(sequence, "big")
-        assert frames == [b"", END, b""]
+        assert asking.recv_multipart() == [b"", b"kv", sequence, payload]
+        while (frames := asking.recv_multipart())[2] != END:
+            assert int.from_bytes(frames[2], "big") > int.from_bytes(sequence, "big")
+        assert frames == [b"", b"", END, b""]
     finally:
         context.destroy(linger=0)
 
 
-def test_a_dead_subscriber_costs_nothing_and_a_live_one_gets_all() -> None:
+@pytest.mark.parametrize("layout", Layout)
+def test_replays_have_the_frames_of_the_layouts_time(layout: Layout) -> None:
+    """Before vLLM sent events as maps, a replayed batch had no topic before it. Either can be had."""
+    for replay_topic, topical in ((None, layout is Layout.MAP), (True, True), (False, False)):
+        with ZmqPublisher(LOCAL, LOCAL, gather=0.0, topic="kv", layout=layout, replay_topic=replay_topic) as publisher:
+            publisher(Opened(2, None, lambda space: None))
+            sent(publisher, 1)
+            with Subscriber(publisher.endpoint, publisher.replay, topic="kv", layout=layout) as subscriber:
+                assert [number for number, _ in subscriber.catch_up()] == [0]
+            context = zmq.Context()
+            try:
+                asking = context.socket(zmq.DEALER)
+                asking.connect(publisher.replay or "")
+                asking.send_multipart((b"", bytes(8)))
+                assert asking.poll(10_000)
+                assert asking.recv_multipart()[:-2] == [b"", *([b"kv"] if topical else [])]
+            finally:
+                context.destroy(linger=0)
+
+
+CALLS = 3000
+CPU_PER_CALL = 50e-6        # it takes 1 µs here; one system call that waits takes more than this
+WAIT_PER_CALL = 2e-3
+
+
+def test_a_slow_or_dead_subscriber_costs_the_cache_nothing() -> None:
+    """One that is connected and never reads, and one that reads one batch every few milliseconds: the caller neither
+    works nor waits for them, nothing is lost to others, and the slow one gets what it missed by replay."""
+    alone = cost_of_publishing()
     with ZmqPublisher(LOCAL, LOCAL, gather=0.0, high_water=4) as publisher:
-        publisher(Opened(2, None, lambda space: None))
         context = zmq.Context()
         dead = context.socket(zmq.SUB)
         dead.set_hwm(1)
         dead.setsockopt(zmq.RCVBUF, 1024)
         dead.setsockopt_string(zmq.SUBSCRIBE, "")
         dead.connect(publisher.endpoint)
+        slow = threading.Thread(target=read_slowly, args=(publisher, got := list[Received]()))
+        slow.start()
         try:
-            slowest = 0.0
-            for number in range(3000):
-                began = time.perf_counter()
-                publisher(stored(number))
-                slowest = max(slowest, time.perf_counter() - began)
-            sent(publisher, 3001)
+            beside = published(publisher)
+            sent(publisher, CALLS + 1)
             assert publisher.stats().lost == 0
             with Subscriber(publisher.endpoint, publisher.replay) as subscriber:
                 events = [event for _, batch in subscriber.catch_up() for event in batch.events]
-            assert len(events) == 3001
+            assert len(events) == CALLS + 1
         finally:
+            publisher(stored(CALLS))
+            slow.join(PATIENCE)
             context.destroy(linger=0)
+        assert [number for number, _ in got] == list(range(len(got))), "a gap that was not filled"
+        assert sum(len(batch.events) for _, batch in got) == CALLS + 2
+    for cpu, wait in (alone, beside):
+        assert cpu < CPU_PER_CALL
+        assert wait < WAIT_PER_CALL
+    assert beside[0] < 3 * alone[0] + 5e-6
+
+
+def cost_of_publishing() -> tuple[float, float]:
+    """With nobody there."""
+    with ZmqPublisher(LOCAL, LOCAL, gather=0.0) as publisher:
+        return published(publisher)
+
+
+def published(publisher: ZmqPublisher) -> tuple[float, float]:
+    """Median CPU time of this thread for a call, and the median of its time on the clock, in seconds."""
+    publisher(Opened(2, None, lambda space: None))
+    cpu, clock = list[float](), list[float]()
+    for number in range(CALLS):
+        event, began, worked = stored(number), time.perf_counter(), time.thread_time()
+        publisher(event)
+        cpu.append(time.thread_time() - worked)
+        clock.append(time.perf_counter() - began)
+    return median(cpu), median(clock)
+
+
+def read_slowly(publisher: ZmqPublisher, got: list[Received]) -> None:
+    """Until the last event; a batch every few milliseconds at first, so that the publisher's queue runs over."""
+    end = time.monotonic() + PATIENCE
+    with Subscriber(publisher.endpoint, publisher.replay) as subscriber:
+        while time.monotonic() < end:
+            for received in subscriber.receive(0.05):
+                got.append(received)
+                if any(isinstance(e, BlockStored) and e.block_hashes == [CALLS] for e in received.batch.events):
+                    return
+                if len(got) < 20:
+                    time.sleep(0.005)
 
 
 def test_a_publisher_that_falls_behind_says_so() -> None:

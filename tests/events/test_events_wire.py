@@ -1,8 +1,8 @@
 """The stream as others decode it. Their struct definitions are transcribed here, fields only.
 
-Sources: vLLM ``vllm/distributed/kv_events.py``. ``NOW``: events are maps (2026). ``BEFORE``: events are arrays, with
-``data_parallel_rank``, ``medium`` and ``lora_name`` (0.11 to 0.13). ``FIRST``: events are arrays without them (0.9, and
-SGLang's ``sglang/srt/disaggregation/kv_events.py`` of that time).
+Sources: vLLM ``vllm/distributed/kv_events.py``. ``NOW``: events are maps (0.33.0, 2026). ``BEFORE``: events are
+arrays, with ``data_parallel_rank``, ``medium`` and ``lora_name`` (0.11 to 0.13). ``FIRST``: events are arrays without
+them (0.9, and SGLang's ``sglang/srt/disaggregation/kv_events.py`` of that time).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Layout
+from asynccache import Adapter, AsyncCache
+from asynccache.events import AllBlocksCleared, Announcer, BlockRemoved, BlockStored, EventBatch, Layout, Notice
 from asynccache.events.wire import Decoder, Encoder
+from asynccache.memory.cpu import CpuDevice
+from tests.runtime.runtime_kit import compute, settings, text
 
 
 class NowBatchBase(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -39,6 +42,9 @@ class NowStored(NowEvent, tag="BlockStored"):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class NowRemoved(NowEvent, tag="BlockRemoved"):
@@ -46,6 +52,7 @@ class NowRemoved(NowEvent, tag="BlockRemoved"):
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
+    ownership: str | None = None
 
 
 class NowCleared(NowEvent, tag="AllBlocksCleared"):
@@ -149,3 +156,37 @@ def test_the_batch_is_an_array_tagged_by_class_name() -> None:
     assert [event[0] for event in events] == ["BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared"]
     _, maps, _ = msgspec.msgpack.decode(Encoder(Layout.MAP).encode(BATCH))
     assert [event["type"] for event in maps] == [event[0] for event in events]
+
+
+ADAPTER = Adapter("sql-v2", lora_name="sql", lora_id=7)
+
+
+@pytest.mark.asyncio
+async def test_vllm_reads_which_adapter_a_block_is_of() -> None:
+    """Whatever names the namespace: the adapter, its key as plain text, or a tenant that is no adapter."""
+    notices: list[Notice] = []
+    device = CpuDevice()
+    async with AsyncCache(settings(), device=device, on_event=notices.append) as cache:
+        for extra_key in (ADAPTER, "tenant", Adapter("code"), None):
+            async with cache.lease(text(2), extra_key=extra_key) as lease:
+                compute(cache, lease, text(2))
+                await lease.commit(text(2))
+        async with cache.lease(text(3), extra_key="sql-v2") as lease:
+            assert lease.hits.device == len(text(2)), "an adapter's pages are found by its key"
+            compute(cache, lease, text(3))
+            await lease.commit(text(3))
+    await device.aclose()
+    sent = Encoder(Layout.MAP).encode(EventBatch(0.0, list(Announcer().announce(notices)), None))
+    stored = [e for e in msgspec.msgpack.Decoder(NowBatch).decode(sent).events if isinstance(e, NowStored)]
+    told = [(e.lora_id, e.lora_name, e.extra_keys and e.extra_keys[0]) for e in stored if e.medium == "GPU"]
+    assert told == [(7, "sql", ("sql", "sql-v2")), (None, None, ("tenant",)), (None, "code", ("code",)),
+                    (None, None, None), (7, "sql", ("sql", "sql-v2"))]
+    first = [e.block_hashes[0] for e in stored if e.parent_block_hash is None and e.medium == "GPU"]
+    assert len(set(first)) == 4
+
+
+def test_an_adapter_is_its_key() -> None:
+    assert ADAPTER == "sql-v2"
+    assert hash(ADAPTER) == hash("sql-v2")
+    assert Adapter("code").lora_name == "code"
+    assert repr(ADAPTER) == "Adapter('sql-v2', lora_name='sql', lora_id=7)"

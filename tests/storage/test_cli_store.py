@@ -8,14 +8,21 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from asynccache_backends.file import FileBackend
+from asynccache_backends.memory import MemoryBackend
 
-from asynccache.cli import store as command
+from asynccache.cli import store_actions
 from asynccache.cli.main import main
-from asynccache.storage import CheckedStore, Scrubbed, parse_url
+from asynccache.cli.progress import Progress
+from asynccache.cli.store_text import age
+from asynccache.storage import CheckedStore, PageKey, ParsedUrl, Record, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, content, keys_of
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +83,8 @@ def test_the_answer_as_json(folder: Path, capsys: pytest.CaptureFixture[str], tm
     }
     assert main(["store", "stat", f"file:{folder}", "--json", str(tmp_path / "stat.json")]) == 0
     stat = json.loads((tmp_path / "stat.json").read_text())
-    assert (stat["pages"], stat["segments"]) == (79, 1)
+    assert (stat["pages"], stat["stats"]["segments"], stat["breaker"]) == (79, 1, "closed")
+    assert stat["by_age"] == {"an hour": 79}
     assert stat["by_page_size"] == [{"page_bytes": 1000, "pages": 20}, {"page_bytes": 16384, "pages": 59}]
 
 
@@ -85,14 +93,24 @@ def test_stat_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"file:{folder}: 80 pages, 980 KiB; ")
     assert lines[0].endswith("in 1 segments")
-    assert [line.split()[0] for line in lines[1:]] == ["20", "60"]
+    assert [line.split()[0] for line in lines[1:3]] == ["20", "60"]
+    assert lines[3] == "  by age: 80 below an hour"
+    assert lines[4].startswith("  it answers in ")
+    assert lines[4].endswith("; breaker closed")
+    assert all(len(line) <= 80 for line in lines[1:])
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (("verify", "file:{}/none"), "holds no store"),
-        (("verify", "memory:"), "nothing that could be looked at"),
+        (("gc", "file:{}", "--older-than", "soon"), "--older-than='soon'"),
+        (("gc", "file:{}", "--dry-run"), "say how old"),
+        (("ls", "file:{}", "--limit", "0"), "--limit=0"),
+        (("ls", "file:{}", "--yes"), "--yes is for asynccache store clear"),
+        (("stat", "file:{}", "--rate", "1GiB"), "--rate is for asynccache store verify"),
+        (("stat", "file:{}", "--timeout", "0"), "--timeout=0.0"),
+        (("clear", "file:{}"), "say --yes"),
         (("verify", "none"), "is no store"),
         (("verify", "tea:pot"), "unknown backend 'tea'"),
         (("stat", "file:{}?colour=red"), "unknown option 'colour'"),
@@ -122,9 +140,201 @@ def test_a_store_in_use_is_left_alone(folder: Path, capsys: pytest.CaptureFixtur
     assert f"in use by process {os.getpid()}" in capsys.readouterr().err
 
 
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool) -> None:
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["store", "ls", f"file:{folder}"]) == 0
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert total == "80 pages, 980 KiB"
+    known = {key.key.hex(): LAYOUT.page_bytes[key.pool] for pool, n in (("full", 60), ("odd", 20))
+             for key in keys_of(n, pool)}
+    assert {line.split()[0] for line in lines} == set(known)
+    assert all(len(line) <= 80 for line in lines)
+    assert {line.split(maxsplit=1)[1].rsplit(maxsplit=2)[0] for line in lines} == {"16.0 KiB", "1.0 KiB"}
+    assert main(["store", "ls", f"file:{folder}", "--limit", "3", "--json", str(tmp_path / "ls.jsonl")]) == 0
+    *pages, last = map(json.loads, (tmp_path / "ls.jsonl").read_text().splitlines())
+    assert len(pages) == 3
+    assert all(page["size"] == 64 + known[page["key"]] and page["written"] > 1.7e9 for page in pages)
+    assert last == {"total": {"pages": 3, "bytes": sum(page["size"] - 64 for page in pages), "more": True}}
+    assert main(["store", "ls", f"file:{folder}", "--limit", "80"]) == 0
+    assert capsys.readouterr().out.endswith("80 pages, 980 KiB\n")
+
+
+def test_old_pages_are_counted_then_collected(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file:{folder}"
+    assert main(["store", "gc", url, "--older-than", "1h"]) == 0
+    assert capsys.readouterr().out == "0 old pages and 0 pieces of waste removed, 0 B freed\n"
+    later = time.time() + 2 * 3600
+    monkeypatch.setattr("time.time", lambda: later)
+    assert main(["store", "gc", url, "--older-than", "1.5h", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "80 pages are that old: 985 KiB; nothing was removed\n"
+    assert main(["store", "stat", url, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["by_age"] == {"a day": 80}
+    assert main(["store", "gc", url, "--older-than", "1.5h", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["pages"], report["waste"], report["dry_run"]) == (80, 0, False)
+    assert report["size"] >= 80 * 64
+    assert main(["store", "stat", url]) == 0
+    assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 0 B in 0 segments\n")
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, 0), ("\n", 1, 80), ("no\n", 1, 80), ("", 1, 80)])
+def test_clear_asks_first(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: str, status: int,
+    left: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", Screen(True, answer))
+    assert main(["store", "clear", f"file:{folder}"]) == status
+    assert capsys.readouterr().err == f"Forget every page of file:{folder}? [y/N] "
+    assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["pages"] == left
+
+
+def test_clear_need_not_ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "clear", f"file:{folder}", "--yes"]) == 0
+    assert capsys.readouterr().out == f"file:{folder} is empty\n"
+
+
+def test_a_clear_that_nobody_meant_does_not_even_open_the_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("it was opened")
+
+    monkeypatch.setattr(store_actions, "open_store", opened)
+    monkeypatch.setattr("sys.stdin", Screen(True, "n\n"))
+    assert main(["store", "clear", f"file:{folder}"]) == 1
+
+
+STORED: OrderedDict[bytes, Any] = OrderedDict()
+
+
+class Kept(MemoryBackend):
+    """Its records outlive it, as they would in somebody else's server."""
+
+    def __init__(self) -> None:
         super().__init__()
+        self._stored = STORED
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        return cls()
+
+    async def aclose(self) -> None:
+        self._stored = OrderedDict()
+        await super().aclose()
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Wrong bytes for a page, another length than it lists for one, an error, a page that has left, no header."""
+        results = await super().get(keys, records)
+        for i, key in enumerate(keys):
+            if key.key == ROTTEN[0].key:
+                records[i].payload[5] ^= 1
+            elif key.key == ROTTEN[1].key:
+                results[i] = Result.CORRUPT
+            elif key.key == ROTTEN[2].key:
+                results[i] = Result.FAILED
+            elif key.key == ROTTEN[3].key:
+                results[i] = Result.MISS
+            elif key.key == ROTTEN[4].key:
+                records[i].header[:] = bytes(64)
+        return results
+
+
+ROTTEN = keys_of(5)
+
+
+@pytest.fixture
+def listed_store(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store that is not a file store, with some rotten pages, as the command finds it."""
+
+    async def fill() -> None:
+        store = CheckedStore(Kept(), LAYOUT)
+        keys = keys_of(200) + keys_of(30, "odd")
+        await store.put(keys, [memoryview(content(key, LAYOUT.page_bytes[key.pool])) for key in keys])
+        await store.aclose()
+
+    STORED.clear()
+    asyncio.run(fill())
+    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Kept)
+    return "kept:"
+
+
+def test_any_store_that_can_be_listed_can_be_verified(listed_store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "verify", listed_store, "--json", "-"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert {name: report[name] for name in ("pages", "bytes", "bad", "unread", "ok")} == {
+        "pages": 228, "bytes": 198 * 16384 + 30 * 1000, "bad": 3, "unread": 1, "ok": False,
+    }
+    assert main(["store", "verify", listed_store]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("NOT OK: 225 pages")
+    assert "dropped" not in out
+    assert "1 pages could not be read" in out
+
+
+def test_a_store_that_cannot_be_looked_through_says_so(
+    listed_store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plain:
+        """The contract and nothing more."""
+
+        @classmethod
+        async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+            return cls()
+
+        def __init__(self) -> None:
+            inner = Kept()
+            for name in ("exists", "get", "put", "delete", "clear", "register", "flush", "aclose"):
+                setattr(self, name, getattr(inner, name))
+
+        def stats(self) -> dict[str, int]:
+            return {"pages": 230, "bytes": 5000, "errors": 0}
+
+    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Plain)
+    for action, complaint in (("ls", "cannot list"), ("verify", "none can be verified"), ("gc", "no garbage")):
+        assert main(["store", action, listed_store]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["store", "stat", listed_store]) == 0
+    assert "230 pages" in capsys.readouterr().out
+    assert main(["store", "clear", listed_store, "--yes"]) == 0
+
+
+@pytest.mark.parametrize("action", ["ls", "stat", "verify"])
+def test_a_store_that_falls_silent_is_given_up(
+    action: str, listed_store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: MemoryBackend) -> AsyncIterator[Sequence[object]]:
+        await asyncio.Event().wait()
+        yield []
+
+    monkeypatch.setattr(MemoryBackend, "listing", silent)
+    assert main(["store", action, listed_store, "--timeout", "0.05"]) == 2
+    assert "did not go on with its list within 0.05 s" in capsys.readouterr().err
+
+
+def test_a_store_that_does_not_answer_is_not_ok(
+    listed_store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: MemoryBackend, keys: Sequence[PageKey]) -> list[Result]:
+        raise OSError("gone")
+
+    monkeypatch.setattr(MemoryBackend, "exists", broken)
+    assert main(["store", "stat", listed_store]) == 1
+    out = capsys.readouterr().out
+    assert "NOT OK: it did not answer 5 of the questions; breaker open" in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0, "0 s"), (59, "59 s"), (60, "1 m"), (7300, "2 h"), (86400 * 15, "15 d"), (-5, "0 s")]
+)
+def test_ages(seconds: float, shown: str) -> None:
+    assert age(seconds) == shown
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool, text: str = "") -> None:
+        super().__init__(text)
         self._terminal = terminal
 
     def isatty(self) -> bool:
@@ -134,20 +344,20 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_to_those_who_wait(terminal: bool) -> None:
     screen, now = Screen(terminal), [0.0]
-    progress = command.Progress(screen, 200 << 20, lambda: now[0])
+    progress = Progress(screen, lambda: now[0])
     for step in range(19):
         now[0] = step / 10
-        progress.tell(Scrubbed(step, step << 20))
+        progress.tell(f"{step} done")
     assert screen.getvalue() == ""
     for step in range(20, 100):
         now[0] = step / 10
-        progress.tell(Scrubbed(step, step << 20, 3))
+        progress.tell(f"{step} done")
     progress.end()
     lines = screen.getvalue().replace("\r", "\n").split("\n")
-    assert any("20.0 MiB of 200 MiB · 20 pages, 3 damaged" in line for line in lines)
-    shown = [line for line in lines if "damaged" in line]
+    shown = [line for line in lines if "done" in line]
+    assert "20 done" in shown[0]
     assert len(shown) == (16 if terminal else 2)
-    assert screen.getvalue().endswith("\r\x1b[K" if terminal else "damaged\n")
+    assert screen.getvalue().endswith("\r\x1b[K" if terminal else "done\n")
 
 
 def test_it_imports_no_torch() -> None:

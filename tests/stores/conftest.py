@@ -7,14 +7,27 @@ and keeps it to its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import pytest
+import uvloop
 
 from tests.stores.server import CannotStart, required
+
+BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py")
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A client that uses sockets itself is tried on both loops."""
+    if item.path.name in BOTH_LOOPS:
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 def refuse(reason: str) -> NoReturn:
@@ -46,13 +59,13 @@ def started(module: str, name: str, package: str, extra: str) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def redis_server() -> Iterator[Any]:
     """One ``redis-server``."""
-    yield from started("redis_server", "RedisServer", "redis", "redis")
+    yield from started("redis_server", "RedisServer", "asynccache_backends", "redis")
 
 
 @pytest.fixture(scope="module")
 def redis_cluster() -> Iterator[Any]:
     """A cluster of three."""
-    yield from started("redis_server", "RedisCluster", "redis", "redis")
+    yield from started("redis_server", "RedisCluster", "asynccache_backends", "redis")
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ ENDS_WITHIN = 5.0
 
 
 class Kind(NamedTuple):
-    """A store: the class that runs it, its usual port, and what Debian has to install for it: programs and libraries,
-    each with its package."""
+    """A store: the class that runs it, its usual port (0: it looks for free ones), and what Debian has to install for
+    it: programs and libraries, each with its package."""
 
     module: str
     name: str
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "redis": Kind("redis_server", "RedisServer", 36379, {"redis-server": "redis-server"}, {}),
-    "redis-cluster": Kind("redis_server", "RedisCluster", 36380, {"redis-server": "redis-server"}, {}),
+    "redis-cluster": Kind("redis_server", "RedisCluster", 0, {"redis-server": "redis-server"}, {}),
     "s3": Kind("s3_server", "MotoServer", 35000, {}, {}),
     "mooncake": Kind("mooncake_server", "MooncakeMaster", 35051, {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
 }
@@ -57,7 +57,6 @@ class Running(TypedDict):
     """What is remembered of a store. ``groups``: process group, and when its leader was started."""
 
     url: str
-    port: int
     environment: dict[str, str]
     groups: list[tuple[int, int]]
     folder: str
@@ -154,7 +153,7 @@ def up(stores: Stores, kinds: dict[str, Kind], any_port: bool) -> int:
         end(stores, name)
         print(f"{name}: starting", file=sys.stderr, flush=True)
         try:
-            stores.running[name] = start(kind, stores.folder / name, 0 if any_port or listens(kind.port) else kind.port)
+            stores.running[name] = start(kind, stores.folder / name, any_port)
         except (CannotStart, ImportError) as error:
             refused[name] = str(error)
             shutil.rmtree(stores.folder / name, ignore_errors=True)
@@ -165,8 +164,8 @@ def up(stores: Stores, kinds: dict[str, Kind], any_port: bool) -> int:
     return 1 if refused else 0
 
 
-def start(kind: Kind, folder: Path, port: int) -> Running:
-    """A server that outlives this process.
+def start(kind: Kind, folder: Path, any_port: bool) -> Running:
+    """A server that outlives this process, at its usual port if that is free and wanted.
 
     Raises:
         CannotStart: as it says. ImportError: there is no such server in this checkout.
@@ -176,14 +175,15 @@ def start(kind: Kind, folder: Path, port: int) -> Running:
     tempfile.tempdir = str(folder)                     # so that it is found again, and goes with the store
     before = set(children())
     module = importlib.import_module(f"tests.stores.{kind.module}")
-    server: Any = getattr(module, kind.name)(port=port)
+    usual = {} if any_port or not kind.port or listens(kind.port) else {"port": kind.port}
+    server: Any = getattr(module, kind.name)(**usual)
     try:
         server.start()
     except BaseException:
         server.close()
         raise
     ours = [(pid, when) for pid in children() if pid not in before and (when := started_at(pid))]
-    return {"url": server.url, "port": server.port, "environment": dict(getattr(server, "client_environment", {})),
+    return {"url": server.url, "environment": dict(getattr(server, "client_environment", {})),
             "groups": ours, "folder": str(folder)}
 
 

@@ -77,19 +77,32 @@ def _growth(kind: str, sizes: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def store(report: Report) -> Iterator[Figure]:
-    """Bandwidth by page size and mode against the bare machine."""
+    """Bandwidth by page size and mode beside the raw client's."""
     for i, figures in enumerate(report["sizes"]):
-        found = [(f"{mode} {name}", values["gb_per_s"], values["cpu_us_per_page"])
-                 for mode, passes in figures.items() if isinstance(passes, dict)
-                 for name, values in passes.items() if isinstance(values, dict) and "gb_per_s" in values]
-        rows = [svg.Row(name, [("limit" if name.startswith("raw") else "l1", rate)]) for name, rate, _ in found]
-        best = max((rate for name, rate, _ in found if not name.startswith("raw")), default=0.0)
-        yield Figure(f"store-{i}", f"How fast is the store with pages of {size(figures['page_bytes'])}?",
-                     f"Up to {best:.2f} GB/s; one memcpy: {figures['raw']['memcpy']['gb_per_s']:.2f} GB/s.",
-                     _dots(rows, "GB/s", _log_axis(rows, lambda v: f"{v:g}")),
-                     [("through the store", "l1"), ("the bare machine", "limit")],
-                     Table(("", "GB/s", "CPU µs/page"), [(n, f"{r:.3f}", f"{c:g}") for n, r, c in found]),
-                     "Checksums, headers and bookkeeping included; the bare machine does the same batches without.")
+        for mode, found in figures.items():
+            if isinstance(found, dict) and "ratio" in found:
+                pages = f"pages of {size(figures['page_bytes'])}" + ("" if mode == "store" else f", {mode}")
+                yield _store(f"store-{i}-{mode}", pages, found)
+
+
+def _store(name: str, pages: str, found: Mapping[str, Any]) -> Figure:
+    colours = {"raw": "limit", "off": "l2", "on": "l1"}
+    operations = [op for op in ("put", "get", "get_shuffled") if any(op in found.get(kind, {}) for kind in colours)]
+    rows = [svg.Row(op.replace("_", ", "), [(colour, found[kind][op]["gb_per_s"]) for kind, colour in colours.items()
+                                            if op in found.get(kind, {})]) for op in operations]
+    ratios = [f"{op} {ratio:.2f} with checksums {kind}" for kind, one in found["ratio"].items()
+              for op, ratio in one.items()]
+    answer = f"Of the raw client's rate: {'; '.join(ratios)}." if ratios else "There is no raw client to compare with."
+    cells = [(op.replace("_", ", "), kind, found[kind][op]) for op in operations for kind in colours
+             if op in found.get(kind, {})]
+    return Figure(name, f"How fast is the store with {pages}?", answer,
+                  _dots(rows, "GB/s", _log_axis(rows, lambda v: f"{v:g}")),
+                  [("raw client", "limit"), ("checksums off", "l2"), ("checksums on", "l1")],
+                  Table(("", "checksums", "GB/s", "CPU µs/page", "p50 ms", "p99 ms", "p99.9 ms"), [
+                      (op, kind, f"{one['gb_per_s']:.3f}", f"{one['cpu_us_per_page']:g}",
+                       *(f"{one[f'{q}_ms']:g}" for q in ("p50", "p99", "p999"))) for op, kind, one in cells]),
+                  "Medians of the rounds, which take turns; the raw client moves the same batches to the same server "
+                  "and checks nothing. Percentiles are of calls.")
 
 
 def runtime(report: Report) -> Iterator[Figure]:

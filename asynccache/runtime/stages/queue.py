@@ -1,8 +1,10 @@
-"""What a transfer stage waits at: a queue without bound whose worker takes everything at once."""
+"""What a transfer stage waits at: a queue without bound whose worker takes everything at once, or what it may."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -12,7 +14,7 @@ class Inbox(Generic[T]):
     """Items in order, for one or several workers. ``put`` never blocks and never fails."""
 
     def __init__(self) -> None:
-        self._items: list[T] = []
+        self._items: deque[T] = deque()
         self._filled = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -32,10 +34,14 @@ class Inbox(Generic[T]):
             self._filled.clear()
             await self._filled.wait()
 
-    def take(self, limit: int | None = None) -> list[T]:
-        """The first ``limit`` items, or all."""
-        if limit is None or limit >= len(self._items):
-            taken, self._items = self._items, []
-        else:
-            taken, self._items = self._items[:limit], self._items[limit:]
+    def take(self) -> list[T]:
+        """All items."""
+        taken, self._items = list(self._items), deque()
+        return taken
+
+    def take_while(self, wanted: Callable[[T], bool]) -> list[T]:
+        """The first items, as long as ``wanted``, which is asked of each of them once."""
+        taken = []
+        while self._items and wanted(self._items[0]):
+            taken.append(self._items.popleft())
         return taken

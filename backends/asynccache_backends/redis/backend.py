@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
 from typing import Any, Self, cast
 
-from asynccache.errors import ConfigError, Unavailable
+from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
     Collected,
@@ -55,7 +55,7 @@ class RedisBackend:
         self._names = Names(settings.prefix)
         self._catalog = Catalog(router, self._names, settings.ttl)
         self._setting = Setting(round(settings.ttl * 1000))
-        self._full = Pause()
+        self._room = Pause()
         self._closed = False
 
     @classmethod
@@ -87,11 +87,10 @@ class RedisBackend:
         """
         names = self._names.of(keys)
         ahead = GET_AHEAD_BYTES // max((record.payload.nbytes for record in records), default=1) + 2
-        job = Job([(get,) for get in self._names.commands(b"GET", names)], records, ahead)
+        job = Job(self._names.commands(b"GET", names), records, ahead)
         results = [_fetched(reply) for reply in await self._asked(Lane.PAGES, Request(names, job))]
-        for record, result in zip(records, results, strict=True):
-            if result is HIT:
-                self._counts["get_bytes"] += HEADER_BYTES + record.payload.nbytes
+        got = [record.payload.nbytes for record, result in zip(records, results, strict=True) if result is HIT]
+        self._counts["get_bytes"] += sum(got) + len(got) * HEADER_BYTES
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
@@ -185,7 +184,11 @@ class RedisBackend:
         self._check_open()
         if not request.keys:
             return []
-        replies = await self._router.ask(lane, request)
+        try:
+            replies = await self._router.ask(lane, request)
+        except BackendError:
+            self._counts["errors"] += len(request.keys)
+            raise
         refusals = [reply for reply in replies if isinstance(reply, Refusal)]
         if refusals:
             self._counts["errors"] += len(refusals)
@@ -201,19 +204,26 @@ class RedisBackend:
 
     async def _set(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Store what is not there. A server that had no room is not asked for a moment."""
-        if self._full.lasts(_now()):
+        if not self._room.allows(_now()):
             self._counts["refused_pages"] += len(keys)
             return [FAILED] * len(keys)
         names = self._names.of(keys)
         commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
-        replies = await self._asked(Lane.PAGES, Request(names, Job(commands, [None] * len(keys), len(keys))))
+        try:
+            replies = await self._asked(Lane.PAGES, Request(names, Job(commands, [None] * len(keys), len(keys))))
+        except BaseException:
+            self._room.given_up()
+            raise
+        self._learn_of_room(replies)
+        return [self._stored(reply, record) for reply, record in zip(replies, records, strict=True)]
+
+    def _learn_of_room(self, replies: Sequence[Any]) -> None:
         refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
         self._counts["refused_pages"] += refused
         if refused == len(replies):
-            self._full.failed(_now())
-        elif not refused:
-            self._full.ended()
-        return [self._stored(reply, record) for reply, record in zip(replies, records, strict=True)]
+            self._room.failed(_now())
+        else:
+            self._room.ended()
 
     def _stored(self, reply: Any, record: Record) -> Result:
         """nil: somebody else was faster, with the same page."""

@@ -33,8 +33,8 @@ async def connect(address: Address, settings: Settings) -> Connection:
             return await _introduced(Connection(link, str(address), settings.stall), settings)
     except TimeoutError:
         raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
-    except OSError as error:  # ssl.SSLError is one
-        raise ConnectFailed(f"{address}: {error}") from error
+    except (OSError, Unavailable) as error:  # ssl.SSLError is the former
+        raise error if isinstance(error, ConnectFailed) else ConnectFailed(f"{address}: {error}") from error
 
 
 async def _link(address: Address, settings: Settings) -> Link:

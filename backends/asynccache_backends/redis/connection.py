@@ -13,27 +13,28 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Record
 from asynccache_backends.redis.links import Link
-from asynccache_backends.redis.resp import Buffer, ProtocolError, Reader
+from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reader, command, joined
 
 TURN_BYTES = 1 << 20
 """Moved in one turn of the loop at most, in each direction: 0.2-0.5 ms."""
-MOST_BUFFERS = 64
+MOST_BUFFERS = 32
 
-_ASKING = (b"*1\r\n$6\r\nASKING\r\n",)
+ASKING = command(b"ASKING")
 
 
 class Job(NamedTuple):
-    """Commands, each a run of buffers, and for each the record that its reply is a page for, if it is.
+    """Commands, and for each the record that its reply is a page for, if it is.
 
     ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
     answer at once falls out of its caches, and holds it in memory."""
 
-    commands: Sequence[Sequence[Buffer]]
+    commands: Sequence[Command]
     sinks: Sequence[Record | None]
     ahead: int
 
@@ -43,13 +44,13 @@ class Job(NamedTuple):
 
     def asking(self) -> Job:
         """The same, with a word before each command that a server wants which has a slot only by half."""
-        commands = [each for command in self.commands for each in (_ASKING, command)]
+        commands = [each for command in self.commands for each in (ASKING, command)]
         return Job(commands, [each for sink in self.sinks for each in (None, sink)], self.ahead)
 
 
 def plain(commands: Sequence[bytes]) -> Job:
     """Commands whose replies are no pages."""
-    return Job([(command,) for command in commands], [None] * len(commands), len(commands))
+    return Job(commands, [None] * len(commands), len(commands))
 
 
 class Connection:
@@ -85,13 +86,14 @@ class Connection:
         """
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
-        self._begin(job)
+        self._done = self._loop.create_future()
         self._watch = self._loop.call_later(self._stall, self._check, self._moved)
         try:
-            assert self._done is not None
+            self._begin(job)
             await self._done
             return self._reader.replies
         except BaseException:
+            self._done.cancel()
             self.close()
             raise
         finally:
@@ -110,7 +112,6 @@ class Connection:
             self._done.set_exception(why or Unavailable(f"{self._name}: closed"))
 
     def _begin(self, job: Job) -> None:
-        self._done = self._loop.create_future()
         self._job, self._next = job, 0
         self._reader.begin(job.sinks)
         self._feed()
@@ -128,8 +129,7 @@ class Connection:
         if self._next - replies > self._job.ahead // 2:
             return
         upto = min(len(commands), replies + self._job.ahead)
-        for i in range(self._next, upto):
-            self._out.extend(commands[i])
+        self._out.extend(joined(commands[self._next : upto]))
         self._next = max(self._next, upto)
 
     def _write(self) -> None:
@@ -147,14 +147,7 @@ class Connection:
         self._want_writing(bool(self._out))
 
     def _send(self) -> int:
-        batch: list[Buffer] = []
-        size = 0
-        for buffer in self._out:
-            batch.append(buffer)
-            size += len(buffer)
-            if size >= TURN_BYTES or len(batch) == MOST_BUFFERS:
-                break
-        sent = left = self._link.send(batch)
+        sent = left = self._link.send(list(islice(self._out, MOST_BUFFERS)))
         while left and left >= len(self._out[0]):
             left -= len(self._out.popleft())
         if left:
@@ -169,53 +162,55 @@ class Connection:
         self._writing = wanted
 
     def _readable(self) -> None:
-        """Receive what is there, up to a turn's worth."""
-        received = 0
+        """Receive what is there, up to a turn's worth and not beyond the last reply."""
+        received, more = 0, True
         try:
-            while received < TURN_BYTES:
-                count = self._receive()
+            while more and received < TURN_BYTES:
+                count, more = self._receive()
                 received += count
-                if not count:
-                    break
         except BlockingIOError:
             pass
         except OSError as error:
             self._lost(error)
-            return
         except BackendError as error:
             self.close(error)
-            return
-        if self.closed:
-            return
-        self._moved += received
-        self._after_reading(received)
+        if not self.closed:
+            self._moved += received
+            self._after_reading()
 
-    def _receive(self) -> int:
-        """One read; 0: there is no more now."""
-        count = self._link.receive(self._reader.buffers())
+    def _receive(self) -> tuple[int, bool]:
+        """One read: how many bytes, and whether there may be more now."""
+        buffers = self._reader.buffers()
+        count = self._link.receive(buffers)
         if not count:
-            self._lost(None)
-            return 0
+            raise ConnectionResetError("closed by the server")
         if self._done is None:
             raise ProtocolError(f"{self._name}: a word that nobody asked for")
         self._reader.received(count)
-        return count
+        more = count == sum(map(len, buffers)) or self._link.pending()
+        return count, more and self._reader.missing > 0
 
-    def _after_reading(self, received: int) -> None:
+    def _after_reading(self) -> None:
         if self._done is not None and not self._reader.missing and not self._done.done():
-            self._done.set_result(None)
+            self._finish(self._done)
         elif self._next < len(self._job.commands):
             self._feed()
             self._write()
-        if received >= TURN_BYTES and self._link.pending():
+        if not self.closed and self._link.pending():
             self._loop.call_soon(self._readable_again)
+
+    def _finish(self, done: asyncio.Future[None]) -> None:
+        if self._out or self._next < len(self._job.commands):
+            self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
+        else:
+            done.set_result(None)
 
     def _readable_again(self) -> None:
         if not self.closed:
             self._readable()
 
-    def _lost(self, error: OSError | None) -> None:
-        self.close(Unavailable(f"{self._name}: connection lost: {error or 'closed by the server'}"))
+    def _lost(self, error: OSError) -> None:
+        self.close(Unavailable(f"{self._name}: connection lost: {error}"))
 
     def _check(self, moved: int) -> None:
         """Runs every ``stall`` seconds of a request."""

@@ -14,7 +14,7 @@ from typing import Any
 from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache_backends.redis.connecting import ConnectFailed, connect
 from asynccache_backends.redis.connection import Connection, Job
-from asynccache_backends.redis.pause import Pause
+from asynccache_backends.redis.pause import Health, Pause
 from asynccache_backends.redis.settings import Address, Settings
 
 
@@ -88,6 +88,11 @@ class Node:
         return sum(map(len, self._pools.values()))
 
     @property
+    def well(self) -> bool:
+        """Whether nothing is known against it."""
+        return self._pause.health is Health.WELL
+
+    @property
     def busy(self) -> bool:
         """Whether a request is under way."""
         return any(pool.used for pool in self._pools.values())
@@ -109,6 +114,9 @@ class Node:
                 self._last = error
                 self._pause.failed(_now())
                 raise
+            except BaseException:
+                self._pause.given_up()
+                raise
             self._pause.ended()
             return replies
 
@@ -126,7 +134,7 @@ class Node:
     def _check(self) -> None:
         if self._closed:
             raise Unavailable(f"{self.address}: the store is closed")
-        if self._pause.lasts(_now()):
+        if not self._pause.allows(_now()):
             raise Unavailable(f"{self.address}: left alone for a moment, after: {self._last}") from self._last
 
     async def _connect(self) -> Connection:

@@ -6,16 +6,20 @@ never touches them. Everything is framed by lengths, so no byte of a key or a pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asynccache.errors import BackendError
+from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, Record, Result
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
+MOST_BYTES = 512 << 20
 SPARE_BYTES = 16 << 10
+LARGE_BYTES = 16 << 10
+BESIDE_BYTES = 256
+"""Where pages are large, only so much is received beside their buffers: enough to see where the next begins, and little
+to copy. Smaller ones are received many at a time, and copied."""
 
 Buffer = bytes | memoryview
 
@@ -27,7 +31,7 @@ class Refusal(NamedTuple):
     text: str
 
 
-class ProtocolError(BackendError):
+class ProtocolError(Unavailable):
     """What came is no RESP: whoever is at the other end, it is no Redis."""
 
 
@@ -38,26 +42,51 @@ def command(*words: bytes) -> bytes:
     return b"".join(parts)
 
 
+class Sending(NamedTuple):
+    """A request with a page in it, which is sent from where it lies."""
+
+    head: bytes
+    payload: memoryview
+    tail: bytes
+
+
+Command = bytes | Sending
+
+
+def joined(commands: Iterable[Command]) -> Iterator[Buffer]:
+    """The fewest buffers to send: each payload, and all that is between two of them as one."""
+    text: list[bytes] = []
+    for command in commands:
+        if isinstance(command, bytes):
+            text.append(command)
+        else:
+            text.append(command.head)
+            yield b"".join(text)
+            yield command.payload
+            text = [command.tail]
+    if text:
+        yield b"".join(text)
+
+
 class Setting:
-    """``SET key value NX [PX ttl]`` for keys of one length: the value's two buffers are sent from where they lie."""
+    """``SET key value NX [PX ttl]``."""
 
     def __init__(self, ttl_ms: int) -> None:
         options = b"$2\r\nNX\r\n" + (b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(ttl_ms)), ttl_ms) if ttl_ms else b"")
         self._count = 6 if ttl_ms else 4
         self._tail = b"\r\n" + options
 
-    def request(self, key: bytes, record: Record) -> list[Buffer]:
-        """The buffers to send, in order."""
-        length = HEADER_BYTES + record.payload.nbytes
-        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._count, len(key), key, length)
-        return [head, record.header, record.payload, self._tail]
+    def request(self, key: bytes, record: Record) -> Sending:
+        """Store ``record`` under ``key``."""
+        header, payload = record
+        length = HEADER_BYTES + len(payload)
+        head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (self._count, len(key), key, length, bytes(header))
+        return Sending(head, payload, self._tail)
 
 
-class _State(IntEnum):
-    LINE = 0  # the first line of a value comes next
-    BODY = 1  # bytes of a bulk string, to where ``_targets`` say
-    SKIP = 2  # bytes of a bulk string that nobody wants
-    TAIL = 3  # the end of a bulk string
+LINE, BODY, SKIP, TAIL = range(4)
+"""What comes next: the first line of a value; bytes of a string, wanted or not; the end of a string. (Plain ints: an
+Enum's members cost 0.2 µs to look up, and every page passes through three states.)"""
 
 
 class Reader:
@@ -74,7 +103,8 @@ class Reader:
         self._raw = bytearray(spare)
         self._spare = memoryview(self._raw)
         self._at = self._end = 0
-        self._state = _State.LINE
+        self._state = LINE
+        self._beside = spare
         self._targets: list[memoryview] = []
         self._skip = 0
         self._value: Any = None
@@ -91,6 +121,8 @@ class Reader:
             raise ProtocolError("a reply that nobody asked for")
         self._sinks = sinks
         self.replies = []
+        large = bool(sinks) and sinks[0] is not None and len(sinks[0].payload) >= LARGE_BYTES
+        self._beside = BESIDE_BYTES if large else len(self._raw)
 
     def forget(self) -> None:
         """Keep no buffer of anybody's."""
@@ -98,7 +130,7 @@ class Reader:
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order."""
-        return [*self._targets, self._spare[self._end :]]
+        return [*self._targets, self._spare[self._end : self._end + self._beside]]
 
     def received(self, count: int) -> None:
         """``count`` bytes are in ``buffers()``.
@@ -109,41 +141,31 @@ class Reader:
         while count and self._targets:
             count -= self._filled(min(count, len(self._targets[0])))
         self._end += count
-        while self._step():
+        while self._steps[self._state](self):
             pass
         if self._at == self._end:
             self._at = self._end = 0
         elif self._end == len(self._raw):
             self._compact()
 
-    def _step(self) -> bool:
-        """One step, if the bytes for it are there."""
-        if self._state is _State.BODY:
-            return self._body()
-        if self._state is _State.LINE:
-            return self._line()
-        if self._state is _State.TAIL:
-            return self._tail()
-        return self._skipping()
-
     def _line(self) -> bool:
-        at = self._raw.find(b"\r\n", self._at, self._end)
-        if at < 0:
+        raw, at = self._raw, self._at
+        end = raw.find(b"\r\n", at, self._end)
+        if end < 0:
             return False
-        if not self.missing:
+        if len(self.replies) == len(self._sinks):
             raise ProtocolError("a reply that nobody asked for")
-        line = bytes(self._spare[self._at : at])
-        self._at = at + 2
-        self._begin_value(line[:1], line[1:])
+        self._at = end + 2
+        self._begin_value(raw[at : at + 1], raw[at + 1 : end])
         return True
 
-    def _begin_value(self, kind: bytes, rest: bytes) -> None:
+    def _begin_value(self, kind: bytearray, rest: bytearray) -> None:
         if kind == b"$":
             self._begin_bulk(_number(rest))
         elif kind == b"*":
             self._begin_array(_number(rest))
         elif kind == b"+":
-            self._deliver(rest)
+            self._deliver(bytes(rest))
         elif kind == b":":
             self._deliver(_number(rest))
         elif kind == b"-":
@@ -156,17 +178,19 @@ class Reader:
         record = None if self._open else self._sinks[len(self.replies)]
         if length < 0:
             self._deliver(None if record is None else MISS)
+        elif length > MOST_BYTES:
+            raise ProtocolError("a value longer than any can be")
         elif record is None:
             data = bytearray(length)
             self._begin_body([memoryview(data)], data)
-        elif length == HEADER_BYTES + record.payload.nbytes:
+        elif length == HEADER_BYTES + len(record.payload):
             self._begin_body([record.header, record.payload], HIT)
         else:
-            self._value, self._skip, self._state = CORRUPT, length, _State.SKIP
+            self._value, self._skip, self._state = CORRUPT, length, SKIP
 
     def _begin_body(self, targets: list[memoryview], value: Any) -> None:
-        self._targets = [target for target in targets if len(target)]
-        self._value, self._state = value, _State.BODY
+        self._targets = targets
+        self._value, self._state = value, BODY
 
     def _begin_array(self, count: int) -> None:
         if not self._open and self._sinks[len(self.replies)] is not None:
@@ -183,7 +207,7 @@ class Reader:
             self._at += self._filled(count)
         if self._targets:
             return False
-        self._state = _State.TAIL
+        self._state = TAIL
         return True
 
     def _filled(self, count: int) -> int:
@@ -200,7 +224,7 @@ class Reader:
         self._skip -= count
         if self._skip:
             return False
-        self._state = _State.TAIL
+        self._state = TAIL
         return True
 
     def _tail(self) -> bool:
@@ -209,7 +233,7 @@ class Reader:
         if self._raw[self._at : self._at + 2] != b"\r\n":
             raise ProtocolError("a reply is longer than it says")
         self._at += 2
-        self._state = _State.LINE
+        self._state = LINE
         value, self._value = self._value, None
         self._deliver(bytes(value) if isinstance(value, bytearray) else value)
         return True
@@ -225,6 +249,8 @@ class Reader:
             value = items
         self.replies.append(value)
 
+    _steps = (_line, _body, _skipping, _tail)
+
     def _compact(self) -> None:
         """Make room behind the part of a line that is there."""
         if self._at == 0:
@@ -234,7 +260,7 @@ class Reader:
         self._at, self._end = 0, left
 
 
-def _number(text: bytes) -> int:
+def _number(text: bytearray) -> int:
     try:
         return int(text)
     except ValueError:

@@ -87,8 +87,8 @@ class Router:
             Unavailable: no server can be reached, or it refuses us. ConfigError: the URL says otherwise.
         """
         try:
-            address, reply = await self._of_any(self._settings.seeds, _PING if self._alone else _SLOTS)
-            self._settle(address, reply)
+            question = _PING if self._settings.cluster == "off" else _SLOTS
+            self._settle(*await self._of_any(self._settings.seeds, question))
         except BaseException:
             self.close()
             raise
@@ -126,7 +126,9 @@ class Router:
                 return
             self._refreshed = asyncio.get_running_loop().time()
             try:
-                address, reply = await self._of_any([*self._nodes, *self._settings.seeds], _SLOTS)
+                known = sorted(self._nodes.values(), key=lambda node: not node.well)
+                addresses = [*(node.address for node in known), *self._settings.seeds]
+                address, reply = await self._of_any(addresses, _SLOTS)
             except BackendError:
                 return
             if isinstance(reply, list):
@@ -145,10 +147,6 @@ class Router:
             node.close()
 
     # the map
-
-    @property
-    def _alone(self) -> bool:
-        return self._settings.cluster == "off" and len(self._settings.seeds) == 1
 
     def _due(self) -> bool:
         return self._stale and asyncio.get_running_loop().time() >= self._refreshed + REFRESH_SECONDS

@@ -65,7 +65,7 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     Raises:
         ConfigError: the message names the option, and never the user's part of the URL.
     """
-    url.allow_only(OPTIONS)
+    _allow_only_ours(url)
     user, at, place = url.path.rpartition("@")
     username, _, password = user.partition(":")
     hosts, _, database = place.partition("/")
@@ -73,8 +73,11 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
     prefix = url.options.get("prefix", "asynccache:")
     if _PREFIX.fullmatch(prefix) is None:
         raise ConfigError(f"storage option prefix={prefix!r}: 1 to 128 printable ASCII characters, no space, no braces")
+    seeds = tuple(_address(host) for host in hosts.split(","))
+    if len(seeds) > 1 and url.options.get("cluster") == "off":
+        raise ConfigError("storage option cluster='off': several hosts are those of a cluster")
     return Settings(
-        seeds=tuple(_address(host) for host in hosts.split(",")),
+        seeds=seeds,
         database=_number("database", database or "0", 0),
         username=unquote(username) if at else environment.get(f"{ENVIRONMENT}USERNAME", ""),
         password=unquote(password) or environment.get(f"{ENVIRONMENT}PASSWORD", ""),
@@ -86,6 +89,13 @@ def settings_of(url: ParsedUrl, environment: Mapping[str, str] = os.environ) -> 
         connections=_number("connections", url.options.get("connections", "4"), 1),
         stall=_span("stall", url.options.get("stall", "5")) or _span("stall", "nothing"),
     )
+
+
+def _allow_only_ours(url: ParsedUrl) -> None:
+    """Names the option and not its value: who writes ``?password=`` should not read it in a log."""
+    for name in url.options:
+        if name not in OPTIONS:
+            raise ConfigError(f"storage: {url.scheme} has no option {name!r}; one of {', '.join(OPTIONS)}")
 
 
 class _Said(NamedTuple):

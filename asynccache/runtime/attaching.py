@@ -1,0 +1,171 @@
+"""Stores come and go while requests are in flight.
+
+Laws:
+* A store is opened, and told of the host's memory, before anybody waits for it; it is there from one core call on.
+* It is gone from one core call on, and of no page is it known then that it is stored. Who reads from it or writes to it
+  finishes; then it is closed, by a task of the cache's own.
+* Neither makes a request wait or fail: what a store cannot give any more is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from asynccache.core.cache import Access, Backfill, Filled, Unsaved
+from asynccache.core.plan import BackupStorage, Plan
+from asynccache.errors import BackendError, CacheClosed, ConfigError
+from asynccache.runtime.borrowed import Borrowed
+from asynccache.runtime.saving import drain, unsaved
+from asynccache.storage import (
+    Attached,
+    CheckedStore,
+    ParsedUrl,
+    StorageBackend,
+    StoreLayout,
+    TieredStore,
+    open_store,
+    parse_url,
+    take_options,
+)
+
+if TYPE_CHECKING:
+    from asynccache.runtime.machine import Machine
+
+BACKFILL_OPS = 16
+BACKFILL_SHARE = 0.25
+"""What a backfill has in flight: so many backups to storage (one worker takes them at once), on such a share of the
+pages that may wait for storage; who publishes new pages has the rest."""
+
+
+def access_of(store: TieredStore) -> Access:
+    """What may be done with all that is attached."""
+    if not store:
+        return Access.NONE
+    return Access.WRITE if store.writes else Access.READ
+
+
+async def open_attached(
+    storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str]
+) -> Attached:
+    """What ``storage`` stands for, ready to be attached: a URL is opened, and closed when it leaves; what somebody else
+    made is left to its owner. Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: the URL or an option is wrong, or the store is one for other pools.
+        Unavailable: the backend cannot be opened now.
+    """
+    if isinstance(storage, str):
+        common, _ = take_options(parse_url(storage, options))
+        store = await open_store(storage, layout, options=options)
+        if store is None:
+            raise ConfigError(f"storage={storage!r}: there is nothing to attach")
+        return Attached(store, common)
+    given = storage.backend if isinstance(storage, CheckedStore) else storage
+    common, rest = take_options(ParsedUrl(type(given).__name__, options=options))
+    rest.allow_only(())
+    if not isinstance(storage, CheckedStore):
+        store = CheckedStore(Borrowed(storage), layout, timeout=common.timeout, slow=common.slow,
+                             concurrency=common.concurrency)  # fmt: skip
+        return Attached(store, common)
+    if storage.layout.page_bytes != layout.page_bytes:
+        raise ConfigError(f"storage: {storage!r} is for pages of {dict(storage.layout.page_bytes)} bytes")
+    return Attached(storage, common, owned=False)
+
+
+async def close_unattached(attached: Attached) -> None:
+    """It was opened for nothing. Cancelling it is up to the backend."""
+    if attached.owned:
+        await attached.store.aclose()
+
+
+async def attach(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
+    """See ``AsyncCache.attach_storage``. Whoever fails or is cancelled has attached nothing."""
+    store = machine.tiers()
+    store.check(attached.options, position)
+    machine.introduce(attached)
+
+    def add() -> Plan:
+        store.attach(attached, position)
+        plan = machine.core.attach_storage(access_of(store))
+        if machine.announcing is not None:
+            machine.announcing.begin(attached)
+        stores = backfill and attached.options.write
+        if stores or machine.announcing is not None:
+            walk = machine.core.backfill(store=stores)
+            player = machine.driver.turns.play(_backfill(machine, attached, walk))
+            machine.supervisor.spawn(player, "asynccache-backfill")
+        return plan
+
+    await machine.driver.transact(add)
+
+
+async def _backfill(machine: Machine, attached: Attached, walk: Backfill) -> None:
+    """Have the new store told what the tree knows, some operations at a time. Cancelling it leaves the rest out."""
+    driver, over = machine.driver, False
+    host = machine.core.config.components[0].host
+    pages = int(host * machine.config.backup_quota * BACKFILL_SHARE)
+
+    def perform(filled: Filled) -> None:
+        driver.perform(filled.plan)
+
+    try:
+        while attached.there and not over:
+            filled = await driver.run(_slice(walk, pages), perform)
+            plan, over = filled
+            await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
+            await asyncio.sleep(0)
+    except CacheClosed:
+        pass  # and with it the store
+
+
+def _slice(walk: Backfill, pages: int) -> Callable[[], Filled]:
+    return lambda: walk.some(BACKFILL_OPS, pages)
+
+
+async def detach(machine: Machine, name: str | None, deadline: float | None) -> Unsaved:
+    """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
+    store = machine.tiers()
+    attached = store.find(name)
+    if deadline is not None and attached.options.write:
+        await _save(machine, deadline)
+    left = await unsaved(machine)
+    closing: asyncio.Task[None] | None = None
+    failed: list[BackendError] = []
+
+    def remove() -> Plan:
+        nonlocal closing
+        if not attached.there:
+            raise ConfigError(f"storage: {attached.options.name!r} was detached by somebody else meanwhile")
+        store.detach(attached)
+        if machine.announcing is not None:
+            machine.announcing.end(attached)
+        closing = machine.supervisor.spawn(_leave(machine, store, attached, failed), "asynccache-detach")
+        return machine.core.detach_storage(access_of(store))
+
+    await machine.driver.transact(remove)
+    if closing is not None:
+        await asyncio.wait([closing])
+    if failed:
+        raise failed[0]
+    return left
+
+
+async def _save(machine: Machine, deadline: float) -> None:
+    try:
+        async with asyncio.timeout(None if machine.lockstep is not None else deadline):  # clocks differ
+            await drain(machine)
+    except TimeoutError:
+        pass  # what is returned says what that leaves
+
+
+async def _leave(machine: Machine, store: TieredStore, attached: Attached, failed: list[BackendError]) -> None:
+    """See a detached store off. What goes wrong there is told to who waits for it, and ends nothing."""
+    try:
+        if machine.announcing is not None:
+            await machine.announcing.forget(attached)
+        await store.aclose_detached(attached)
+    except Exception as error:  # a plug-in's bug, too, is its own affair
+        failed.append(BackendError(f"{attached.options.name}: closing it failed: {error!r}"))
+        failed[0].__cause__ = error

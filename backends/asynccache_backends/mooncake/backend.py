@@ -1,0 +1,308 @@
+"""What the runtime sees of a Mooncake store.
+
+The laws. One page is one object, written once: a put of a key that exists changes nothing and counts as stored. The
+client's calls block, so they run in threads, a batch of pages each; cancelling a call waits for them, and how long that
+can take is bounded by the client's own time-outs (``client.ENVIRONMENT``). A call that reached nobody for any of its
+keys raises; what the store answers for a single key is that key's result. After a call that lost the master the next
+ones greet it first, on the loop, where waiting holds no buffers. A store that is full is asked again for a short while,
+for it evicts behind; then the pages are FAILED.
+
+Durability: none. Pages are in the memory of the processes that contribute segments, and go with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import ParamSpec, Self, TypeVar
+
+from asynccache.errors import BackendError, ConfigError
+from asynccache.storage import (
+    HEADER_BYTES,
+    PageKey,
+    ParsedUrl,
+    Record,
+    Result,
+    Stored,
+    StoreLayout,
+    Workers,
+    settled,
+)
+from asynccache_backends.file.operations import Operations
+from asynccache_backends.mooncake import codes as meaning
+from asynccache_backends.mooncake.listing import object_names
+from asynccache_backends.mooncake.probe import greet
+from asynccache_backends.mooncake.regions import copy
+from asynccache_backends.mooncake.settings import Settings, settings_of
+from asynccache_backends.mooncake.shared import Shared, acquire
+from asynccache_backends.mooncake.transfers import Attempt, Transfers
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MISS, HIT, CORRUPT, FAILED = Result
+
+PART_PAGES = 64                                    # of one call of the client: bounds how long a hung owner holds it
+LIST_PAGES = 256
+FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)        # seconds between tries while the store evicts; 0.62 in all
+
+
+class MooncakeBackend:
+    """Made by ``open``."""
+
+    def __init__(self, settings: Settings, shared: Shared) -> None:
+        self._settings = settings
+        self._shared = shared
+        self._transfers = Transfers(shared, settings.replicas)
+        self._reading = Workers(settings.threads, "asynccache-mooncake-read")
+        self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # no read stands behind a write
+        self._operations = Operations("the Mooncake store")
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        """``mooncake://master:port?...``, see ``settings``. The first cache of a process sets the client up, which
+        freezes the process for 0.05 to 0.1 s.
+
+        Raises:
+            ConfigError: an option is unusable, the client is not installed or is in use with other options.
+            Unavailable: the master is not there (``Timeout``: it hangs).
+
+        Cancelling it waits for a set-up that has begun, and leaves nothing in use.
+        """
+        settings = settings_of(url)
+        return cls(settings, await acquire(settings.client))
+
+    def __repr__(self) -> str:
+        return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._shared.client!r})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key. The store will not evict for some seconds what it said is there.
+
+        Cancelling it waits for the answer.
+        """
+        with self._operations:
+            codes = await self._ask_names(self._transfers.exists, keys)
+            return self._judged(codes, [meaning.exists_result(code) for code in codes])
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Fill records straight from where their objects are.
+
+        Cancelling it returns after the client has let go of the records.
+        """
+        with self._operations:
+            first = _first_of(keys)
+            wanted = list(first.values())
+            names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
+            codes = await self._get(names, into)
+            results = await self._got(names, into, codes)
+            return _spread(keys, records, first, dict(zip(wanted, results, strict=True)))
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Store records straight from their buffers. If the store is full, wait for it to evict, shortly.
+
+        Cancelling it returns after the client has let go of the records; what was stored by then stays stored.
+        """
+        with self._operations:
+            names = self._names(keys)
+            codes = await self._put(names, records)
+            for wait in FULL_WAITS:
+                full = [i for i, code in enumerate(codes) if code in meaning.FULL_CODES]
+                if not full:
+                    break
+                self._counts["full_waits"] += 1
+                await asyncio.sleep(wait)
+                again = await self._put([names[i] for i in full], [records[i] for i in full])
+                for i, code in zip(full, again, strict=True):
+                    codes[i] = code
+            self._counts["full_pages"] += sum(code in meaning.FULL_CODES for code in codes)
+            results = self._judged(codes, [meaning.put_result(code) for code in codes])
+            self._count(results, records)
+            return results
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Remove objects, leased or not: what is deleted here is of no use to anybody.
+
+        Cancelling it waits for the answer.
+        """
+        with self._operations:
+            codes = await self._ask_names(self._transfers.delete, keys)
+            results = self._judged(codes, [meaning.delete_result(code) for code in codes])
+            self._counts["deleted"] += results.count(HIT)
+            return results
+
+    async def clear(self) -> None:
+        """Remove all objects of this namespace, whoever put them; other namespaces stay.
+
+        Raises:
+            Unavailable: the master cannot be reached. Cancelling it waits for the answer.
+        """
+        with self._operations:
+            await self._greet()
+            removed = await self._in_thread(self._transfers.clear, self._settings.pattern)
+            self._judged([min(removed, 0)], [])
+            for name in ("stored", "stored_bytes", "deleted"):
+                self._counts[name] = 0
+
+    async def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """All objects of this namespace, by the master's admin server.
+
+        Raises:
+            ConfigError: the URL does not say where that is.
+            Unavailable: it cannot be asked. Cancelling it changes nothing.
+        """
+        if self._settings.admin is None:
+            raise ConfigError("mooncake: pages are listed by the master's metrics server: say where it is, by admin=")
+        with self._operations:
+            found = await self._in_thread(object_names, self._settings.admin)
+        keys = {name: key for name in found if (key := self._settings.key_of(name)) is not None}
+        names = list(keys)
+        for at in range(0, len(names), LIST_PAGES):
+            part = names[at : at + LIST_PAGES]
+            with self._operations:
+                sizes = await self._in_thread(self._transfers.sizes, part)
+            yield [Stored(keys[n], size, 0.0) for n, size in zip(part, sizes, strict=True) if size is not None]
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """``memory`` will be registered with the client, in a thread, before the next call; until ``aclose``."""
+        if memory.nbytes:
+            self._transfers.expect(memory)
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Counters of this instance: nobody tells it what the store evicts, or others put. ``pages``: stored or found
+        there, less what it deleted."""
+        counts, transfers = self._counts, self._transfers
+        pages = max(0, counts["stored"] - counts["deleted"])
+        return {
+            "pages": pages,
+            "bytes": pages * counts["stored_bytes"] // max(1, counts["stored"]),
+            "registered_bytes": transfers.registered,
+            "refused_regions": transfers.refused,
+            "staged_pages": transfers.staged,
+            **{name: counts[name] for name in COUNTERS},
+        }
+
+    async def flush(self) -> None:
+        """Nothing here survives a power loss."""
+
+    async def aclose(self) -> None:
+        """Wait for what is in flight and let go of the pools' memory. The process's client stays, for the next cache.
+        Calls made later raise. Cancelling it waits all the same."""
+        if self._operations.closed:
+            return
+        try:
+            await self._operations.close()
+        finally:
+            try:
+                await settled([self._reading.call(self._transfers.close)])
+            finally:
+                self._reading.close()
+                self._writing.close()
+                self._shared.release()
+
+    def _names(self, keys: Sequence[PageKey]) -> list[str]:
+        return [self._settings.name(key) for _, key in keys]
+
+    async def _ask(self, workers: Workers, call: Callable[[Attempt, slice], list[int]], count: int) -> list[int]:
+        """``call`` in threads, for parts of ``count`` names; a code per name."""
+        await self._greet()
+        attempt = Attempt()
+        parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
+        answers = await _answers([workers.call(call, attempt, part) for part in parts], attempt)
+        codes = [code for answer in answers for code in answer]
+        if len(codes) != count:
+            raise BackendError(f"mooncake: the client answered {len(codes)} codes for {count} pages")
+        self._counts["errors"] += sum(code in meaning.NOBODY_CODES for code in codes)
+        return codes
+
+    async def _ask_names(
+        self, call: Callable[[Attempt, Sequence[str]], list[int]], keys: Sequence[PageKey]
+    ) -> list[int]:
+        names = self._names(keys)
+        return await self._ask(self._reading, lambda attempt, part: call(attempt, names[part]), len(names))
+
+    async def _get(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
+        get = self._transfers.get
+        return await self._ask(self._reading, lambda at, part: get(at, names[part], records[part]), len(names))
+
+    async def _put(self, names: Sequence[str], records: Sequence[Record]) -> list[int]:
+        put = self._transfers.put
+        return await self._ask(self._writing, lambda at, part: put(at, names[part], records[part]), len(names))
+
+    async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return (await _answers([self._reading.call(function, *args, **kwargs)], Attempt()))[0]
+
+    async def _greet(self) -> None:
+        """If a call has lost the master: go no further before it answers again."""
+        if self._transfers.lost_master:
+            await greet(self._settings.client.master)
+            self._transfers.lost_master = False
+
+    async def _got(self, names: Sequence[str], records: Sequence[Record], codes: Sequence[int]) -> list[Result]:
+        """What came of a get. Where a page has another length than its buffer the client just fails: look again."""
+        results = [
+            meaning.get_result(code, HEADER_BYTES + record.payload.nbytes)
+            for code, record in zip(codes, records, strict=True)
+        ]
+        doubtful = [i for i, code in enumerate(codes) if code in meaning.LENGTH_CODES]
+        if doubtful:
+            sizes = await self._in_thread(self._transfers.sizes, [names[i] for i in doubtful])
+            for i, size in zip(doubtful, sizes, strict=True):
+                if size is not None and size != HEADER_BYTES + records[i].payload.nbytes:
+                    results[i] = CORRUPT
+        return results if CORRUPT in results else self._judged(codes, results)
+
+    def _judged(self, codes: Sequence[int], results: list[Result]) -> list[Result]:
+        """``results``, if anybody was reached at all."""
+        if meaning.is_nobody(codes):
+            self._counts["lost_calls"] += 1
+            raise meaning.nobody_error(codes, str(self._settings.client.master))
+        return results
+
+    def _count(self, results: Sequence[Result], records: Sequence[Record]) -> None:
+        hit = HIT
+        sizes = [HEADER_BYTES + r.payload.nbytes for r, result in zip(records, results, strict=True) if result is hit]
+        self._counts["stored"] += len(sizes)
+        self._counts["stored_bytes"] += sum(sizes)
+
+
+COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
+
+
+async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> list[T]:
+    """What came of each part of ``attempt``. Cancelling it waits for those that have begun."""
+    try:
+        if futures:
+            await asyncio.wait(futures)
+    except asyncio.CancelledError:
+        attempt.given_up = True
+        raise
+    finally:
+        await settled(futures)
+        errors = [future.exception() for future in futures]  # looked at, all of them, whatever is raised
+    for error in errors:
+        if error is not None:
+            raise error
+    return [future.result() for future in futures]
+
+
+def _first_of(keys: Sequence[PageKey]) -> dict[bytes, int]:
+    """Where each different key comes first."""
+    first: dict[bytes, int] = {}
+    for i, (_, key) in enumerate(keys):
+        first.setdefault(key, i)
+    return first
+
+
+def _spread(
+    keys: Sequence[PageKey], records: Sequence[Record], first: Mapping[bytes, int], results: Mapping[int, Result]
+) -> list[Result]:
+    """The results of all keys, from those of the different ones. The client must not be asked twice for an object in
+    one call: it fills one of the buffers and claims both."""
+    if len(first) < len(keys):
+        for i, (_, key) in enumerate(keys):
+            if first[key] != i and results[first[key]] is HIT:
+                copy(records[i].header, records[first[key]].header)
+                copy(records[i].payload, records[first[key]].payload)
+    return [results[first[key]] for _, key in keys]

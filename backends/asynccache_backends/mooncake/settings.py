@@ -1,0 +1,121 @@
+"""A Mooncake URL, taken apart: what the process's client is set up with, and what is this cache's own. Pure functions.
+
+``mooncake://master:port?segment=0&buffer=16MiB&protocol=tcp|rdma&device=&metadata=P2PHANDSHAKE&host=&replicas=1``
+``&threads=1&namespace=asynccache.&admin=host:port``
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from asynccache.errors import ConfigError
+from asynccache.storage import KEY_BYTES, ParsedUrl
+
+OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
+DEFAULT_PORT = 50051
+DEFAULT_BUFFER = 16 << 20                          # the client copies through it what is not registered, RDMA only
+HANDSHAKE = "P2PHANDSHAKE"
+
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
+_METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+")
+
+
+class Place(NamedTuple):
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class ClientOptions(NamedTuple):
+    """Caches of one process that agree on these share its client. ``host``: this machine's name for the others; empty:
+    the address from which it reaches the master. ``segment``: bytes of memory that this process contributes."""
+
+    master: Place
+    metadata: str
+    host: str
+    segment: int
+    buffer: int
+    protocol: str
+    device: str
+
+
+class Settings(NamedTuple):
+    """All that a URL says. ``threads``: the client's calls at a time, for reads and for writes; each waits busily, so
+    one is best where cores are few. ``admin``: the master's metrics server, if pages are to be listed."""
+
+    client: ClientOptions
+    namespace: str
+    replicas: int
+    threads: int
+    admin: Place | None
+
+    def name(self, key: bytes) -> str:
+        """The object of a page: nothing in it but the namespace and hex digits."""
+        return self.namespace + key.hex()
+
+    def key_of(self, name: str) -> bytes | None:
+        """The page of an object, if it is one of this namespace."""
+        if not re.fullmatch(self.pattern, name):
+            return None
+        return bytes.fromhex(name.removeprefix(self.namespace))
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for all objects of this namespace."""
+        return f"^{self.namespace.replace('.', '[.]')}[0-9a-f]{{{2 * KEY_BYTES}}}$"
+
+
+def settings_of(url: ParsedUrl) -> Settings:
+    """What ``url`` says.
+
+    Raises:
+        ConfigError: an option is unknown or unusable, or no master is named.
+    """
+    url.allow_only(OPTIONS)
+    options = url.options
+    return Settings(
+        ClientOptions(
+            place("the master", url.path.rstrip("/"), DEFAULT_PORT),
+            _matching("metadata", options.get("metadata", HANDSHAKE), _METADATA),
+            options.get("host", ""),
+            url.size("segment", 0),
+            url.size("buffer", DEFAULT_BUFFER),
+            url.choice("protocol", ("tcp", "rdma")),
+            options.get("device", ""),
+        ),
+        _matching("namespace", options.get("namespace", "asynccache."), _NAMESPACE),
+        _count("replicas", options.get("replicas", "1")),
+        _count("threads", options.get("threads", "1")),
+        place("admin", options["admin"]) if "admin" in options else None,
+    )
+
+
+def place(what: str, text: str, default: int | None = None) -> Place:
+    """``host:port``, ``[v6]:port``, or ``host`` alone where there is a default.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = _PLACE.fullmatch(text)
+    port = int(match[2]) if match and match[2] else default
+    if match is None or port is None or not 0 < port < 65536:
+        raise ConfigError(f"mooncake: {what} is named {text!r}; expected host:port, as in mooncake://10.0.0.1:50051")
+    return Place(match[1].strip("[]"), port)
+
+
+def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(value):
+        raise ConfigError(f"storage option {name}={value!r} does not match {pattern.pattern}")
+    return value
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise ConfigError(f"storage option {name}={text!r}: a number from 1 to 16")
+    return int(text)

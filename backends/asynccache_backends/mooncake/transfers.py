@@ -1,0 +1,214 @@
+"""The client's blocking calls, one batch each, made in threads: pages straight from and into registered memory.
+
+An object is a page's header and payload, in that order, moved by the client from or into the two buffers. Buffers that
+lie in no registered memory (tools, tests; a pool that could not be registered) are copied through a registered stage.
+Every function answers with the client's codes, one a page.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+from asynccache.storage import HEADER_BYTES, Record
+from asynccache_backends.mooncake.codes import NOT_TRIED, is_nobody, lost_master
+from asynccache_backends.mooncake.regions import Region, address_of, copy, region_of
+from asynccache_backends.mooncake.shared import Shared
+
+STAGE_BYTES = 4 << 20
+
+Names = Sequence[str]
+Buffers = list[tuple[int, int]]
+Move = Callable[[Any, Names, Buffers, Buffers], list[int]]
+
+
+class Attempt:
+    """What the parts of one call know of each other. ``given_up``: one of them reached nobody, or nobody waits for them
+    any more; then those that have not begun are not made."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+
+class Transfers:
+    """Calls of one cache to the shared client. Mutable state: the regions it wants, and the stage."""
+
+    def __init__(self, shared: Shared, replicas: int) -> None:
+        self._shared = shared
+        self._config = shared.module.ReplicateConfig()
+        self._config.replica_num = replicas
+        self._coming: list[Region] = []
+        self._regions: list[Region] = []
+        self._held: list[memoryview] = []
+        self._lock = Lock()
+        self._stage: memoryview | None = None
+        self._stage_lock = Lock()
+        self.lost_master = False                   # by the last call that came back, also one that nobody waits for
+        self.staged = 0
+        self.refused = 0
+
+    @property
+    def registered(self) -> int:
+        """Bytes of registered memory that this cache uses."""
+        return sum(region.end - region.start for region in self._regions)
+
+    def expect(self, memory: memoryview) -> None:
+        """Register ``memory`` before the next call; not now, for with RDMA that takes its time."""
+        self._held.append(memory)
+        self._coming.append(region_of(memory))
+
+    def put(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
+        """Store objects; those that are there stay as they are."""
+        config = self._config
+
+        def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
+            codes: list[int] = store.batch_put_from_multi_buffers(names, buffers, sizes, config)
+            return codes
+
+        return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=False))
+
+    def get(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
+        """Fill records. No name comes twice: the client would fill one of its buffers and claim both."""
+
+        def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
+            codes: list[int] = store.batch_get_into_multi_buffers(names, buffers, sizes)
+            return codes
+
+        return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
+
+    def exists(self, attempt: Attempt, names: Names) -> list[int]:
+        """1 where an object is."""
+        return self._tried(attempt, len(names), lambda: self._called("batch_is_exist", names))
+
+    def delete(self, attempt: Attempt, names: Names) -> list[int]:
+        """Remove objects, also those that somebody has just read (a read leases an object for some seconds)."""
+        return self._tried(attempt, len(names), lambda: self._called("batch_remove", names, True))
+
+    def clear(self, pattern: str) -> int:
+        """Remove all objects with such names; their number."""
+        with self._shared.client as store:
+            code: int = store.remove_by_regex(pattern, True)
+        return code
+
+    def sizes(self, names: Names) -> list[int | None]:
+        """The length of each object, where there is one and it is in memory."""
+        with self._shared.client as store:
+            found = store.batch_get_replica_desc(names)
+        return [_size(found.get(name, ())) for name in names]
+
+    def close(self) -> None:
+        """Let go of all memory. No call is under way."""
+        with self._lock:
+            regions, self._regions = self._regions, []
+        for region in regions:
+            self._shared.regions.remove(region)
+        self._held.clear()
+        self._stage = None
+
+    def _tried(self, attempt: Attempt, count: int, call: Callable[[], list[int]]) -> list[int]:
+        if attempt.given_up:
+            return [NOT_TRIED] * count
+        if self._coming:
+            self._register()
+        codes = call()
+        attempt.given_up |= is_nobody(codes)
+        self.lost_master = lost_master(codes)
+        return codes
+
+    def _called(self, name: str, *args: object) -> list[int]:
+        with self._shared.client as store:
+            codes: list[int] = getattr(store, name)(*args)
+        return codes
+
+    def _register(self) -> None:
+        with self._lock:
+            while self._coming:
+                region = self._coming.pop(0)
+                if self._shared.regions.add(region):
+                    self._regions.append(region)
+                else:
+                    self.refused += 1
+
+    def _moved(self, names: Names, records: Sequence[Record], move: Move, *, into: bool) -> list[int]:
+        buffers = [(address_of(header), address_of(payload)) for header, payload in records]
+        sizes = [(HEADER_BYTES, payload.nbytes) for _, payload in records]
+        if self._is_registered(buffers, sizes):
+            with self._shared.client as store:
+                return move(store, names, buffers, sizes)
+        return self._staged(names, records, move, into)
+
+    def _is_registered(self, buffers: Buffers, sizes: Buffers) -> bool:
+        covers = self._shared.regions.covers
+        return all(
+            covers(header, HEADER_BYTES) and covers(payload, size)
+            for (header, payload), (_, size) in zip(buffers, sizes, strict=True)
+        )
+
+    def _staged(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
+        codes: list[int] = []
+        with self._stage_lock:
+            for part in parts(records, STAGE_BYTES):
+                codes += self._through_stage(names[part], records[part], move, into)
+                self.staged += part.stop - part.start
+        return codes
+
+    def _through_stage(self, names: Names, records: Sequence[Record], move: Move, into: bool) -> list[int]:
+        stage = self._stage_for(sum(map(_length, records)))
+        places = list(_laid_out(stage, records))
+        if not into:
+            _copy_all(places, records)
+        buffers = [(address_of(header), address_of(payload)) for header, payload in places]
+        sizes = [(HEADER_BYTES, payload.nbytes) for _, payload in records]
+        with self._shared.client as store:
+            codes = move(store, names, buffers, sizes)
+        if into:
+            _copy_all(records, places)
+        return codes
+
+    def _stage_for(self, size: int) -> memoryview:
+        """A page longer than the stage gets a longer one."""
+        if self._stage is None or self._stage.nbytes < size:
+            self._stage = memoryview(mmap.mmap(-1, max(size, STAGE_BYTES)))
+            self.expect(self._stage)
+            self._register()
+        return self._stage
+
+
+def parts(records: Sequence[Record], limit: int) -> Iterator[slice]:
+    """Runs of records of at most ``limit`` bytes, or of one record."""
+    start = size = 0
+    for i, record in enumerate(records):
+        if size and size + _length(record) > limit:
+            yield slice(start, i)
+            start, size = i, 0
+        size += _length(record)
+    if records:
+        yield slice(start, len(records))
+
+
+def _length(record: Record) -> int:
+    return HEADER_BYTES + record.payload.nbytes
+
+
+def _laid_out(stage: memoryview, records: Sequence[Record]) -> Iterator[Record]:
+    at = 0
+    for record in records:
+        end = at + _length(record)
+        yield Record(stage[at : at + HEADER_BYTES], stage[at + HEADER_BYTES : end])
+        at = end
+
+
+def _copy_all(to: Sequence[Record], source: Sequence[Record]) -> None:
+    for target, origin in zip(to, source, strict=True):
+        copy(target.header, origin.header)
+        copy(target.payload, origin.payload)
+
+
+def _size(replicas: Sequence[Any]) -> int | None:
+    for replica in replicas:
+        if replica.is_memory_replica():
+            size: int = replica.get_memory_descriptor().buffer_descriptor.size
+            return size
+    return None

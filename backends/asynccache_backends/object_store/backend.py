@@ -1,0 +1,333 @@
+"""The object store backend: pages in packs, found by an index in memory. Many processes may share one bucket.
+
+The laws. An object is written once, under a name that is used once, and never replaced: what is read of it is right or
+is missing. HIT from a put means that the pack is stored, so there is nothing to flush. The index is this process's
+view: it may name what another process has removed (that is a MISS, and the pack is forgotten), and it learns a few
+seconds later what another has stored. Two that store one page make two copies, and the earlier one answers. Payloads
+are not verified here: ``CheckedStore`` does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from asynccache.errors import Unavailable
+from asynccache.storage import (
+    HEADER_BYTES,
+    Collected,
+    PageKey,
+    ParsedUrl,
+    Record,
+    Result,
+    Stored,
+    StoreLayout,
+    Tell,
+    Workers,
+    settled,
+)
+from asynccache_backends.file.operations import Operations
+from asynccache_backends.object_store.catalog import Catalog
+from asynccache_backends.object_store.client import Client
+from asynccache_backends.object_store.collect import Collector
+from asynccache_backends.object_store.connect import Settings, connect, settings_of
+from asynccache_backends.object_store.fetches import Fetches
+from asynccache_backends.object_store.keeper import Keeper
+from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock
+from asynccache_backends.object_store.packs import Pack
+from asynccache_backends.object_store.reads import plan_reads
+from asynccache_backends.object_store.snapshot import pack_tomb
+from asynccache_backends.object_store.uploads import Piece, Uploads
+
+MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
+
+COUNTERS = (
+    "errors", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
+    "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
+)
+_CLOSING = 5.0
+
+
+class _Put(NamedTuple):
+    """One call's new pages, and those that another call is storing already."""
+
+    fresh: list[int]
+    shared: list[tuple[int, asyncio.Future[None]]]
+    done: asyncio.Future[None]
+
+
+class ObjectBackend:
+    """Made by ``open``."""
+
+    def __init__(self, client: Client, clock: Clock, settings: Settings, schema: bytes, *, lends: bool) -> None:
+        self._client = client
+        self._clock = clock
+        self._settings = settings
+        self._schema = schema
+        self._workers = Workers(2, "asynccache-object")
+        self._catalog = Catalog(client, clock, self._workers, schema, settings.parallel)
+        self._keeper = Keeper(self._catalog, client, settings.refresh, settings.capacity)
+        self._uploads = Uploads(
+            client, clock, self._workers, schema, pack=settings.pack, parallel=settings.parallel,
+            stored=self._stored, lends=lends,
+        )
+        self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
+        self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._operations = Operations(f"object store {client.shown!r}")
+
+    @classmethod
+    async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
+        """Open what lies below the URL's prefix. A layout without pools means that it is only looked at.
+
+        Raises:
+            ConfigError: an option is unknown, unusable or a secret, or the client library is missing.
+            Unavailable: the store cannot be reached, or refuses.
+
+        Cancelling it leaves nothing open.
+        """
+        settings = settings_of(url)
+        if not layout.page_bytes:
+            settings = settings._replace(capacity=None)
+        client = connect(url, settings)
+        store = cls(client, Clock(), settings, layout.schema, lends=url.scheme != "object+memory")
+        try:
+            saved = await store._catalog.load()
+        except BaseException:
+            store._workers.close()
+            raise
+        store._keeper.start(full=saved)
+        return store
+
+    def __repr__(self) -> str:
+        return f"ObjectBackend({self._client.shown!r}, {self._catalog.index!r}, {self._uploads!r})"
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        """HIT or MISS per key, as far as this process knows. Never waits."""
+        with self._operations:
+            index = self._catalog.index
+            results = [HIT if key.key in index else MISS for key in keys]
+            if MISS in results:
+                self._keeper.missed()
+            return results
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Read ranges of packs, several at a time, and copy them to where they belong.
+
+        Raises:
+            Unavailable: nothing could be read. Cancelling it returns after the copies that have begun are over.
+        """
+        with self._operations:
+            results = [MISS] * len(keys)
+            await self._fetch(keys, records, results)
+            missing = [i for i, result in enumerate(results) if result is MISS]
+            if missing:
+                self._keeper.missed()
+            if any(keys[i].key in self._catalog.index for i in missing):
+                await self._elsewhere(missing, keys, records, results)
+            return results
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        """Store new pages in packs; those that are known to be there are left alone.
+
+        Raises:
+            Unavailable: nothing could be stored. Cancelling it returns after all that read the payloads have let go of
+            them; what was being stored for this call alone is given up.
+        """
+        with self._operations:
+            results = [FAILED] * len(keys)
+            left = list(range(len(keys)))
+            while left:
+                put = self._sort_out(left, keys, results)
+                if put.fresh:
+                    await self._store(put, keys, records, results)
+                left = await self._shared(put, keys, results)
+            return results
+
+    async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
+        """Forget each key, here at once, and everywhere once the tombstone has been found. FAILED: gone here only.
+
+        Cancelling it may leave any of them deleted.
+        """
+        with self._operations:
+            there = [key.key for key in keys if key.key in self._catalog.index]
+            outcome = await self._bury(there) if there else HIT
+            return [outcome if key.key in there else MISS for key in keys]
+
+    async def clear(self) -> None:
+        """Remove every object of ours below the prefix, others' too, but for what is being put meanwhile.
+
+        Raises:
+            Unavailable: the store refuses. Cancelling it may leave part of it cleared.
+        """
+        with self._operations:
+            async with self._catalog.lock:
+                self._catalog.cleared()
+                for folder in (INDEX, PACKS):
+                    async for metas in self._client.list(folder):
+                        kept = self._uploads.under_way()
+                        doomed = [m.name for m in metas if m.name not in kept and not self._catalog.index.has(m.name)]
+                        await self._client.delete([f"{folder}/{name}" for name in doomed])
+
+    async def listing(self) -> AsyncIterator[Sequence[Stored]]:
+        """All pages that are known, pack by pack. Never waits. Cancelling it changes nothing."""
+        with self._operations:
+            for pack in self._catalog.index.packs():
+                entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
+                yield [Stored(entry.key, entry.length + HEADER_BYTES, pack.written) for entry in entries]
+
+    async def collect(self, older_than: float | None) -> Collected:
+        """Rid the store of packs that are mostly dead, of what is unreadable, and of pages that are too old.
+
+        Raises:
+            Unavailable: the store refuses. Cancelling it leaves the rest for the next time.
+        """
+        with self._operations:
+            async with self._catalog.lock:
+                schema, target = self._schema, self._settings.pack
+                return await Collector(self._catalog, self._client, self._clock, schema, target).run(older_than)
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        """Nothing to do: any memory will do."""
+
+    def watch(self, tell: Tell | None) -> None:
+        """``tell`` hears of every key that is known, and of every change; None: of nothing any more."""
+        index = self._catalog.index
+        index.tell = tell
+        if tell is not None:
+            tell(True, index.keys())
+
+    def stats(self) -> Mapping[str, int | float]:
+        """Counters. ``stored_bytes`` is what all packs take, dead records included."""
+        index, counts = self._catalog.index, self._catalog.counts
+        return {
+            "pages": index.pages,
+            "bytes": index.bytes,
+            "packs": len(index.packs()),
+            "stored_bytes": index.stored,
+            "unreadable_packs": len(self._catalog.unread),
+            "tombstones": len(index.tombs),
+            **{name: counts[name] for name in COUNTERS},
+        }
+
+    async def flush(self) -> None:
+        """Nothing to do: what a put has answered HIT for is stored."""
+        with self._operations:
+            return
+
+    async def aclose(self) -> None:
+        """Wait for the calls under way, save the index if much is new, and end. Twice is fine.
+
+        Cancelling it skips what can be skipped.
+        """
+        if self._operations.closed:
+            return
+        try:
+            await self._operations.close()
+            await self._keeper.stop()
+            await self._uploads.drain()
+            await self._save()
+        finally:
+            self._workers.close()
+
+    async def _save(self) -> None:
+        """Save the index if it is worth it and the store is willing."""
+        if self._catalog.save_due:
+            try:
+                async with asyncio.timeout(_CLOSING):
+                    await self._catalog.save()
+            except (Unavailable, TimeoutError):
+                self._catalog.counts["errors"] += 1
+
+    async def _fetch(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
+        stretches, wrong = plan_reads(self._catalog.index, keys, records, self._settings.pack)
+        for i in wrong:
+            results[i] = CORRUPT
+        await self._fetches.fetch(stretches, records, results)
+
+    async def _elsewhere(
+        self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+    ) -> None:
+        """Packs had vanished, and other packs have some of their keys: a collection had moved them. Asked once."""
+        found = [MISS] * len(missing)
+        await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
+        for i, result in zip(missing, found, strict=True):
+            results[i] = result
+
+    def _stored(self, pack: Pack) -> None:
+        self._catalog.stored(pack)
+        self._keeper.stored()
+
+    def _sort_out(self, left: Sequence[int], keys: Sequence[PageKey], results: list[Result]) -> _Put:
+        """Which of the pages ``left`` must be stored: not those that are there, nor those being stored now."""
+        put = _Put([], [], asyncio.get_running_loop().create_future())
+        index, writing = self._catalog.index, self._writing
+        for i in left:
+            key = keys[i].key
+            if key in index:
+                results[i] = HIT
+            elif key in writing:
+                put.shared.append((i, writing[key]))
+            else:
+                writing[key] = put.done
+                put.fresh.append(i)
+        return put
+
+    async def _store(
+        self, put: _Put, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+    ) -> None:
+        """Store the fresh pages; index and results are true when it ends, come what may."""
+        shares = self._uploads.share([records[i].payload.nbytes for i in put.fresh])
+        parts = [put.fresh[share] for share in shares]
+        pieces = [
+            Piece([keys[i].key for i in p], [bytes(records[i].header) for i in p], [records[i].payload for i in p])
+            for p in parts
+        ]
+        try:
+            self._uploads.submit(pieces)
+            await asyncio.wait([future for piece in pieces for future in (piece.done, piece.free)])
+        except asyncio.CancelledError:
+            for piece in pieces:
+                self._uploads.withdraw(piece)
+            await settled([piece.free for piece in pieces])
+            raise
+        finally:
+            for i in put.fresh:
+                del self._writing[keys[i].key]
+            put.done.set_result(None)
+        self._take_note(pieces, parts, results)
+
+    def _take_note(self, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]) -> None:
+        """Enter what became of the pieces. Raises if nothing at all was stored."""
+        errors = [error for piece in pieces if (error := piece.done.result()) is not None]
+        self._catalog.counts["errors"] += len(errors)
+        if len(errors) == len(pieces):
+            raise errors[0]
+        for piece, part in zip(pieces, parts, strict=True):
+            if piece.done.result() is None:
+                self._catalog.counts["put_bytes"] += piece.size
+                for i in part:
+                    results[i] = HIT
+
+    async def _shared(self, put: _Put, keys: Sequence[PageKey], results: list[Result]) -> list[int]:
+        """Wait for the calls that store pages of this one; those that they did not store are left to do."""
+        left = []
+        for i, done in put.shared:
+            await asyncio.wait([done])
+            if keys[i].key in self._catalog.index:
+                results[i] = HIT
+            else:
+                left.append(i)
+        return left
+
+    async def _bury(self, keys: Sequence[bytes]) -> Result:
+        """Make it last that ``keys`` were forgotten."""
+        name = self._clock.name()
+        self._catalog.index.bury(name, keys)
+        self._catalog.counts["deleted"] += len(keys)
+        try:
+            await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
+        except Unavailable:
+            self._catalog.counts["errors"] += 1
+            return FAILED
+        return HIT

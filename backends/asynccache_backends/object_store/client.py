@@ -1,0 +1,171 @@
+"""The requests that are made of a store, below one prefix, and what goes wrong with them. Knows no pack.
+
+A request that fails has been tried again by the client library, twice at most and with back-off: nothing here tries
+again. A missing object is ``FileNotFoundError``; anything else that goes wrong is ``Unavailable``, in one line and
+without the query of any URL, which may hold a signature.
+
+Cancelling an await here ends the request: the library drops it within milliseconds, and with it what it had borrowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asynccache.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # type: ignore[attr-defined]
+
+    from obstore.store import ObjectStore
+
+LIST_CHUNK = 1000
+
+_QUERY = re.compile(r"\?[^\s'\")]*")
+_BEYOND = re.compile(r"\b416 |InvalidRange|range was invalid|Invalid range")    # the library has no error of its own
+_LONGEST = 300
+
+
+class Meta(NamedTuple):
+    """An object in a list. ``name`` is what follows the folder; ``written`` is the store's own time."""
+
+    name: str
+    size: int
+    written: float
+
+
+class Client:
+    """``store`` with everything below ``prefix``; ``shown`` is how messages name it."""
+
+    def __init__(self, store: ObjectStore, prefix: str, shown: str) -> None:
+        self.shown = shown
+        self.store = store
+        self.prefix = prefix
+
+    def __repr__(self) -> str:
+        return f"Client({self.shown!r})"
+
+    def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
+        """Start to store a new object; its buffers belong to the request until it has let go of them. To be awaited
+        through ``answer``. It never replaces an object."""
+        import obstore
+
+        future: asyncio.Future[Any] = obstore.put_async(  # type: ignore[assignment]
+            self.store, self.prefix + path, data, use_multipart=False, mode="create"
+        )
+        return future
+
+    async def answer(self, request: asyncio.Future[Any]) -> Any:
+        """What a request gives.
+
+        Raises:
+            FileNotFoundError: there is no such object. Unavailable: anything else.
+        """
+        try:
+            return await request
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise Unavailable(self._said(error)) from None
+
+    async def create(self, path: str, data: Buffer | Sequence[Buffer]) -> None:
+        """Store a new object. It is there to stay when this returns. Cancelling it: it is, or it is not."""
+        await self.created(self.put(path, data))
+
+    async def created(self, request: asyncio.Future[Any]) -> None:
+        """Wait for a ``put``. A name is used once, so if the object is there already, an earlier try of this very
+        request had put it there."""
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            await request
+        except AlreadyExistsError:
+            return
+        except Exception as error:
+            raise Unavailable(self._said(error)) from None
+
+    async def read(self, path: str, start: int, length: int) -> Any:
+        """A range of an object, as a buffer; shorter if the object ends earlier. Cancelling it is safe.
+
+        Raises:
+            EOFError: the object ends before ``start``. And what ``answer`` raises.
+        """
+        import obstore
+
+        try:
+            return await self.answer(
+                obstore.get_range_async(self.store, self.prefix + path, start=start, length=length)  # type: ignore[arg-type]
+            )
+        except Unavailable as error:
+            if _BEYOND.search(str(error)):
+                raise EOFError(path) from None
+            raise
+
+    async def read_all(self, path: str) -> Any:
+        """A whole object, as a buffer. Cancelling it is safe."""
+        import obstore
+
+        found = await self.answer(obstore.get_async(self.store, self.prefix + path))  # type: ignore[arg-type]
+        return await self.answer(found.bytes_async())
+
+    async def size(self, path: str) -> int:
+        """An object's size now. Cancelling it is safe."""
+        import obstore
+
+        found = await self.answer(obstore.head_async(self.store, self.prefix + path))  # type: ignore[arg-type]
+        return int(found["size"])
+
+    async def list(self, folder: str, after: str = "") -> AsyncIterator[list[Meta]]:
+        """The objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe."""
+        import obstore
+
+        base = f"{self.prefix}{folder}/"
+        stream = obstore.list(self.store, base, offset=base + after if after else None, chunk_size=LIST_CHUNK)
+        while True:
+            try:
+                found = await anext(stream)
+            except (StopAsyncIteration, FileNotFoundError):
+                return
+            except Exception as error:
+                raise Unavailable(self._said(error)) from None
+            yield [Meta(o["path"][len(base) :], o["size"], o["last_modified"].timestamp()) for o in found]
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Remove objects; those that are not there are no error. Cancelling it leaves some of them."""
+        import obstore
+
+        whole = [self.prefix + path for path in paths]
+        if not whole:
+            return
+        try:
+            await self.answer(obstore.delete_async(self.store, whole))  # type: ignore[arg-type]
+        except FileNotFoundError:  # some stores say so of the first one, and leave the rest
+            for path in whole:
+                try:
+                    await self.answer(obstore.delete_async(self.store, path))  # type: ignore[arg-type]
+                except FileNotFoundError:
+                    continue
+
+    def _said(self, error: Exception) -> str:
+        return f"{self.shown}: {redacted(error)}"
+
+
+def redacted(error: Exception) -> str:
+    """The first line of what went wrong, without the query of any URL."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {_QUERY.sub('?...', text)[:_LONGEST]}"
+
+
+def require_obstore() -> Any:
+    """The client library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import obstore.store
+    except ImportError as error:
+        raise ConfigError(f"object stores need obstore: pip install 'asynccache[object]' ({error})") from None
+    return obstore.store

@@ -1,0 +1,139 @@
+"""From a URL to a client.
+
+    s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
+    gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object+file:/FOLDER    object+memory:
+
+Credentials come from the environment, as the library reads it (``AWS_ACCESS_KEY_ID`` and its kin, an instance's role,
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_KEY``...), and from nowhere else: a URL ends up in process
+lists, logs and reports, so an option that looks like a secret is refused, and not repeated in the refusal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple
+
+from asynccache.errors import ConfigError
+from asynccache.storage import ParsedUrl
+from asynccache_backends.object_store.client import Client, redacted, require_obstore
+
+OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "s3": ("endpoint", "region"),
+    "gs": ("endpoint",),
+    "az": ("endpoint", "account"),
+    "object+file": (),
+    "object+memory": (),
+}
+LEAST_PACK = 64 << 10
+USUAL_PACK = 4 << 20
+MOST_PACK = 256 << 20
+
+_SECRET = re.compile(r"key|secret|token|password|passwd|credential|signature|\bsas\b", re.IGNORECASE)
+_CONNECT = timedelta(seconds=5)
+_BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1)}
+_RETRY = {"max_retries": 2, "backoff": _BACKOFF}
+_LINGER = 0.05
+
+
+class Settings(NamedTuple):
+    """What a URL's options say. ``refresh`` 0: others' pages are looked for at opening only."""
+
+    pack: int
+    capacity: int | None
+    refresh: float
+    parallel: int
+    request_timeout: float
+
+
+def settings_of(url: ParsedUrl) -> Settings:
+    """Read the options.
+
+    Raises:
+        ConfigError: one is unknown, unusable or a secret.
+    """
+    refuse_secrets(url)
+    url.allow_only((*OPTIONS, *PLACES[url.scheme]))
+    pack = url.size("pack", USUAL_PACK)
+    if not LEAST_PACK <= pack <= MOST_PACK:
+        raise ConfigError(f"storage option pack={pack} must be {LEAST_PACK} to {MOST_PACK} bytes")
+    capacity = url.size("capacity", 0) if "capacity" in url.options else None
+    if capacity is not None and capacity < 2 * pack:
+        raise ConfigError(f"storage option capacity={capacity} is less than two packs of {pack} bytes")
+    parallel = int(_number(url, "parallel", 16, least=1))
+    timeout = _number(url, "request_timeout", 30, least=0.1)
+    return Settings(pack, capacity, _number(url, "refresh", 5), parallel, timeout)
+
+
+def connect(url: ParsedUrl, settings: Settings) -> Client:
+    """A client; nothing is sent yet.
+
+    Raises:
+        ConfigError: the library is missing, the URL names no bucket, or the library refuses what it says.
+    """
+    library = require_obstore()
+    place, _, prefix = url.path.partition("/")
+    if url.scheme == "object+file":
+        place, prefix = url.path, ""
+    if not place and url.scheme != "object+memory":
+        raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object+file' else 'bucket'}")
+    prefix = prefix.strip("/")
+    if {"", ".", ".."} & set(prefix.split("/")) and prefix:
+        raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.' or '..'")
+    try:
+        store = _store(library, url, place, settings)
+    except Exception as error:
+        raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
+    _linger_at_exit()
+    return Client(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}")
+
+
+def refuse_secrets(url: ParsedUrl) -> None:
+    """Raises ConfigError if an option, or a user part of the endpoint, looks like a secret."""
+    for name, value in url.options.items():
+        if _SECRET.search(name) or (name == "endpoint" and "@" in value):
+            raise ConfigError(
+                f"storage={url.scheme}: option {name!r} would put a secret into a URL; credentials come from the "
+                "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY...)"
+            )
+
+
+def _store(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
+    if url.scheme == "object+memory":
+        return library.MemoryStore()
+    if url.scheme == "object+file":
+        return library.LocalStore(place, mkdir=True)
+    kind, config = {
+        "s3": (library.S3Store, {"endpoint": "endpoint", "region": "region"}),
+        "gs": (library.GCSStore, {"endpoint": "base_url"}),
+        "az": (library.AzureStore, {"endpoint": "endpoint", "account": "account_name"}),
+    }[url.scheme]
+    timeout = timedelta(seconds=settings.request_timeout)
+    client: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT)}
+    if url.options.get("endpoint", "").startswith("http://"):
+        client["allow_http"] = True
+    chosen = {config[name]: value for name, value in url.options.items() if name in config}
+    return kind(place, client_options=client, retry_config={**_RETRY, "retry_timeout": timeout}, **chosen)
+
+
+def _number(url: ParsedUrl, name: str, default: float, least: float = 0.0) -> float:
+    text = url.options.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value < 1e6:
+        raise ConfigError(f"storage option {name}={text!r}: a number, at least {least:g}")
+    return value
+
+
+@cache
+def _linger_at_exit() -> None:
+    """The library's threads hand results to the loop with the GIL. One that still waits for the GIL when the
+    interpreter goes down aborts the process (seen with 0.12), so let them be done with it."""
+    atexit.register(time.sleep, _LINGER)

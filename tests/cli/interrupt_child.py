@@ -1,0 +1,58 @@
+"""A command that gets Ctrl-C, so many times, when it reaches a certain function: ``interrupt_child.py PLACE N ARG...``.
+
+``PLACE``: ``module:Class.function``, or ``import:module`` for the moment when that is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import sys
+from typing import Any
+
+
+def press(times: int) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+class AtImport:
+    """Presses when ``name`` is looked for, once; finds nothing."""
+
+    def __init__(self, name: str, times: int) -> None:
+        self._name, self._times = name, times
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self._name:
+            times, self._times = self._times, 0
+            press(times)
+
+
+def at_call(place: str, times: int) -> None:
+    """Press when the function is called for the first time."""
+    module, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    function, left = getattr(owner, name), [times]
+
+    @functools.wraps(function)
+    def pressed(*arguments: Any, **named: Any) -> Any:
+        press(left.pop() if left else 0)
+        return function(*arguments, **named)
+
+    setattr(owner, name, pressed)
+
+
+if __name__ == "__main__":
+    place, times, *arguments = sys.argv[1:]
+    if place.startswith("import:"):
+        sys.meta_path.insert(0, AtImport(place.removeprefix("import:"), int(times)))
+    else:
+        at_call(place, int(times))
+    from asynccache.cli.main import main
+
+    sys.exit(main(arguments))

@@ -1,0 +1,60 @@
+"""Ctrl-C in every phase of a real run, once and twice: it ends soon, cleanly, and with its report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli import interrupt_child
+
+RUN = "asynccache.cli.session:"
+PHASES = {
+    "loading": "import:asynccache.cli.session",
+    "torch": "import:torch",
+    "start": RUN + "Session._prepare",
+    "opening": "asynccache.runtime.cache:AsyncCache.__aenter__",
+    "warm-up": "asynccache.cli.session:Meter.start",
+    "first request": "asynccache.cli.serving:Server.serve",
+    "run": "asynccache.runtime.lease:Lease.commit",
+    "end of the run": RUN + "Session._settle",
+    "flush": RUN + "Session._flush",
+    "audit": "asynccache.core.audit:check",
+    "closing": "asynccache.memory.cpu:CpuDevice.aclose",
+    "afterwards": RUN + "memcpy_rate",
+    "curve": RUN + "capacity",
+    "summary": RUN + "summary",
+    "writing": "asynccache.cli.output:dump",
+    "drawing": "asynccache.cli.output:write_page",
+}
+ENDS_WITHIN = 60.0
+
+
+def interrupted(folder: Path, place: str, times: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, interrupt_child.__file__, place, str(times), "stress", "--duration", "0.4", "--rate",
+               "30", "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "times"), [*((phase, 1) for phase in PHASES), ("start", 2), ("run", 2), ("flush", 2),
+                                              ("writing", 2)])  # fmt: skip
+def test_whenever_it_comes_the_report_is_written(phase: str, times: int, tmp_path: Path) -> None:
+    done = interrupted(tmp_path, PHASES[phase], times)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "KeyboardInterrupt" not in done.stderr
+    assert "stress OK" in done.stdout
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["interrupted"], report["ok"], report["leaks"]["pins"]) == (True, True, 0)
+    assert (tmp_path / "run.html").read_text().rstrip().endswith("</html>")
+
+
+def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
+    done = interrupted(tmp_path, PHASES["start"], 3)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "run.json").read_text() == ""

@@ -1,0 +1,96 @@
+"""Stands before the programs that a shell block names, so that the block's text runs as it is, only sooner.
+
+Run as ``docs_programs.py NAME ARGUMENT...``. What is changed, and nothing else: a run that would take long stops
+early (``SHORT``), ``bench tree`` has less of everything, ``explain`` waits until somebody listens, a server is
+stopped, as by a reader, once it has answered, ``make`` uses the environment that the tests run in, and ``make test``,
+of which this is a part, only says what it would do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 60.0
+SHORT = {
+    "stress": ["--requests", "40"],
+    "replay": ["--limit", "60"],
+    "bench tree": ["--nodes", "1000", "--shapes", "0"],
+    "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
+    "bench runtime": ["--calls", "200", "--duration", "1"],
+    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
+}
+FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "SAMPLE": 40,
+       "MEMORY_NODES": 200, "EVICTED": 256}
+
+
+def asynccache(arguments: list[str]) -> int:
+    """The command itself."""
+    from asynccache.cli import bench_tree
+    from asynccache.cli.main import main
+
+    for name, few in FEW.items():
+        assert hasattr(bench_tree, name), name
+        setattr(bench_tree, name, few)
+    if arguments[0] == "explain":
+        _listening(urlsplit(arguments[1]).port or 0)
+    known = " ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0]
+    return main(arguments + ([] if "--serve" in arguments else SHORT.get(known, [])))
+
+
+def _listening(port: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < end, f"nobody listens at {port}"
+            time.sleep(0.05)
+
+
+def python(arguments: list[str]) -> int:
+    """Python; an example is the repository's."""
+    path = ROOT / arguments[0]
+    if arguments[0] == "examples/openai_server.py":
+        return _served([str(path), *arguments[1:], "--port", "0", "--threads", "1"])
+    return subprocess.call([sys.executable, str(path) if path.is_file() else arguments[0], *arguments[1:]])
+
+
+def _served(command: list[str]) -> int:
+    """A reader starts it, asks it something, and presses Ctrl-C."""
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        greeting = process.stdout.readline()
+        try:
+            with urlopen(f"{greeting.split()[0]}/healthz", timeout=PATIENCE) as answer:
+                assert answer.status == 200
+        finally:
+            process.send_signal(signal.SIGINT)
+        return process.wait(timeout=PATIENCE)
+
+
+def make(arguments: list[str]) -> int:
+    """A target of the Makefile, with an environment that has everything installed."""
+    folder = Path("environment")
+    folder.mkdir(exist_ok=True)
+    if not (folder / "bin").exists():
+        (folder / "bin").symlink_to(Path(sys.executable).parent)
+    for stamp in (".created", ".installed-cli", ".installed-dev"):
+        (folder / stamp).touch()
+    only_say = ["-n"] if arguments == ["test"] else []
+    command = ["make", "-C", str(ROOT), f"VENV={folder.resolve()}", *only_say, *arguments]
+    without_us = os.environ["PATH"].partition(os.pathsep)[2]
+    return subprocess.call(command, env=os.environ | {"PATH": without_us, "ASYNCCACHE_STRESS__REQUESTS": "40"})
+
+
+if __name__ == "__main__":
+    sys.exit({"asynccache": asynccache, "python": python, "make": make}[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,241 @@
+"""A store that is too slow for what is written slows backups and drops them, and no request waits for it.
+
+In simulated time, so the latencies of requests are exact and only what the cache itself waits for is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynccache import AsyncCache
+from asynccache.core.audit import check
+from asynccache.runtime.cache import CacheStatistics
+from asynccache.storage import PageKey, Record, Result
+from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
+from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.slow_backend import SlowBackend
+from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.runtime.runtime_kit import machine, settings, text
+
+LENGTH = 12
+AT_ONCE = Hostility(delay=0.0)
+
+
+class SlowPuts(SlowBackend):
+    """Reads and questions are answered at once."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return await self.inner.exists(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return await self.inner.get(keys, records)
+
+
+@dataclass
+class Seen:
+    """What came of a run. Latencies are from asking for a lease to its commit, without the computing."""
+
+    latencies: list[float] = field(default_factory=list)
+    statistics: CacheStatistics | None = None
+    stored: int = 0
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.latencies)[int(len(self.latencies) * 0.99)]
+
+
+async def serve(cache: AsyncCache, number: int, seen: Seen) -> None:
+    loop = asyncio.get_running_loop()
+    tokens = text(4, seed=number % 7) + text(LENGTH - 4, seed=1000 + number)
+    began = loop.time()
+    async with cache.lease(tokens) as lease:
+        await lease.loaded()
+        entered = loop.time()
+        await asyncio.sleep(0.02)
+        computed = loop.time()
+        await lease.commit(tokens)
+        seen.latencies.append(loop.time() - computed + entered - began)
+
+
+def run(backend: Any, requests: int = 300, seed: int = 1, **more: Any) -> Seen:
+    """Requests of 12 pages, four at a time, for a device of 60 pages and a host of 72."""
+
+    async def main(loop: SimulatedLoop) -> Seen:
+        seen = Seen()
+        device = SimulatedDevice(seed=seed, latency=(0.0, 0.001))
+        config = settings(60, more.pop("host", 72), close_deadline=0.5, **more)
+        async with AsyncCache(config, device=device, storage=backend) as cache:
+            running: set[asyncio.Task[None]] = set()
+            for number in range(requests):
+                if len(running) >= 4:
+                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                running.add(asyncio.ensure_future(serve(cache, number, seen)))
+            await asyncio.gather(*running)
+            seen.statistics = cache.statistics()
+            check(machine(cache).core)
+        await device.aclose()
+        return seen
+
+    return simulate(main, seed)
+
+
+def store(put_seconds: float) -> SlowPuts:
+    return SlowPuts(SimulatedBackend(Random(1), AT_ONCE), latency=put_seconds)
+
+
+@pytest.mark.parametrize("host", [20, 36, 72])
+def test_requests_do_not_wait_for_a_store_that_is_a_hundred_times_too_slow(host: int) -> None:
+    """A commit every 5 ms, a put of 0.5 s: far more than the store could ever take. A host of 20 pages holds one prompt
+    and not two; 72 are more than the device has."""
+    alone, slow = run(None, 500, host=host), run(store(0.5), 500, host=host)
+    assert slow.statistics is not None
+    assert slow.statistics.dropped_backups > 200 or host == 20
+    assert slow.statistics.stages["backup_storage"].ops > 0, "what was not dropped was stored"
+    assert slow.p99 <= 2 * alone.p99 + 0.008, "a load or two: with storage there are more hits"
+    assert sum(latency > 0.02 for latency in slow.latencies) <= 4, "those that found out that it is late"
+    assert max(slow.latencies) < 0.2
+    assert slow.statistics.lookups.requests == 500
+
+
+def test_nothing_is_dropped_for_a_store_that_keeps_up() -> None:
+    seen = run(store(0.001), host=200)
+    assert seen.statistics is not None
+    assert seen.statistics.dropped_backups == 0
+    assert seen.statistics.stages["backup_storage"].errors == 0
+
+
+def test_what_waits_for_storage_holds_its_share_of_the_host_and_no_more() -> None:
+    """Also for each component by itself: here the sliding window's host pages are what runs out."""
+    most: dict[str, int] = {}
+
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        config = settings(60, 80, swa=48, window=8, backup_quota=0.25, close_deadline=0.5)
+        async with AsyncCache(config, device=device, storage=store(3.0)) as cache:
+            for number in range(60):
+                await serve(cache, number, Seen())
+                host = cache.statistics().host
+                for name, shelf in host.items():
+                    held = shelf.capacity - shelf.free - shelf.evictable
+                    most[name] = max(most.get(name, 0), held)
+        await device.aclose()
+
+    simulate(main, 1)
+    assert most["full"] <= 80 * 0.25 + LENGTH + 4, "the share, the one that came last, and a backup under way"
+    assert most["full"] >= 80 * 0.25 - LENGTH
+
+
+def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
+    async def main(loop: SimulatedLoop) -> tuple[list[int], int]:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        inner = SimulatedBackend(Random(1), AT_ONCE)
+        gate = Gate(inner)
+        stored = []
+        async with AsyncCache(settings(200, 200, backup_quota=0.2), device=device, storage=gate) as cache:
+            for number in range(10):  # 40 pages may wait: three operations of 12
+                async with cache.lease(text(LENGTH, seed=number)) as lease:
+                    await lease.commit(text(LENGTH, seed=number))
+                await asyncio.sleep(0.1)
+            dropped = cache.statistics().dropped_backups
+            gate.open.set()
+            await asyncio.sleep(1.0)
+            seen = {key.key for key in inner.pages}
+            for number in range(10):
+                handle = machine(cache).pools
+                chain = machine(cache).core.known_hashes(machine(cache).space(None), _key(number))
+                if handle.key("full", chain[:32]).key in seen:
+                    stored.append(number)
+        await device.aclose()
+        return stored, dropped
+
+    stored, dropped = simulate(main, 1)
+    assert stored == [0, 8, 9], "the first was in flight"
+    assert dropped == 7
+
+
+def _key(number: int) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in text(LENGTH, seed=number))
+
+
+class Gate(WrappedBackend):
+    """Takes nothing before it is opened."""
+
+    def __init__(self, inner: SimulatedBackend) -> None:
+        super().__init__(inner)
+        self.open = asyncio.Event()
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        await self.open.wait()
+        return await self.inner.put(keys, records)
+
+
+@pytest.mark.parametrize("quota", [0.0, 0.1, 1.0])
+def test_flush_stores_everything_however_little_may_wait(quota: float) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        backend = SimulatedBackend(Random(1), AT_ONCE)
+        gate = Gate(backend)
+        async with AsyncCache(settings(200, 200, backup_quota=quota), device=device, storage=gate) as cache:
+            for number in range(15):
+                async with cache.lease(text(LENGTH, seed=number)) as lease:
+                    await lease.commit(text(LENGTH, seed=number))
+            await asyncio.sleep(0.1)
+            gate.open.set()
+            assert await cache.flush(timeout=60.0) == (0, 0)
+            assert len(backend.pages) == 15 * LENGTH
+            check(machine(cache).core, idle=True)
+        await device.aclose()
+
+    simulate(main, 1)
+
+
+def test_closing_stores_what_was_dropped() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        backend = SimulatedBackend(Random(1), AT_ONCE)
+        slow = SlowPuts(backend, latency=0.5)
+        cache = AsyncCache(settings(200, 200, backup_quota=0.1), device=device, storage=slow)
+        async with cache:
+            for number in range(15):
+                async with cache.lease(text(LENGTH, seed=number)) as lease:
+                    await lease.commit(text(LENGTH, seed=number))
+            await asyncio.sleep(0.1)
+            assert cache.statistics().dropped_backups > 0
+            report = await cache.aclose()
+            assert (report.unsaved_host, report.unsaved_storage) == (0, 0)
+        assert len(backend.pages) == 15 * LENGTH
+        await device.aclose()
+
+    simulate(main, 1)
+
+
+def test_a_batch_that_is_late_gives_up_for_those_that_wait() -> None:
+    """One prompt of most of the host, at a crawl: it does not keep its pages pinned while others wait."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        slow = SlowPuts(SimulatedBackend(Random(1), AT_ONCE), latency=2.0)
+        async with AsyncCache(settings(1200, 1000, close_deadline=0.1), device=device, storage=slow) as cache:
+            long = text(900, seed=1)
+            async with cache.lease(long) as lease:
+                await lease.commit(long)
+            await asyncio.sleep(0.5)
+            for number in range(2):
+                async with cache.lease(text(LENGTH, seed=50 + number)) as lease:
+                    await lease.commit(text(LENGTH, seed=50 + number))
+            await asyncio.sleep(4.5)
+            host = cache.statistics().host["full"]
+            assert host.capacity - host.free - host.evictable < 100
+            assert cache.statistics().stages["backup_storage"].errors == 1
+        await device.aclose()
+
+    simulate(main, 1)
+
+

@@ -1,0 +1,215 @@
+"""A process of its own with a Mooncake cache in it, that does what it is told, one line of JSON after the other.
+
+A process has one client, which may freeze or end it: so whoever kills masters, needs other options or calls what must
+not be called does it here. ``Child`` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from asynccache_backends.mooncake import MooncakeBackend
+from asynccache_backends.mooncake.client import Client, library
+from asynccache_backends.mooncake.settings import settings_of
+
+from asynccache.errors import Unavailable
+from asynccache.storage import HEADER_BYTES, PageKey, Record, Result, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_WITHIN = 90.0
+PAGES = 256
+
+
+class Child:
+    """The process; ``child.ask("put", count=64)`` is what it answers."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, bufsize=1,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'backends'}", **(environment or {})},
+        )  # fmt: skip
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Have it begin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+
+    def answer(self) -> dict[str, Any]:
+        """What came of what it was told."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], ANSWER_WITHIN)
+        line = self.process.stdout.readline() if readable else ""
+        assert line, f"no answer; exit status {self.process.poll()}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Both."""
+        self.tell(do, **arguments)
+        return self.answer()
+
+    def end(self) -> int:
+        """Let it come to its end; its exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(ANSWER_WITHIN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Worker:
+    """The child's side: one cache, its pool, and a clock that notices when the loop stands still (waiting for a core of
+    a busy machine is not standing still)."""
+
+    def __init__(self) -> None:
+        self.lag = 0.0
+        self.backend: Any = None
+
+    async def run(self) -> None:
+        """Until there is nothing more to be told."""
+        clock = asyncio.ensure_future(self._watch())
+        loop = asyncio.get_running_loop()
+        lines: asyncio.Queue[str] = asyncio.Queue()
+        loop.add_reader(sys.stdin.fileno(), lambda: lines.put_nowait(sys.stdin.readline()))
+        while line := await lines.get():
+            await self._do(json.loads(line))
+        clock.cancel()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before, waited = loop.time(), _waited()
+            await asyncio.sleep(0.005)
+            self.lag = max(self.lag, loop.time() - before - (_waited() - waited) - 0.005)
+
+    async def _do(self, order: dict[str, Any]) -> None:
+        """One order; the answer is one line."""
+        action: Callable[..., Awaitable[dict[str, Any]]] = getattr(self, order.pop("do"))
+        sys.stdout.write(json.dumps(await action(**order)) + "\n")
+        sys.stdout.flush()
+
+    async def _measured(self, call: Awaitable[Any]) -> tuple[Any, dict[str, Any]]:
+        """What came of a call, how long it took, and how long the loop stood still meanwhile."""
+        await asyncio.sleep(0.01)  # what was before is not this call's fault
+        loop = asyncio.get_running_loop()
+        self.lag, began, result, error = 0.0, loop.time(), None, {}
+        try:
+            result = await call
+        except Exception as failure:
+            error = {"error": type(failure).__name__, "message": str(failure)}
+        seconds = loop.time() - began
+        await asyncio.sleep(0.006)  # so that the clock has seen all of it
+        return result, {"seconds": seconds, "lag": self.lag, **error}
+
+    async def _answered(self, call: Awaitable[Sequence[Result]]) -> tuple[Sequence[Result], dict[str, Any]]:
+        results, figures = await self._measured(call)
+        return results or (), {**Counter(result.name for result in results or ()), **figures}
+
+    async def open(self, url: str, **options: str) -> dict[str, Any]:
+        """A cache with a registered pool."""
+        backend, figures = await self._measured(MooncakeBackend.open(parse_url(url, options), LAYOUT))
+        if backend is None:
+            return figures
+        self.backend = backend
+        size = LAYOUT.page_bytes["full"]
+        slab, headers = aligned(PAGES * size), aligned(PAGES * HEADER_BYTES)
+        self.backend.register("full", slab)
+        self.backend.register("#headers", headers)
+        self.records = [
+            Record(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], slab[i * size : (i + 1) * size])
+            for i in range(PAGES)
+        ]
+        return figures
+
+    async def put(self, count: int, name: str = "") -> dict[str, Any]:
+        """Pages whose content is their key's."""
+        keys, records = _keys(count, name), self.records[:count]
+        for key, record in zip(keys, records, strict=True):
+            record.header[:], record.payload[:] = _page(key, record)
+        return (await self._answered(self.backend.put(keys, records)))[1]
+
+    async def get(self, count: int, name: str = "") -> dict[str, Any]:
+        """``wrong``: hits that are not what was put."""
+        keys, records = _keys(count, name), self.records[:count]
+        for record in records:
+            record.header[:], record.payload[:] = bytes(HEADER_BYTES), bytes(record.payload.nbytes)
+        results, figures = await self._answered(self.backend.get(keys, records))
+        hits = [(key, r) for key, r, result in zip(keys, records, results, strict=False) if result is Result.HIT]
+        wrong = sum((bytes(record.header), bytes(record.payload)) != _page(key, record) for key, record in hits)
+        return {**figures, "wrong": wrong}
+
+    async def exists(self, count: int, name: str = "") -> dict[str, Any]:
+        """Presence."""
+        return (await self._answered(self.backend.exists(_keys(count, name))))[1]
+
+    async def cancel(self, count: int, after: float) -> dict[str, Any]:
+        """A get that is cancelled; how long it held its buffers from then on."""
+        getting = asyncio.ensure_future(self.backend.get(_keys(count, ""), self.records[:count]))
+        await asyncio.sleep(after)
+        getting.cancel()
+        began = asyncio.get_running_loop().time()
+        await asyncio.wait([getting])
+        return {"held": asyncio.get_running_loop().time() - began, "cancelled": getting.cancelled()}
+
+    async def stats(self) -> dict[str, Any]:
+        """The backend's counters."""
+        return dict(self.backend.stats())
+
+    async def close(self) -> dict[str, Any]:
+        """The cache; the client stays."""
+        await self.backend.aclose()
+        return {}
+
+    async def misuse(self, url: str) -> dict[str, Any]:
+        """Call the real client before set-up and after close, which it does not survive if anybody gets in."""
+        client, refused = Client(library().MooncakeDistributedStore), 0
+        options = settings_of(parse_url(url)).client
+        for step in ("nothing", "set up", "close"):
+            if step == "set up":
+                client.set_up(options, "127.0.0.1")
+            elif step == "close":
+                client.close()
+            try:
+                with client as store:
+                    assert store.is_exist("x") == 0
+            except Unavailable:
+                refused += 1
+        return {"refused": refused, "state": client.state.name}
+
+
+def _waited() -> float:
+    """Seconds that this thread has waited for a core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def _keys(count: int, name: str) -> list[PageKey]:
+    return [page_key(f"{name}{i}") for i in range(count)]
+
+
+def _page(key: PageKey, record: Record) -> tuple[bytes, bytes]:
+    """What a record of this key consists of."""
+    whole = content(key, HEADER_BYTES + record.payload.nbytes)
+    return whole[:HEADER_BYTES], whole[HEADER_BYTES:]
+
+
+if __name__ == "__main__":
+    asyncio.run(Worker().run())

@@ -1,0 +1,92 @@
+"""Object stores under test: opened with their checks or bare, and their objects looked at behind their backs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from asynccache_backends.object_store import ObjectBackend
+
+from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
+
+WAIT = 20.0
+
+
+async def open_at(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) -> CheckedStore:
+    """A store as the runtime has it."""
+    return CheckedStore(await ObjectBackend.open(parse_url(url), layout), layout, timeout=timeout)
+
+
+@asynccontextmanager
+async def opened(url: str, layout: StoreLayout = LAYOUT, timeout: float = 10.0) -> AsyncIterator[CheckedStore]:
+    """The same, closed at the end."""
+    store = await open_at(url, layout, timeout)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+def bare(store: CheckedStore) -> ObjectBackend:
+    """What is below the checks."""
+    assert isinstance(store.backend, ObjectBackend)
+    return store.backend
+
+
+def folder_url(folder: Path, options: str = "refresh=0") -> str:
+    """A store in a folder; others' pages are not looked for unless ``options`` say so."""
+    return f"object+file:{folder}?{options}"
+
+
+def objects(folder: Path, kind: str = "packs") -> list[Path]:
+    """The objects of a store in a folder, in the order of their names."""
+    return sorted(path for path in (folder / kind).glob("*") if path.is_file())
+
+
+def packs(folder: Path) -> list[Path]:
+    """Without tombstones."""
+    return [path for path in objects(folder) if not path.suffix]
+
+
+def some_keys(name: str, count: int, pool: str = "full") -> list[PageKey]:
+    """Keys that no other name gives."""
+    return [page_key(f"{name}/{i}", pool) for i in range(count)]
+
+
+async def put(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> list[Result]:
+    """Store each key's own content."""
+    return await store.put(keys, [memoryview(content(key, layout.page_bytes[key.pool])) for key in keys])
+
+
+async def fill(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> None:
+    """Put, and every page is taken."""
+    assert await put(store, keys, layout) == [Result.HIT] * len(keys)
+
+
+async def get(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> list[Result]:
+    """Read keys; every hit must be right."""
+    pages = [aligned(layout.page_bytes[key.pool]) for key in keys]
+    results = await store.get(keys, pages)
+    for key, page, result in zip(keys, pages, results, strict=True):
+        assert result is not Result.HIT or page == content(key, page.nbytes)
+    return results
+
+
+async def until(what: str, true: Callable[[], bool]) -> None:
+    """Wait for a condition, with an end."""
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.01)
+
+
+async def until_hit(store: CheckedStore, keys: Sequence[PageKey], expected: Result = Result.HIT) -> None:
+    """Ask until all keys are answered so."""
+    end = time.monotonic() + WAIT
+    while set(results := await store.exists(keys)) != {expected}:
+        assert time.monotonic() < end, results
+        await asyncio.sleep(0.01)

@@ -1,0 +1,47 @@
+"""The object store backend against the shipped suite: on a real S3 server, and on a folder and memory by the same
+library."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from asynccache_backends.object_store import ObjectBackend
+
+from asynccache.storage import StorageBackend, parse_url
+from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
+from tests.stores.s3_server import MotoServer
+
+_PREFIXES = itertools.count()
+
+
+def opener(url: str) -> OpenBackend:
+    async def open_store() -> StorageBackend:
+        return await ObjectBackend.open(parse_url(url), LAYOUT)
+
+    return open_store
+
+
+class TestObjectStoreOnS3(BackendSuite):
+    persistent = True
+
+    @pytest.fixture
+    def open_backend(self, s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> OpenBackend:
+        for name, value in s3_server.client_environment.items():
+            monkeypatch.setenv(name, value)
+        return opener(s3_server.url_at(f"conformance/{next(_PREFIXES)}"))
+
+
+class TestObjectStoreInAFolder(BackendSuite):
+    persistent = True
+
+    @pytest.fixture
+    def open_backend(self, tmp_path: Path) -> OpenBackend:
+        return opener(f"object+file:{tmp_path}/store")
+
+
+class TestObjectStoreInMemory(BackendSuite):
+    @pytest.fixture
+    def open_backend(self) -> OpenBackend:
+        return opener("object+memory:")

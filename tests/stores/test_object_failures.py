@@ -1,0 +1,188 @@
+"""A real S3 server that hangs, dies, comes back empty, and calls that are cancelled: nothing raises but BackendError,
+no buffer is held, and hits come back by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from asynccache_backends.object_store import ObjectBackend
+
+from asynccache.errors import Unavailable
+from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import content
+from tests.stores.object_store_kit import bare, fill, get, open_at, opened, put, some_keys, until_hit
+from tests.stores.s3_server import MotoServer
+
+HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
+LARGE = StoreLayout({"full": 256 << 10}, RECORD_SCHEMA)            # sent from where it lies
+SMALL = StoreLayout({"full": 8 << 10}, RECORD_SCHEMA)              # copied first
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def url(s3_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A prefix of its own; a server that was harmed is put back."""
+    for name, value in s3_server.client_environment.items():
+        monkeypatch.setenv(name, value)
+    yield s3_server.url_at(f"failures/{next(_numbers)}") + "&refresh=0.05&request_timeout=5"
+    if s3_server.pid is None:
+        s3_server.start()
+
+
+class Buffers:
+    """Page memory that shows whether somebody still holds it."""
+
+    def __init__(self, keys: list[PageKey], layout: StoreLayout) -> None:
+        size = layout.page_bytes["full"]
+        self.memory = [bytearray(content(key, size)) for key in keys]
+        self.records = [Record(memoryview(bytearray(HEADER_BYTES)), memoryview(page)) for page in self.memory]
+
+    def held(self) -> bool:
+        """Whether any page is in anybody's hands but ours."""
+        for record in self.records:
+            record.payload.release()
+        try:
+            for page in self.memory:
+                page.append(0)                         # impossible while there is a view of it
+        except BufferError:
+            return True
+        return False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layout", [LARGE, SMALL], ids=["large", "small"])
+async def test_a_put_cancelled_anywhere_holds_no_buffer(url: str, layout: StoreLayout) -> None:
+    backend = await ObjectBackend.open(parse_url(url), layout)
+    cancelled = 0
+    for turn in range(40):
+        keys = some_keys(str(turn), 8)
+        buffers = Buffers(keys, layout)
+        task = asyncio.ensure_future(backend.put(keys, buffers.records))
+        for _ in range(turn // 2):
+            await asyncio.sleep(0.001 if turn % 2 else 0)
+        task.cancel()
+        await asyncio.wait([task])
+        cancelled += task.cancelled()
+        assert not buffers.held()
+        records = [Record(memoryview(bytearray(64)), memoryview(bytearray(layout.page_bytes["full"]))) for _ in keys]
+        for key, result, record in zip(keys, await backend.get(keys, records), records, strict=True):
+            assert result is MISS or (result is HIT and record.payload == content(key, record.payload.nbytes))
+    assert cancelled > 5
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_get_cancelled_anywhere_holds_no_buffer(url: str) -> None:
+    backend = await ObjectBackend.open(parse_url(url), LARGE)
+    keys = some_keys("get", 20)
+    await backend.put(keys, Buffers(keys, LARGE).records)
+    cancelled = 0
+    for turn in range(40):
+        buffers = Buffers(keys, LARGE)
+        task = asyncio.ensure_future(backend.get(keys, buffers.records))
+        for _ in range(turn // 2):
+            await asyncio.sleep(0.001 if turn % 2 else 0)
+        task.cancel()
+        await asyncio.wait([task])
+        cancelled += task.cancelled()
+        assert not buffers.held()
+    assert cancelled > 5
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_one_of_two_that_share_a_pack_may_leave(url: str) -> None:
+    backend = await ObjectBackend.open(parse_url(url), SMALL)
+    first, *keys = some_keys("share", 4)
+    puts = [asyncio.ensure_future(backend.put([key], Buffers([key], SMALL).records)) for key in (*keys, first)]
+    await asyncio.sleep(0)
+    puts[0].cancel()
+    puts[2].cancel()
+    await asyncio.wait(puts)
+    assert [task.cancelled() for task in puts] == [True, False, True, False]
+    assert puts[1].result() == puts[3].result() == [HIT]
+    assert await backend.exists([keys[1], first]) == [HIT, HIT]
+    await backend.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_hung_server_meets_the_deadline_and_hits_come_back(s3_server: MotoServer, url: str) -> None:
+    async with opened(url, LARGE, timeout=1.0) as store:
+        keys, new = some_keys("old", 8), some_keys("new", 8)
+        await fill(store, keys, LARGE)
+        s3_server.hang()
+        try:
+            for n, (call, which) in enumerate(((get, keys), (put, new))):
+                began = time.monotonic()
+                assert await call(store, which, LARGE) == [FAILED] * 8
+                assert time.monotonic() - began < 3
+                assert store.stats()["timeouts"] == n + 1
+            buffers = Buffers(new, LARGE)
+            task = asyncio.ensure_future(bare(store).put(new, buffers.records))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            assert not buffers.held()
+            assert set(await store.exists(keys)) == {HIT}              # asks nobody
+        finally:
+            s3_server.resume()
+        assert await get(store, keys, LARGE) == [HIT] * 8
+        await fill(store, new, LARGE)
+        assert await get(store, new, LARGE) == [HIT] * 8
+
+
+@pytest.mark.asyncio
+async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: MotoServer, url: str) -> None:
+    async with opened(url, LARGE, timeout=10.0) as store:
+        keys = some_keys("old", 8)
+        await fill(store, keys, LARGE)
+        s3_server.kill()
+        began = time.monotonic()
+        assert await get(store, keys, LARGE) == [FAILED] * 8
+        assert await put(store, some_keys("new", 8), LARGE) == [FAILED] * 8
+        assert time.monotonic() - began < 8
+        assert store.stats()["failed_calls"] == 2
+        with pytest.raises(Unavailable):
+            await bare(store).get(keys, Buffers(keys, LARGE).records)
+        s3_server.restart(empty=True)
+        assert await get(store, keys, LARGE) == [MISS] * 8
+        await fill(store, keys, LARGE)
+        assert await get(store, keys, LARGE) == [HIT] * 8
+        assert store.stats()["timeouts"] == 0
+
+
+@pytest.mark.asyncio
+async def test_two_stores_share_a_bucket_through_an_outage(s3_server: MotoServer, url: str) -> None:
+    async with opened(url) as one, opened(url) as two:
+        await fill(one, some_keys("0", 5))
+        await until_hit(two, some_keys("0", 5))
+        s3_server.restart()                            # loses everything
+        assert set(await get(two, some_keys("0", 5))) == {MISS}
+        await fill(one, some_keys("1", 5))
+        await until_hit(two, some_keys("1", 5))
+        assert set(await get(two, some_keys("1", 5))) == {HIT}
+        assert two.stats()["failed_calls"] == 0
+
+
+@pytest.mark.asyncio
+async def test_closing_beside_a_hung_server_ends(s3_server: MotoServer, url: str) -> None:
+    store = await open_at(url, LARGE)
+    keys = some_keys("0", 4)
+    await fill(store, keys, LARGE)
+    s3_server.hang()
+    try:
+        task = asyncio.ensure_future(get(store, keys, LARGE))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        began = time.monotonic()
+        await store.aclose()
+        assert time.monotonic() - began < 8
+        await asyncio.wait([task])
+    finally:
+        s3_server.resume()

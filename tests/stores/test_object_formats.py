@@ -1,0 +1,194 @@
+"""Packs, snapshots and tombstones say what was written, or nothing; the index answers as a simple model of it does."""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import pytest
+from asynccache_backends.object_store.index import Index
+from asynccache_backends.object_store.names import Clock, first_name, is_name, stamp_of
+from asynccache_backends.object_store.packs import (
+    ENTRY_BYTES,
+    TRAILER_BYTES,
+    Pack,
+    Verdict,
+    footer_bytes,
+    pack_entries,
+    parse_footer,
+    trailer_of,
+)
+from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
+
+from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA
+
+OTHER = sha256(b"other").digest()
+
+
+def key_of(number: int) -> bytes:
+    return sha256(b"%d" % number).digest()
+
+
+def entries_of(numbers: list[int], born: int = 5) -> bytes:
+    count = len(numbers)
+    return pack_entries([key_of(n) for n in numbers], [bytes(64)] * count, [10] * count, [born] * count)
+
+
+def footer_of(numbers: list[int]) -> bytes:
+    entries = entries_of(numbers)
+    return entries + trailer_of(entries, RECORD_SCHEMA)
+
+
+def pack_of(clock: Clock, numbers: list[int]) -> Pack:
+    return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, 0.0, entries_of(numbers))
+
+
+def test_a_footer_comes_back_whatever_lies_before_it() -> None:
+    footer = footer_of([1, 2, 3])
+    size = 30 + len(footer)
+    assert footer_bytes(footer) == footer_bytes(footer[-TRAILER_BYTES:]) == len(footer)
+    for before in (b"", b"x" * 17):
+        verdict, entries = parse_footer(before + footer, size, RECORD_SCHEMA)
+        assert verdict is Verdict.GOOD
+        assert entries == entries_of([1, 2, 3])
+
+
+def test_no_flipped_bit_of_a_footer_goes_unseen() -> None:
+    footer = footer_of([1, 2])
+    for at in range(len(footer)):
+        broken = bytearray(footer)
+        broken[at] ^= 1 << at % 8
+        assert parse_footer(bytes(broken), 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+
+
+def test_a_footer_that_does_not_fit_its_object_is_damaged() -> None:
+    footer = footer_of([1, 2])
+    for size in (0, len(footer) - 1, len(footer), 19 + len(footer), 21 + len(footer)):
+        assert parse_footer(footer, size, RECORD_SCHEMA).verdict is Verdict.DAMAGED
+    for cut in (0, 1, TRAILER_BYTES - 1, len(footer) - 1):
+        assert parse_footer(footer[len(footer) - cut :], 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+
+
+def test_a_footer_that_lies_about_offsets_is_damaged() -> None:
+    for offset in (0, 11, 2**63):
+        entries = entries_of([1]) + key_of(2) + bytes(64) + offset.to_bytes(8, "little") + (10).to_bytes(8, "little")
+        entries += bytes(8)
+        footer = entries + trailer_of(entries, RECORD_SCHEMA)
+        assert parse_footer(footer, 20 + len(footer), RECORD_SCHEMA).verdict is Verdict.DAMAGED
+
+
+def test_a_pack_of_another_schema_is_foreign() -> None:
+    footer = footer_of([1])
+    assert parse_footer(footer, 10 + len(footer), OTHER).verdict is Verdict.FOREIGN
+
+
+def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
+    clock = Clock()
+    first, second = pack_of(clock, [1, 2]), pack_of(clock, [3])
+    tombs = {clock.name(): (key_of(1), key_of(9)), clock.name(): ()}
+    data = pack_snapshot(Snapshot(12.5, [first, second], tombs), RECORD_SCHEMA)
+    found = parse_snapshot(memoryview(data), RECORD_SCHEMA)
+    assert found is not None
+    assert (found.cursor, found.tombs) == (12.5, tombs)
+    assert [(p.name, p.size, p.written, p.entries) for p in found.packs] == [
+        (p.name, p.size, p.written, p.entries) for p in (first, second)
+    ]
+    assert parse_snapshot(memoryview(data), OTHER) is None
+    for cut in (0, 10, 79, len(data) - 1):
+        assert parse_snapshot(memoryview(data[:cut]), RECORD_SCHEMA) is None
+    for at in range(len(data)):
+        broken = bytearray(data)
+        broken[at] ^= 1 << at % 8
+        assert parse_snapshot(memoryview(broken), RECORD_SCHEMA) is None, at
+
+
+def test_a_tombstone_comes_back_and_no_flipped_bit_goes_unseen() -> None:
+    name, data = Clock().name(), pack_tomb([key_of(1), key_of(2)])
+    assert parse_tomb(name, data) == (key_of(1), key_of(2))
+    assert parse_tomb("../" + name, data) is None
+    for at in range(len(data)):
+        broken = bytearray(data)
+        broken[at] ^= 1 << at % 8
+        assert parse_tomb(name, bytes(broken)) is None
+
+
+def test_names_sort_by_time_and_never_go_back() -> None:
+    now = [1000.0]
+    clock = Clock(lambda: now[0])
+    names = [clock.name() for _ in range(5)]
+    now[0] = 900.0
+    names += [clock.name()]
+    clock.seen(1_000_500)
+    names += [clock.name()]
+    clock.seen(int(1e14))                              # the year 5138
+    now[0] = 2000.0
+    names += [clock.name()]
+    assert names == sorted(names)
+    assert len(set(names)) == 8
+    assert all(is_name(name) for name in names)
+    assert stamp_of(names[6]) == 1_000_501
+    assert stamp_of(names[7]) == 2_000_000
+    assert first_name(2_000_000) <= names[7] < first_name(2_000_001)
+    assert not is_name(names[0] + "\n")
+
+
+class Model:
+    """Packs and tombstones, and every answer worked out from them anew."""
+
+    def __init__(self) -> None:
+        self.packs: dict[str, tuple[int, list[int]]] = {}
+        self.tombs: dict[str, list[int]] = {}
+
+    def holder(self, number: int) -> str | None:
+        died = max((stamp_of(name) for name, numbers in self.tombs.items() if number in numbers), default=-1)
+        packs = self.packs.items()
+        return min((name for name, (born, numbers) in packs if number in numbers and born > died), default=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_index_answers_as_a_model_does(seed: int) -> None:
+    rng, clock, index, model = random.Random(seed), Clock(), Index(), Model()
+    told: set[bytes] = set()
+
+    def tell(there: bool, keys: object) -> None:
+        assert isinstance(keys, (list, tuple))
+        assert (not told & set(keys)) if there else (told >= set(keys))
+        (told.update if there else told.difference_update)(keys)
+
+    index.tell = tell
+    names = [clock.name() for _ in range(60)]
+    for _ in range(120):
+        step = rng.random()
+        if step < 0.5 and names:
+            name = names.pop(rng.randrange(len(names)))
+            numbers = rng.sample(range(12), rng.randint(1, 5))
+            born = stamp_of(name) - rng.choice((0, 0, 20))         # moved by a collection, or not
+            model.packs[name] = born, numbers
+            for _ in range(2):
+                index.add(Pack(name, 10 * len(numbers), 0.0, entries_of(numbers, born)))
+        elif step < 0.75 and model.packs:
+            name = rng.choice(sorted(model.packs))
+            del model.packs[name]
+            index.drop(name)
+            index.drop(name)
+        elif step < 0.95 and names:
+            name = names.pop(rng.randrange(len(names)))
+            model.tombs[name] = rng.sample(range(12), rng.randint(1, 3))
+            index.bury(name, [key_of(n) for n in model.tombs[name]])
+        elif step > 0.99:
+            index.clear()
+            model = Model()
+        check(index, model, told)
+
+
+def check(index: Index, model: Model, told: set[bytes]) -> None:
+    holders = {number: holder for number in range(12) if (holder := model.holder(number)) is not None}
+    assert set(index.keys()) == {key_of(number) for number in holders} == told
+    assert index.pages == len(holders)
+    assert index.bytes == len(holders) * (10 + HEADER_BYTES)
+    assert index.stored == sum(10 * len(numbers) for _, numbers in model.packs.values())
+    assert {pack.name for pack in index.packs()} == set(model.packs)
+    for pack in index.packs():
+        live = [pack.entry(at).key for at in index.live(pack)]
+        assert live == [key_of(n) for n in model.packs[pack.name][1] if holders.get(n) == pack.name]
+        assert (pack.live, pack.live_bytes) == (len(live), len(live) * (10 + HEADER_BYTES))

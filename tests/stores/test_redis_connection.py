@@ -1,0 +1,425 @@
+"""A connection whose other end misbehaves: a scripted peer on loopback, on both loops.
+
+What matters is what is left when a request has ended badly: nothing that could write to its buffers or read from them,
+no future nobody looks at, no socket; and that the next request works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from asynccache_backends.redis.connecting import ConnectFailed, connect
+from asynccache_backends.redis.connection import Connection, Job, plain
+from asynccache_backends.redis.node import Lane, Node
+from asynccache_backends.redis.resp import ProtocolError, Setting, command
+from asynccache_backends.redis.settings import Address, Settings
+
+from asynccache.errors import Timeout, Unavailable
+from asynccache.storage import Record, Result
+from tests.stores.redis_kit import soon
+from tests.stores.server import HOST
+
+PING = plain([command(b"PING")])
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def peer(script: Script) -> AsyncIterator[Settings]:
+    """Settings that lead to a server which does what ``script`` says with every connection."""
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(script(reader, writer))
+        serving.add(task)
+        await asyncio.wait([task])
+        writer.close()
+        assert task.cancelled() or isinstance(task.exception(), ConnectionError | None)
+
+    server = await asyncio.start_server(serve, HOST, 0)
+    try:
+        yield Settings((Address(HOST, server.sockets[0].getsockname()[1]),), stall=5.0)
+    finally:
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def connected(script: Script, stall: float = 5.0) -> AsyncIterator[Connection]:
+    """A connection to such a server."""
+    async with peer(script) as settings:
+        connection = await connect(settings.seeds[0], settings)
+        connection._stall = stall
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+def answers(*replies: bytes) -> Script:
+    """Reads something, says the next of ``replies``; and so on; then closes."""
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for reply in replies:
+            assert await reader.read(1 << 20)
+            writer.write(reply)
+            await writer.drain()
+
+    return script
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Reads all, says nothing."""
+    while await reader.read(1 << 20):
+        pass
+
+
+async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Does not even read."""
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await asyncio.Event().wait()
+
+
+def blank(size: int) -> Record:
+    """In memory of its own that can only be unmapped when nobody holds it."""
+    return Record(memoryview(mmap.mmap(-1, 64)), memoryview(mmap.mmap(-1, size))[:size])
+
+
+def is_free(record: Record) -> bool:
+    """Whether nobody but the caller holds the memory."""
+    maps = [view.obj for view in record]
+    for view in record:
+        view.release()
+    for memory in maps:
+        assert isinstance(memory, mmap.mmap)
+        memory.close()
+    return True
+
+
+def fetching(*records: Record) -> Job:
+    return Job([b"GET x\r\n"] * len(records), records, len(records))
+
+
+@pytest.mark.asyncio
+async def test_one_request_after_another() -> None:
+    async with connected(answers(b"+PONG\r\n", b":1\r\n:2\r\n")) as connection:
+        assert await connection.ask(PING) == [b"PONG"]
+        assert await connection.ask(plain([b"a", b"b"])) == [1, 2]
+        assert not connection.closed
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "reply", [b"", b"$10", b"$4160\r\n", b"$4160\r\n" + bytes(70), b"$4160\r\n" + bytes(4160), b"$99\r\nabc"]
+)
+async def test_a_connection_lost_in_the_middle(reply: bytes) -> None:
+    record = blank(4096)
+    async with connected(answers(reply)) as connection:
+        with pytest.raises(Unavailable, match="connection lost"):
+            await connection.ask(fetching(record))
+        assert connection.closed
+        assert is_free(record)
+        with pytest.raises(Unavailable):
+            await connection.ask(PING)
+
+
+@pytest.mark.asyncio
+async def test_what_was_answered_before_the_end_counts() -> None:
+    record = blank(4096)
+    async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
+        assert await connection.ask(fetching(record)) == [Result.HIT]
+        await soon(lambda: connection.closed)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("reply", [b"HTTP/1.1 400 Bad Request\r\n", b"+OK\r\n+OK\r\n", b"*1\r\n", b"$9\r\nxx"])
+async def test_nonsense_ends_it(reply: bytes) -> None:
+    record = blank(100)
+    async with connected(answers(reply + b"....................", b"")) as connection:
+        with pytest.raises(Unavailable):
+            await connection.ask(fetching(record))
+        assert connection.closed
+        assert is_free(record)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("word", [b"+hello\r\n", b"$", b""])
+async def test_a_word_between_requests_ends_it(word: bytes) -> None:
+    """Or a later request would take it for its own answer. No word: the server has closed."""
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"+PONG\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(word)
+        if word:
+            await reader.read(100)
+
+    async with connected(script) as connection:
+        await connection.ask(PING)
+        await soon(lambda: connection.closed)
+
+
+@pytest.mark.asyncio
+async def test_answers_ahead_of_the_question_end_it() -> None:
+    """All replies are there while half of a page is unsent: the other half would become part of the next request."""
+    async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"+OK\r\n" * 3)
+        await deaf(reader, writer)
+
+    record = blank(16 << 20)
+    job = Job([Setting(0).request(b"k", record)] * 3, [None] * 3, 3)
+    async with connected(hasty) as connection:
+        with pytest.raises(Unavailable):
+            await connection.ask(job)
+        assert connection.closed
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("script", [silent, deaf])
+async def test_silence_is_a_time_out(script: Script) -> None:
+    record = blank(16 << 20)
+    job = Job([Setting(0).request(b"k", record)], [None], 1)
+    async with connected(script, stall=0.1) as connection:
+        with pytest.raises(Timeout, match=r"silent for 0\.1 s"):
+            await connection.ask(job)
+        assert connection.closed
+    del job
+    assert is_free(record)
+
+
+@pytest.mark.asyncio
+async def test_slow_is_not_silent() -> None:
+    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        for byte in b"+PONG\r\n":
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.1)
+
+    async with connected(drips, stall=0.4) as connection:
+        assert await connection.ask(PING) == [b"PONG"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("turns", [1, 2, 5])
+async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
+    """The peer goes on sending the page; what the caller does with its memory from then on is its own."""
+    cancelled = asyncio.Event()
+    gone = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"$%d\r\n" % (64 + (4 << 20)) + b"\xff" * (1 << 20))
+        await cancelled.wait()
+        try:
+            for _ in range(100):
+                writer.write(b"\xff" * (1 << 16))
+                await writer.drain()
+                await asyncio.sleep(0)
+        finally:
+            gone.set()
+
+    record = blank(4 << 20)
+    async with connected(script) as connection:
+        task = asyncio.create_task(connection.ask(fetching(record)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await soon(lambda: turns < 5 or any(record.header))
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert connection.closed
+        record.header[:], record.payload[:] = bytes(64), bytes(4 << 20)
+        cancelled.set()
+        await gone.wait()
+        assert not any(record.header)
+        assert bytes(record.payload) == bytes(4 << 20)
+    del task
+    assert is_free(record)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_put_sends_nothing_more() -> None:
+    """What has not left by then is never sent: the peer sees the page's first bytes, as they were, and the end."""
+    seen = bytearray()
+    ended = asyncio.Event()
+    begin = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await begin.wait()
+        while data := await reader.read(1 << 20):
+            seen.extend(data)
+        ended.set()
+
+    record = blank(64 << 20)
+    record.payload[:] = b"\x01" * (64 << 20)
+    job = Job([Setting(0).request(b"k", record)], [None], 1)
+    async with connected(script) as connection:
+        task = asyncio.create_task(connection.ask(job))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
+        record.payload[:] = b"\x02" * (64 << 20)
+        begin.set()
+        await ended.wait()
+    assert 0 < len(seen) < 64 << 20
+    assert b"\x02" not in seen[200:]
+
+
+@pytest.mark.asyncio
+async def test_pages_are_asked_for_only_so_far_ahead() -> None:
+    """A server that answers the third question only after it has seen the fifth would wait for ever, with 4 ahead."""
+    most = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal most
+        asked = answered = 0
+        while data := await reader.read(1 << 20):
+            asked += data.count(b"GET")
+            most = max(most, asked - answered)
+            await asyncio.sleep(0.01)
+            writer.write(b"$-1\r\n")
+            answered += 1
+            while answered < asked:
+                writer.write(b"$-1\r\n")
+                answered += 1
+                await asyncio.sleep(0)
+
+    async with connected(script) as connection:
+        records = [blank(10) for _ in range(20)]
+        assert await connection.ask(Job([b"GET x\r\n"] * 20, records, 4)) == [Result.MISS] * 20
+    assert 2 <= most <= 4
+
+
+def _dead_port() -> int:
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.mark.asyncio
+async def test_nobody_there() -> None:
+    address = Address(HOST, _dead_port())
+    with pytest.raises(ConnectFailed, match=str(address)):
+        await connect(address, Settings((address,)))
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_is_none() -> None:
+    address = Address("no-such-host.invalid", 1)
+    with pytest.raises(Unavailable, match=r"no-such-host\.invalid"):
+        await connect(address, Settings((address,)))
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_never_greets_is_a_time_out() -> None:
+    async with peer(silent) as settings:
+        hasty = Settings(settings.seeds, password="secret", stall=0.1)
+        with pytest.raises(Timeout):
+            await connect(hasty.seeds[0], hasty)
+
+
+@pytest.mark.asyncio
+async def test_what_the_server_says_to_a_password_is_not_repeated() -> None:
+    async with peer(answers(b"-ERR unknown command 'AUTH', with args beginning with: 'hunter2'\r\n")) as settings:
+        named = Settings(settings.seeds, password="hunter2")
+        with pytest.raises(ConnectFailed) as caught:
+            await connect(named.seeds[0], named)
+        assert "hunter2" not in str(caught.value)
+        assert "ASYNCCACHE_REDIS_PASSWORD" in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_who_answers_with_http_is_no_redis() -> None:
+    async with connected(answers(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as connection:
+        with pytest.raises(ProtocolError):
+            await connection.ask(PING)
+
+
+@pytest.mark.asyncio
+async def test_connections_are_kept_and_shared() -> None:
+    served = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        served += 1
+        while await reader.read(100):
+            await asyncio.sleep(0)
+            writer.write(b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        node = Node(settings.seeds[0], settings, Counter())
+        for _ in range(5):
+            assert await node.ask(Lane.PAGES, PING) == [b"PONG"]
+        assert served == 1
+        await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(20)))
+        assert 1 < served <= settings.connections
+        node.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await node.ask(Lane.PAGES, PING)
+
+
+@pytest.mark.asyncio
+async def test_small_questions_do_not_wait_behind_pages() -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 20):
+            if data != PING.commands[0]:
+                await asyncio.Event().wait()
+            writer.write(b"+PONG\r\n")
+
+    async with peer(script) as settings:
+        node = Node(settings.seeds[0], settings, Counter())
+        pages = [asyncio.create_task(node.ask(Lane.PAGES, fetching(blank(10)))) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        assert await node.ask(Lane.WORDS, PING) == [b"PONG"]
+        for task in pages:
+            task.cancel()
+        await asyncio.wait(pages)
+        assert not node.busy
+        node.close()
+
+
+@pytest.mark.asyncio
+async def test_a_dead_server_is_not_stormed() -> None:
+    attempts = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal attempts
+        attempts += 1
+
+    async with peer(script) as settings:
+        node = Node(settings.seeds[0], Settings(settings.seeds, password="p"), Counter())
+        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(100)), return_exceptions=True)
+        assert all(isinstance(outcome, Unavailable) for outcome in outcomes)
+        assert attempts <= settings.connections
+        assert "left alone" in str(outcomes[-1])
+        node.close()
+
+
+@pytest.mark.asyncio
+async def test_a_hung_server_holds_up_those_who_asked_and_not_the_line() -> None:
+    async with peer(silent) as settings:
+        node = Node(settings.seeds[0], Settings(settings.seeds, stall=0.2, connections=2), Counter())
+        began = asyncio.get_running_loop().time()
+        outcomes = await asyncio.gather(*(node.ask(Lane.PAGES, PING) for _ in range(20)), return_exceptions=True)
+        assert sum(isinstance(outcome, Timeout) for outcome in outcomes) == 2
+        assert asyncio.get_running_loop().time() - began < 2
+        node.close()
+
+
+@pytest.mark.asyncio
+async def test_closing_fails_what_is_under_way() -> None:
+    async with peer(silent) as settings:
+        node = Node(settings.seeds[0], settings, Counter())
+        record = blank(100)
+        task = asyncio.create_task(node.ask(Lane.PAGES, fetching(record)))
+        await asyncio.sleep(0.02)
+        node.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await task

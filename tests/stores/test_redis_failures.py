@@ -1,0 +1,310 @@
+"""A real server that is killed, hung, emptied, full, or wants to know who asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asynccache_backends.redis import RedisBackend
+
+from asynccache.errors import Unavailable
+from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
+from tests.stores.redis_kit import checked, get, opened, put, soon, until
+from tests.stores.redis_server import RedisServer
+from tests.stores.server import HOST
+
+HIT, MISS, CORRUPT, FAILED = Result.HIT, Result.MISS, Result.CORRUPT, Result.FAILED
+
+BIG = StoreLayout({"full": 256 << 10}, LAYOUT.schema)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as started:
+        yield started
+
+
+async def _answers(store: CheckedStore) -> bool:
+    """Whether it is there again; what was stored is not asked for."""
+    return (await store.exists([page_key("anything")]))[0] is not FAILED
+
+
+@pytest.mark.asyncio
+async def test_killed_and_started_again(server: RedisServer) -> None:
+    """Pages are gone (nothing is saved), calls fail at once meanwhile, and hits come back by themselves."""
+    keys = keys_of(20)
+    async with checked(server.url) as store:
+        assert await put(store, keys) == [HIT] * 20
+        server.kill()
+        for _ in range(3):
+            async with asyncio.timeout(2):
+                assert await get(store, keys) == [FAILED] * 20
+                assert await put(store, keys) == [FAILED] * 20
+        server.start()
+        await until(lambda: _answers(store))
+        assert await get(store, keys) == [MISS] * 20
+        assert await put(store, keys) == [HIT] * 20
+        assert await get(store, keys) == [HIT] * 20
+
+
+@pytest.mark.asyncio
+async def test_killed_in_the_middle_of_calls(server: RedisServer) -> None:
+    """No call hangs, raises or serves a wrong byte."""
+    keys = [page_key(str(i)) for i in range(64)]
+    async with checked(server.url, layout=BIG) as store:
+        await put(store, keys)
+        calls = [asyncio.create_task(call(store, keys)) for call in (get, put, get) for _ in range(3)]
+        await asyncio.sleep(0.03)
+        server.kill()
+        async with asyncio.timeout(10):
+            for results in await asyncio.gather(*calls):
+                assert set(results) <= {HIT, FAILED}
+        assert FAILED in await get(store, keys)
+
+
+@pytest.mark.asyncio
+async def test_hung_until_the_deadline(server: RedisServer) -> None:
+    """A call ends at its deadline and its buffers are free; when the server wakes, nobody's page is touched."""
+    keys = keys_of(40)
+    async with checked(server.url, timeout=0.3) as store:
+        await put(store, keys)
+        server.hang()
+        began = asyncio.get_running_loop().time()
+        assert await get(store, keys) == [FAILED] * 40
+        assert await put(store, [page_key(f"new{i}") for i in range(40)]) == [FAILED] * 40
+        assert asyncio.get_running_loop().time() - began < 3
+        server.resume()
+        await until(lambda: _answers(store))
+        assert await get(store, keys) == [HIT] * 40
+        assert store.stats()["timeouts"] >= 2
+
+
+@pytest.mark.asyncio
+async def test_hung_in_the_middle_of_a_page_and_cancelled(server: RedisServer) -> None:
+    keys = [page_key(str(i)) for i in range(64)]
+    async with opened(server.url, BIG) as backend:
+        await put_big(backend, 64)
+        records = [blank(key, BIG) for key in keys]
+        task = asyncio.create_task(backend.get(keys, records))
+        await soon(lambda: any(records[0].header))
+        server.hang()
+        task.cancel()
+        async with asyncio.timeout(1):
+            await asyncio.wait([task])
+        for record in records:
+            record.header[:], record.payload[:] = bytes(64), bytes(256 << 10)
+        server.resume()
+        again = [blank(key, BIG) for key in keys]
+        assert await backend.get(keys, again) == [HIT] * 64
+        assert not any(any(record.header) or any(record.payload[:64]) for record in records)
+
+
+async def put_big(backend: RedisBackend, count: int, first: int = 0) -> list[Result]:
+    keys = [page_key(str(i)) for i in range(first, first + count)]
+    return await backend.put(keys, [record_of(key, BIG) for key in keys])
+
+
+@pytest.mark.asyncio
+async def test_full_refuses_pages_and_serves_what_it_has() -> None:
+    with RedisServer(maxmemory=8 << 20) as server:
+        async with opened(server.url, BIG) as backend:
+            results = await put_big(backend, 64)
+            assert set(results) == {HIT, FAILED}
+            stored = results.count(HIT)
+            assert 8 <= stored < 32
+            keys = [page_key(str(i)) for i in range(64)]
+            records = [blank(key, BIG) for key in keys]
+            assert await backend.get(keys, records) == [HIT if r is HIT else MISS for r in results]
+            assert backend.stats()["refused_pages"] == 64 - stored
+            assert backend.stats()["pages"] == stored
+
+
+@pytest.mark.asyncio
+async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room() -> None:
+    with RedisServer(maxmemory=4 << 20) as server:
+        async with opened(server.url, BIG) as backend:
+            await put_big(backend, 64)
+            assert set(await put_big(backend, 8, 100)) == {FAILED}
+            commands = int(server.say("INFO", "commandstats").partition("cmdstat_set:calls=")[2].partition(",")[0])
+            assert set(await put_big(backend, 8, 200)) == {FAILED}
+            assert f"cmdstat_set:calls={commands}," in server.say("INFO", "commandstats")
+            await backend.clear()
+
+            async def takes() -> bool:
+                return await put_big(backend, 4, 300) == [HIT] * 4
+
+            await until(takes)
+            assert await put_big(backend, 4, 400) == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_evicts_forgets_old_pages() -> None:
+    with RedisServer(maxmemory=8 << 20, options=("--maxmemory-policy", "allkeys-lru")) as server:
+        async with opened(server.url, BIG) as backend:
+            for first in range(0, 64, 8):
+                assert await put_big(backend, 8, first) == [HIT] * 8
+            keys = [page_key(str(i)) for i in range(64)]
+            results = await backend.get(keys, [blank(key, BIG) for key in keys])
+            assert set(results) == {HIT, MISS}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("password", "opens"), [("hunter2", True), ("wrong", False), ("", False)])
+async def test_a_password(password: str, opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCCACHE_REDIS_PASSWORD", raising=False)
+    with RedisServer(password="hunter2") as server:
+        url = f"redis://:{password}@{HOST}:{server.port}"
+        if opens:
+            async with opened(url) as backend:
+                await put_all(backend, keys_of(3))
+                assert "hunter2" not in f"{backend!r} {backend.stats()}"
+        else:
+            with pytest.raises(Unavailable, match=r"WRONGPASS|NOAUTH") as caught:
+                await RedisBackend.open(parse_url(url), LAYOUT)
+            assert "wrong" not in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer(password="hunter2") as server:
+        monkeypatch.setenv("ASYNCCACHE_REDIS_PASSWORD", "hunter2")
+        async with opened(server.url) as backend:
+            await put_all(backend, keys_of(3))
+
+
+@pytest.mark.asyncio
+async def test_a_user_who_may_do_only_what_is_needed(server: RedisServer) -> None:
+    """The rules in docs/stores/redis.md."""
+    server.say(
+        "ACL", "SETUSER", "kv", "on", ">hunter2", "~asynccache:*",
+        "+get", "+set", "+exists", "+unlink", "+scan", "+strlen", "+pttl", "+ping", "+cluster|slots",
+    )  # fmt: skip
+    async with checked(f"redis://kv:hunter2@{HOST}:{server.port}") as store:
+        keys = keys_of(10)
+        assert await put(store, keys) == [HIT] * 10
+        assert await get(store, keys) == [HIT] * 10
+        assert await store.delete(keys[:1]) == [HIT]
+        backend = store.backend
+        assert isinstance(backend, RedisBackend)
+        assert sum([len(part) async for part in backend.listing()]) == 9
+        await store.clear()
+        assert await store.exists(keys) == [MISS] * 10
+    with pytest.raises(Unavailable, match="NOPERM"):
+        async with opened(f"redis://kv:hunter2@{HOST}:{server.port}?prefix=other:") as backend:
+            await backend.exists(keys)
+
+
+@pytest.mark.asyncio
+async def test_tls() -> None:
+    with RedisServer(tls=True) as server:
+        async with checked(server.url) as store:
+            keys = [page_key(str(i), ("full", "swa", "odd")[i % 3]) for i in range(90)]
+            assert await put(store, keys) == [HIT] * 90
+            assert await get(store, keys) == [HIT] * 90
+        async with checked(f"{server.url}&prefix=big:", layout=BIG) as store:
+            keys = keys_of(32)
+            assert await asyncio.gather(*(put(store, keys[i : i + 8]) for i in range(0, 32, 8))) == [[HIT] * 8] * 4
+            assert await asyncio.gather(*(get(store, keys[i : i + 8]) for i in range(0, 32, 8))) == [[HIT] * 8] * 4
+            server.hang()
+            calls = [asyncio.create_task(call(store, keys)) for call in (get, put)]
+            await asyncio.sleep(0.05)
+            for task in calls:
+                task.cancel()
+            async with asyncio.timeout(2):
+                await asyncio.wait(calls)
+            server.resume()
+            assert await get(store, keys) == [HIT] * 32
+
+
+@pytest.mark.asyncio
+async def test_tls_without_trust_and_nonsense() -> None:
+    with RedisServer(tls=True) as server:
+        for url in (f"rediss://{HOST}:{server.port}", f"redis://{HOST}:{server.port}", f"{server.url}&tls_name=other"):
+            with pytest.raises(Unavailable):
+                await RedisBackend.open(parse_url(url), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_became_a_replica(server: RedisServer) -> None:
+    """It takes no page any more; the next call finds out who is there now, by a new connection."""
+    keys = keys_of(5)
+    async with opened(server.url) as backend:
+        await put_all(backend, keys)
+        server.say("REPLICAOF", HOST, "1")
+        assert (await get_all(backend, keys))[0] == [HIT] * 5
+        other = page_key("new")
+        with pytest.raises(Unavailable, match="READONLY"):
+            await backend.put([other], [record_of(other)])
+        before = backend.stats()["connects"]
+        server.say("REPLICAOF", "NO", "ONE")
+        assert await backend.put([other], [record_of(other)]) == [HIT]
+        assert backend.stats()["connects"] > before
+
+
+@pytest.mark.asyncio
+async def test_something_else_under_a_page_s_name(server: RedisServer) -> None:
+    """It is CORRUPT; a checked store forgets it, and the page can be stored."""
+    key = page_key("x")
+    async with checked(server.url) as store:
+        backend = store.backend
+        assert isinstance(backend, RedisBackend)
+        await plant(server, b"asynccache:" + key.key)
+        assert await get(store, [key]) == [CORRUPT]
+        assert await get(store, [key]) == [MISS]
+        assert await put(store, [key]) == [HIT]
+        assert await get(store, [key]) == [HIT]
+
+
+async def plant(server: RedisServer, name: bytes) -> None:
+    """A list under ``name``."""
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(b"*3\r\n$5\r\nLPUSH\r\n$%d\r\n%b\r\n$1\r\nx\r\n" % (len(name), name))
+    assert await reader.readline() == b":1\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.asyncio
+async def test_nobody_there_when_it_is_opened() -> None:
+    with RedisServer() as server:
+        url = server.url
+    with pytest.raises(Unavailable):
+        await RedisBackend.open(parse_url(url), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_a_database_of_its_own(server: RedisServer) -> None:
+    async with opened(f"{server.url}/3") as third, opened(server.url) as first:
+        await put_all(third, keys_of(4))
+        assert await first.exists(keys_of(4)) == [MISS] * 4
+        await first.clear()
+        assert await third.exists(keys_of(4)) == [HIT] * 4
+    with pytest.raises(Unavailable, match="DB index"):
+        await RedisBackend.open(parse_url(f"{server.url}/999"), LAYOUT)
+
+
+@pytest.mark.asyncio
+async def test_connections_that_the_server_closes_are_made_anew(server: RedisServer) -> None:
+    async with opened(server.url) as backend:
+        await put_all(backend, keys_of(4))
+        for _ in range(3):
+            server.say("CLIENT", "KILL", "TYPE", "normal")
+            await asyncio.sleep(0.05)
+            assert await backend.exists(keys_of(4)) == [HIT] * 4
+            assert (await get_all(backend, keys_of(4)))[0] == [HIT] * 4
+
+
+@pytest.mark.asyncio
+async def test_cancelled_while_opening(server: RedisServer) -> None:
+    """Nothing stays open: what does would be a warning, which is an error here."""
+    for turns in range(6):
+        task: asyncio.Task[Any] = asyncio.create_task(RedisBackend.open(parse_url(server.url), LAYOUT))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().aclose()

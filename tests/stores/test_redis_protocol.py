@@ -1,0 +1,254 @@
+"""The protocol without I/O: replies cut at every place, and what is sent, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from asynccache_backends.redis.connection import Job
+from asynccache_backends.redis.names import Names
+from asynccache_backends.redis.pause import FIRST, LAST, Health, Pause
+from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, Setting, command, joined
+from asynccache_backends.redis.routing import slot_of
+
+from asynccache.storage import PageKey, Record, Result
+
+HIT, MISS, CORRUPT = Result.HIT, Result.MISS, Result.CORRUPT
+GUARD = 16
+
+
+class _Page:
+    """A record with guards around its payload."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = bytearray(b"\xaa" * (size + 2 * GUARD))
+        self.header = bytearray(64)
+        self.record = Record(memoryview(self.header), memoryview(self.memory)[GUARD : GUARD + size])
+
+    @property
+    def value(self) -> bytes:
+        return bytes(self.header) + bytes(self.record.payload)
+
+    @property
+    def guarded(self) -> bool:
+        return self.memory[:GUARD] == self.memory[-GUARD:] == b"\xaa" * GUARD
+
+
+def _bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def _land(reader: Reader, data: bytes) -> None:
+    """What a socket does with ``data`` in one read, and in more if it has to."""
+    while data:
+        landed = 0
+        for buffer in reader.buffers():
+            count = min(len(buffer), len(data) - landed)
+            buffer[:count] = data[landed : landed + count]
+            landed += count
+            if count < len(buffer):
+                break
+        data = data[landed:]
+        reader.received(landed)
+
+
+def _read(parts: Sequence[bytes], sinks: Sequence[Record | None], spare: int = 64) -> list[Any]:
+    reader = Reader(spare)
+    reader.begin(sinks)
+    for part in parts:
+        _land(reader, part)
+    assert reader.missing == 0
+    return reader.replies
+
+
+PLAIN = (
+    b"+OK\r\n:1\r\n:-7\r\n$-1\r\n$0\r\n\r\n$5\r\na\r\nbc\r\n-OOM no room\r\n*0\r\n*-1\r\n"
+    b"*2\r\n$1\r\n0\r\n*3\r\n$2\r\nk1\r\n:4\r\n*1\r\n$-1\r\n+QUEUED\r\n"
+)
+PLAIN_REPLIES = [
+    b"OK", 1, -7, None, b"", b"a\r\nbc", Refusal("OOM", "OOM no room"), [], None, [b"0", [b"k1", 4, [None]]], b"QUEUED",
+]  # fmt: skip
+
+
+def test_plain_replies_cut_anywhere() -> None:
+    sinks = [None] * len(PLAIN_REPLIES)
+    for at in range(len(PLAIN) + 1):
+        assert _read([PLAIN[:at], PLAIN[at:]], sinks) == PLAIN_REPLIES
+    assert _read([PLAIN[i : i + 1] for i in range(len(PLAIN))], sinks) == PLAIN_REPLIES
+
+
+@pytest.mark.parametrize("spare", [16, 64, 4096])
+@pytest.mark.parametrize("size", [0, 1, 100, 40_000])
+def test_pages_cut_anywhere(size: int, spare: int) -> None:
+    """Found, missing, of another length, refused, found."""
+    rng = Random(size)
+    first, last = rng.randbytes(64 + size), rng.randbytes(64 + size)
+    data = _bulk(first) + b"$-1\r\n" + _bulk(first + b"x") + b"-LOADING x\r\n" + _bulk(last)
+    cuts = range(len(data) + 1) if size < 1000 else [rng.randrange(len(data)) for _ in range(8)]
+    for at in cuts:
+        pages = [_Page(size) for _ in range(5)]
+        replies = _read([data[:at], data[at:]], [page.record for page in pages], spare)
+        assert replies == [HIT, MISS, CORRUPT, Refusal("LOADING", "LOADING x"), HIT]
+        assert (pages[0].value, pages[4].value) == (first, last)
+        assert all(page.guarded for page in pages)
+        assert not any(any(page.header) for page in pages[1:4])
+
+
+def test_pages_in_small_pieces() -> None:
+    rng = Random(3)
+    values = [rng.randbytes(64 + 300) for _ in range(6)]
+    data = b"".join(map(_bulk, values))
+    for step in (1, 2, 3, 7, 63, 64, 65, 255, 257):
+        pages = [_Page(300) for _ in values]
+        parts = [data[i : i + step] for i in range(0, len(data), step)]
+        assert _read(parts, [page.record for page in pages]) == [HIT] * 6
+        assert [page.value for page in pages] == values
+
+
+def test_pages_among_other_replies() -> None:
+    page = _Page(30)
+    value = bytes(range(94))
+    assert _read([b"+OK\r\n" + _bulk(value) + b"+OK\r\n"], [None, page.record, None]) == [b"OK", HIT, b"OK"]
+    assert page.value == value
+
+
+def test_a_large_page_is_received_where_it_belongs() -> None:
+    """Nothing but lines and a little beside them is ever copied."""
+    page = _Page(1 << 20)
+    reader = Reader()
+    reader.begin([page.record])
+    _land(reader, b"$%d\r\n" % (64 + (1 << 20)))
+    header, payload, beside = reader.buffers()
+    assert (header.obj, payload.obj) == (page.header, page.memory)
+    assert (len(header), len(payload)) == (64, 1 << 20)
+    assert len(beside) <= 256
+
+
+def test_a_page_of_another_length_touches_nothing_however_long() -> None:
+    page = _Page(10)
+    assert _read([b"$200000\r\n" + b"x" * 200_000 + b"\r\n"], [page.record]) == [CORRUPT]
+    assert page.value == bytes(64) + b"\xaa" * 10
+
+
+def test_a_second_request_starts_afresh() -> None:
+    reader = Reader()
+    for answer in (b":1\r\n", b":2\r\n"):
+        reader.begin([None])
+        _land(reader, answer)
+        assert reader.replies == [int(answer[1:2])]
+
+
+def test_a_reader_that_forgets_holds_no_buffer() -> None:
+    page = _Page(100)
+    reader = Reader()
+    reader.begin([page.record])
+    _land(reader, b"$164\r\nabc")
+    reader.forget()
+    page.record.header.release()
+    page.record.payload.release()
+    page.memory.extend(b"x")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"HTTP/1.1 400\r\n", b"$x\r\n", b"\r\n", b"$3\r\nabcd\r\n", b":1\r\n:2\r\n", b"*x\r\n", b"x" * 70, b"$\r\n",
+     b"$99999999999999\r\n"],
+)  # fmt: skip
+def test_what_is_no_answer_is_an_error(data: bytes) -> None:
+    reader = Reader(64)
+    reader.begin([None])
+    with pytest.raises(ProtocolError):
+        _land(reader, data)
+
+
+def test_a_list_is_no_page() -> None:
+    reader = Reader()
+    reader.begin([_Page(4).record])
+    with pytest.raises(ProtocolError):
+        _land(reader, b"*1\r\n:1\r\n")
+
+
+def test_half_an_answer_too_many_shows_at_the_next_request() -> None:
+    reader = Reader()
+    reader.begin([None])
+    _land(reader, b":1\r\n:")
+    with pytest.raises(ProtocolError):
+        reader.begin([None])
+
+
+def test_commands_are_framed_by_length() -> None:
+    assert command(b"AUTH", b"a\r\nFLUSHALL\r\n") == b"*2\r\n$4\r\nAUTH\r\n$13\r\na\r\nFLUSHALL\r\n\r\n"
+
+
+@pytest.mark.parametrize("ttl_ms", [0, 90_000])
+def test_a_page_is_sent_from_where_it_lies(ttl_ms: int) -> None:
+    page = _Page(100)
+    key = b"p:" + b"\r\n$0*" * 6 + b"xx"
+    buffers = list(joined([Setting(ttl_ms).request(key, page.record), b"GET\r\n", b"X"]))
+    assert buffers[1] is page.record.payload
+    assert len(buffers) == 3
+    options = (b"NX", b"PX", b"90000") if ttl_ms else (b"NX",)
+    assert b"".join(buffers) == command(b"SET", key, page.value, *options) + b"GET\r\nX"
+
+
+def test_neighbours_share_a_buffer() -> None:
+    requests = [Setting(0).request(b"k%d" % i, _Page(100).record) for i in range(5)]
+    assert len(list(joined(requests))) == 11
+    assert len(list(joined([b"a", b"b", b"c"]))) == 1
+    assert list(joined([])) == []
+
+
+def test_asking_comes_before_each_command() -> None:
+    page = _Page(4)
+    job = Job([b"1", b"2"], [page.record, None], 2).asking()
+    assert job.commands == [command(b"ASKING"), b"1", command(b"ASKING"), b"2"]
+    assert job.sinks == [None, page.record, None, None]
+
+
+def test_names_are_of_one_store() -> None:
+    names, longer = Names(b"a:"), Names(b"a:b")
+    key = PageKey("full", bytes(range(32)))
+    (name,) = names.of([key])
+    assert names.key(name) == key.key
+    assert names.ours([name, *longer.of([key]), b"a:", b"b:" + key.key, b""]) == [name]
+    assert longer.ours([name]) == []
+    assert names.commands(b"GET", [name]) == [command(b"GET", name)]
+    assert Names(b"a*[x]?").pattern() == rb"a\*\[x\]\?*"
+
+
+def test_slots_are_those_of_the_specification() -> None:
+    assert slot_of(b"123456789") == 0x31C3
+    assert slot_of(b"{user1000}.following") == slot_of(b"{user1000}.followers") == slot_of(b"user1000")
+    assert slot_of(b"foo{}{bar}") != slot_of(b"bar")
+    assert slot_of(b"foo{{bar}}zap") == slot_of(b"{bar")
+
+
+def test_a_pause_doubles_and_lets_one_try() -> None:
+    pause = Pause()
+    assert pause.allows(0.0)
+    pause.failed(0.0)
+    assert not pause.allows(FIRST - 0.01)
+    assert pause.allows(FIRST)
+    assert not pause.allows(FIRST)
+    pause.failed(1.0)
+    assert not pause.allows(1.0 + FIRST)
+    assert pause.allows(1.0 + 2 * FIRST)
+    pause.given_up()
+    assert pause.allows(1.0 + 2 * FIRST)
+    pause.ended()
+    assert pause.health is Health.WELL
+    assert pause.allows(1.2)
+
+
+def test_a_pause_has_a_limit_and_old_news_do_not_count() -> None:
+    pause = Pause()
+    pause.failed(0.0)
+    pause.failed(0.05)
+    assert pause.allows(FIRST)
+    now = FIRST
+    for _ in range(10):
+        pause.failed(now)
+        now += LAST
+        assert pause.allows(now)

@@ -1,0 +1,110 @@
+"""What a URL and the environment say; and that secrets are said to nobody."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from asynccache_backends.redis.settings import Address, Settings, settings_of
+
+from asynccache.errors import ConfigError
+from asynccache.storage import parse_url
+from tests.stores.redis_server import Certificate
+
+
+def _of(url: str, **environment: str) -> Settings:
+    return settings_of(parse_url(url), {f"ASYNCCACHE_REDIS_{name}": value for name, value in environment.items()})
+
+
+def test_a_host_is_enough() -> None:
+    settings = _of("redis://kv.internal")
+    assert settings == Settings((Address("kv.internal", 6379),))
+    assert str(settings) == "redis://kv.internal:6379/0?prefix=asynccache:"
+
+
+def test_everything_said() -> None:
+    settings = _of(
+        "redis://al%3Aice:s%40cret@[::1]:7000/3?prefix=team-a/llama:&ttl=12h&connections=2&stall=1.5&cluster=off"
+    )
+    assert settings.seeds == (Address("::1", 7000),)
+    assert (settings.database, settings.username, settings.password) == (3, "al:ice", "s@cret")
+    assert (settings.prefix, settings.ttl, settings.connections, settings.stall) == (b"team-a/llama:", 43200, 2, 1.5)
+    assert str(settings.seeds[0]) == "[::1]:7000"
+
+
+def test_a_cluster_has_several_hosts() -> None:
+    assert _of("redis://a:1,b,c:3?cluster=on").seeds == (Address("a", 1), Address("b", 6379), Address("c", 3))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0), ("90", 90), ("90s", 90), ("1.5m", 90), ("7d", 604800)])
+def test_times(text: str, seconds: float) -> None:
+    assert _of(f"redis://h?ttl={text}").ttl == seconds
+
+
+def test_the_environment_says_what_the_url_leaves_out() -> None:
+    environment = {"USERNAME": "u", "PASSWORD": "p"}
+    for url, user, password in (
+        ("redis://h", "u", "p"),
+        ("redis://a:b@h", "a", "b"),
+        ("redis://:b@h", "", "b"),
+        ("redis://a@h", "a", "p"),
+    ):
+        settings = _of(url, **environment)
+        assert (settings.username, settings.password) == (user, password)
+
+
+def test_certificates_by_url_and_environment(tmp_path: Path) -> None:
+    made = Certificate(tmp_path)
+    assert _of("redis://h").tls is None
+    for settings in (
+        _of(f"rediss://h?ca={made.certificate}&cert={made.certificate}&key={made.key}&tls_name=kv"),
+        _of("rediss://h?tls_name=kv", CA=str(made.certificate), CERT=str(made.certificate), KEY=str(made.key)),
+    ):
+        assert settings.tls is not None
+        assert settings.tls.verify_mode is ssl.CERT_REQUIRED
+        assert settings.tls.check_hostname
+        assert "localhost" in str(settings.tls.get_ca_certs())
+        assert settings.tls_name == "kv"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis:", "host:port"),
+        ("redis://h:0", "host:port"),
+        ("redis://h:99999", "host:port"),
+        ("redis://h,", "host:port"),
+        ("redis://h/x", "database"),
+        ("redis://h/-1", "database"),
+        ("redis://h?prefix=", "prefix"),
+        ("redis://h?prefix=a%20b", "prefix"),
+        ("redis://h?prefix={a}", "prefix"),
+        ("redis://h?prefix=a%0d%0a", "prefix"),
+        ("redis://h?ttl=-1", "ttl"),
+        ("redis://h?ttl=1w", "ttl"),
+        ("redis://h?stall=0", "stall"),
+        ("redis://h?connections=0", "connections"),
+        ("redis://h?cluster=maybe", "cluster"),
+        ("redis://h?color=red", "color"),
+        ("rediss://h?ca=/nowhere.pem", "ca"),
+    ],
+)
+def test_what_is_wrong_is_named(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        _of(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:hunter2@h?color=red", "redis://h?password=hunter2", "redis://u:hunter2@h:x", "redis://u:hunter2@h/x"]
+)
+def test_no_error_quotes_a_secret(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _of(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_no_form_of_the_settings_shows_a_secret() -> None:
+    settings = _of("redis://alice:hunter2@h")
+    assert "hunter2" not in f"{settings} {settings!r} {[settings]}"
+    assert "alice" not in f"{settings} {settings!r}"
