@@ -3,7 +3,7 @@
 Law: who waits holds nothing. A lease that must see its prefetch through (wait_complete; timeout, until then) does so
 beside the line, so that it blocks nobody, and comes in by the ticket it drew on arrival. At the head, when its pages
 could be granted, a prefetch that still runs is stopped: that is what best_effort means, and a timeout that has passed.
-It ends with the call of the store that is in flight; from a store that does not answer within ``GRACE`` the lease goes in
+It ends with the call of the store that is in flight; if the store does not answer within ``GRACE`` the lease goes in
 without it, and the pages go back when the store has let go of them.
 """
 

@@ -102,7 +102,7 @@ async def forget_host(cache: AsyncCache) -> None:
     await cache.flush()
 
 
-def test_the_breaker_ends_even_that(recovers: float = 20.0) -> None:
+def test_the_breaker_ends_even_that() -> None:
     """After a few of them nobody waits for it at all; and it comes back by itself."""
 
     async def main(loop: SimulatedLoop) -> None:
@@ -125,7 +125,7 @@ def test_the_breaker_ends_even_that(recovers: float = 20.0) -> None:
             backend.answers.set()
             assert max(waited) < 1.0 + GRACE + 0.1
             assert sum(wait > 0.1 for wait in waited) <= 6, waited
-            await asyncio.sleep(recovers)
+            await asyncio.sleep(20.0)
             before = store.stats()["get_pages"]
             for _ in range(10):
                 await forget_host(cache)
