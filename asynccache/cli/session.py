@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantV
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from asynccache.metrics import Exposed
-from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout
+from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout, take_options
 from asynccache.testing.faulty_backend import FaultyBackend
 
 DURATION = 20.0
@@ -150,18 +151,26 @@ class Session:
 
     async def _serve(self, config: CacheConfig, device: CpuDevice, source: Source) -> dict[str, Any]:
         """What is found in the cache when all requests have ended."""
-        storage = await self._faulty_storage(config)
+        stores: list[tuple[StorageBackend, dict[str, str]]] = []
         try:
-            return await self._serve_from(AsyncCache(config, device=device, storage=storage), device, source)
+            if self._settings.faults:
+                await self._open_faulty(config, stores)
+                config = replace(config, storage=None, storage_options={})
+            return await self._serve_from(AsyncCache(config, device=device), stores, device, source)
         finally:
-            if storage is not None:
-                await storage.aclose()
+            for backend, _ in stores:
+                await backend.aclose()
 
-    async def _serve_from(self, cache: AsyncCache, device: CpuDevice, source: Source) -> dict[str, Any]:
+    async def _serve_from(
+        self, cache: AsyncCache, stores: Sequence[tuple[StorageBackend, dict[str, str]]], device: CpuDevice,
+        source: Source,
+    ) -> dict[str, Any]:  # fmt: skip
         """The same. That the cache closed itself is a problem, not an error."""
         found: dict[str, Any] = {}
         try:
             async with cache:
+                for backend, options in stores:
+                    await cache.attach_storage(backend, options=options, backfill=False)
                 engine = Engine(cache.config.pools(), cache.pools, device.gate)
                 try:
                     await self._drive(cache, engine, source)
@@ -202,12 +211,15 @@ class Session:
         share = self._settings.faults
         return Faults(seed=self._settings.seed, delayed=share / 2, failing=share / 4)
 
-    async def _faulty_storage(self, config: CacheConfig) -> StorageBackend | None:
-        if not self._settings.faults or config.storage is None:
-            return None
-        url = parse_url(config.storage, config.storage_options)
-        backend = await backend_class(url.scheme).open(url, store_layout(config.pools()))
-        return FaultyBackend(backend, self._settings.faults, self._settings.seed)
+    async def _open_faulty(self, config: CacheConfig, stores: list[tuple[StorageBackend, dict[str, str]]]) -> None:
+        """The backends, which fail now and then, and how the cache is to use each; added to ``stores`` as they open."""
+        for number, storage in enumerate(config.stores):
+            url = parse_url(storage, config.storage_options)
+            _, own = take_options(url)
+            common = {name: value for name, value in url.options.items() if name not in own.options}
+            backend = await backend_class(url.scheme).open(own, store_layout(config.pools()))
+            faulty = FaultyBackend(backend, self._settings.faults, self._settings.seed + number)
+            stores.append((faulty, {"name": url.scheme, **common}))
 
     async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
         settings = self._settings

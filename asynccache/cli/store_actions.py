@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from asynccache.cli.text import number, percent, size
-from asynccache.errors import ConfigError, Timeout
+from asynccache.errors import ConfigError
 from asynccache.storage import (
     HEADER_BYTES,
     KEY_BYTES,
@@ -33,7 +33,7 @@ from asynccache.storage import (
     parse_url,
     verify,
 )
-from asynccache.storage.scrub import in_time, pause, scrub_listed
+from asynccache.storage.scrub import in_time, pause, scrub_listed, within
 
 PROBES = 5
 WHOLE_TIMEOUT = 3600.0
@@ -86,7 +86,8 @@ async def perform(wanted: Wanted, show: Show, tell: Tell) -> Report:
     """
     at_once = wanted.action in ("gc", "clear")
     timeout = max(wanted.timeout, WHOLE_TIMEOUT) if at_once else wanted.timeout
-    store = await open_store(wanted.url, StoreLayout({}, RECORD_SCHEMA), timeout=timeout)
+    async with within(wanted.timeout, f"storage={wanted.shown!r} could not be opened"):
+        store = await open_store(wanted.url, StoreLayout({}, RECORD_SCHEMA), timeout=timeout)
     if store is None:
         raise ConfigError(f"storage={wanted.shown!r} is no store")
     try:
@@ -196,11 +197,8 @@ async def _collect(job: Job) -> Report:
         found = await _count_older(job, time.time() - older_than)
     else:
         job.tell("collecting")
-        try:
-            async with asyncio.timeout(WHOLE_TIMEOUT):
-                found = (await backend.collect(older_than))._asdict()
-        except TimeoutError:
-            raise Timeout(f"gc: not done after {WHOLE_TIMEOUT:g} s; what was removed stays removed") from None
+        async with within(WHOLE_TIMEOUT, "gc: what was removed stays removed, but all of it was not done"):
+            found = (await backend.collect(older_than))._asdict()
     return {**found, "dry_run": job.wanted.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
 
 

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asynccache.errors import RankFailure
 from asynccache.ranks.frames import Words
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import AllreduceOptions, ProcessGroup, Work
 
 FRAMES, NOTHING = 0, 1  # tags: what links send, and what nobody ever sends
 
@@ -39,6 +39,8 @@ class Circle:
         self._group = group
         self._timeout = timeout
         self._patience = timedelta(seconds=timeout)
+        self._peers = _one_of([rank for i, rank in enumerate(self.ranks) if i != index])
+        self._lowest, self._highest = _options(self._patience)
 
     def __repr__(self) -> str:
         return f"Circle({self.index} of {self.ranks}{', ' if self.failure else ''}{self.failure})"
@@ -54,20 +56,9 @@ class Circle:
 
     # calls that block
 
-    def reduce(self, tensor: Tensor, lowest: bool = True) -> None:
-        """The MIN over the members, or the MAX, in place."""
-        from torch.distributed import AllreduceOptions, ReduceOp
-
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN if lowest else ReduceOp.MAX)
-        options.timeout = self._patience
-        self._wait(self._others(), lambda: self._group.allreduce([tensor], options))
-
     def minimum(self, words: Words) -> Words:
         """The MIN over the members, in place."""
-        from torch import from_numpy
-
-        self.reduce(from_numpy(words))
+        self._reduce(words, self._lowest)
         return words
 
     def send(self, to: int, words: Words) -> None:
@@ -88,14 +79,12 @@ class Circle:
 
     def gather(self, content: bytes) -> list[bytes]:
         """What every member gives, in their order: sizes first, then all in one table of the longest's width."""
-        from torch import from_numpy
-
         sizes = np.zeros(len(self.ranks), np.int64)
         sizes[self.index] = len(content)
-        self.reduce(from_numpy(sizes), lowest=False)
+        self._reduce(sizes, self._highest)
         table = np.zeros((len(self.ranks), int(sizes.max())), np.uint8)
         table[self.index, : len(content)] = np.frombuffer(content, np.uint8)
-        self.reduce(from_numpy(table), lowest=False)
+        self._reduce(table, self._highest)
         return [row[:size].tobytes() for row, size in zip(table, sizes.tolist(), strict=True)]
 
     def cut(self) -> None:
@@ -108,6 +97,18 @@ class Circle:
                 with suppress(RuntimeError):
                     self._group.recv([empty(1)], peer, NOTHING).wait(timedelta(milliseconds=1))
 
+    def let_go(self) -> None:
+        """Nothing is called any more. Here a group of our own ends, which joins threads of torch's: a process that ends
+        meanwhile is aborted. So this comes before anybody hears that closing is done."""
+        if self.own:
+            del self._group
+
+    def _reduce(self, content: npt.NDArray[Any], options: AllreduceOptions) -> None:
+        from torch import from_numpy
+
+        tensor = from_numpy(content)
+        self._wait(self._peers, lambda: self._group.allreduce([tensor], options))
+
     def _wait(self, peers: str, call: Callable[[], Work | None]) -> None:
         self.check()
         try:
@@ -119,6 +120,19 @@ class Circle:
             self.fail(f"{peers} " + (f"did not answer within {self._timeout:g} s" if late else "closed the connection"))
             raise RankFailure(self.failure) from error
 
-    def _others(self) -> str:
-        others = [str(rank) for index, rank in enumerate(self.ranks) if index != self.index]
-        return f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(others)}"
+
+def _one_of(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
+
+
+def _options(patience: timedelta) -> list[AllreduceOptions]:
+    """For MIN and for MAX."""
+    from torch.distributed import AllreduceOptions, ReduceOp
+
+    options = []
+    for operation in (ReduceOp.MIN, ReduceOp.MAX):
+        option = AllreduceOptions()
+        option.reduceOp = ReduceOp(operation)
+        option.timeout = patience
+        options.append(option)
+    return options

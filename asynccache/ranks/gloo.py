@@ -87,7 +87,7 @@ class GlooRanks:
     def links(self, length: int) -> Links:
         """What steps send through; to be called once. ``length``: of a frame, in words, and the same on every rank."""
         circles = self._circles
-        groups = [_GlooGroup(circle, self._lane(f"group-{i}")) for i, circle in enumerate(circles.column)]
+        groups = [GlooGroup(circle, self._lane(f"group-{i}")) for i, circle in enumerate(circles.column)]
         above = self._link("above", length, *circles.above) if circles.above is not None else None
         below = self._link("below", length, *circles.below) if circles.below is not None else None
         return Links(groups, above, below)
@@ -147,16 +147,17 @@ class _Caller:
         return result
 
 
-class _GlooGroup:
-    """A column group."""
+class GlooGroup:
+    """A column group. ``circle`` is what its calls block in, ``lane`` where they do."""
 
     def __init__(self, circle: Circle, lane: Lane) -> None:
-        self._circle = circle
+        self.circle = circle
+        self.lane = lane
         self._call = _Caller(circle, lane)
 
     async def minimum(self, words: Words) -> Words:
         """In place."""
-        return await self._call(partial(self._circle.minimum, words))
+        return await self._call(partial(self.circle.minimum, words))
 
 
 class _GlooLink:
@@ -199,6 +200,8 @@ def _close(circles: Sequence[Circle], lanes: Sequence[Lane]) -> None:
     end = monotonic() + JOIN
     for lane in lanes:
         lane.ended(max(0.0, end - monotonic()))
+    for circle in circles:
+        circle.let_go()
 
 
 # groups of our own

@@ -52,20 +52,20 @@ class Lane:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            _perform(call)
-            del call  # an idle thread keeps nobody's buffers
+            future = call.future
+            result, error = _outcome(call.work)
+            del call  # what the call kept goes before anybody is told: so that it never goes while the process ends
+            if future is not None:
+                with suppress(RuntimeError):  # the loop is gone, and with it everybody who could wait
+                    future.get_loop().call_soon_threadsafe(_deliver, future, result, error)
+            del future, result, error
 
 
-def _perform(call: _Call) -> None:
-    result: Any = None
-    error: BaseException | None = None
+def _outcome(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
-        result = call.work()
-    except BaseException as caught:
-        error = caught
-    if call.future is not None:
-        with suppress(RuntimeError):  # the loop is gone, and with it everybody who could wait
-            call.future.get_loop().call_soon_threadsafe(_deliver, call.future, result, error)
+        return work(), None
+    except BaseException as error:
+        return None, error
 
 
 def _deliver(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -8,6 +8,7 @@ by role (another stage's layers, another rank's to write) counts NEUTRAL there: 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 from asynccache.core.plan import Status
@@ -35,8 +36,14 @@ def pending(pools: int) -> Progress:
 
 def fold(parts: Iterable[Progress]) -> Progress:
     """What all of ``parts`` have reached."""
-    statuses, wishes, counts = zip(*parts, strict=True)
-    return Progress(min(statuses), min(wishes), tuple(map(min, zip(*counts, strict=True))))
+    return reduce(_fold_two, parts)
+
+
+def _fold_two(one: Progress, other: Progress) -> Progress:
+    status, go_on, counts = one
+    status_, go_on_, counts_ = other
+    lowest = tuple([a if a < b else b for a, b in zip(counts, counts_, strict=True)])
+    return Progress(status if status < status_ else status_, go_on if go_on < go_on_ else go_on_, lowest)
 
 
 def advances(before: Progress, after: Progress) -> bool:

@@ -3,6 +3,8 @@
 Law: who waits holds nothing. A lease that must see its prefetch through (wait_complete; timeout, until then) does so
 beside the line, so that it blocks nobody, and comes in by the ticket it drew on arrival. At the head, when its pages
 could be granted, a prefetch that still runs is stopped: that is what best_effort means, and a timeout that has passed.
+It ends with the call of the store that is in flight; if the store does not answer within ``GRACE`` the lease goes in
+without it, and the pages go back when the store has let go of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
+
+GRACE = 0.5
 
 Granted = Callable[[Grant], None]
 
@@ -107,6 +111,7 @@ class Entry:
         if self.handle is not None:
             self.handle.take()
         self._granted = False
+        self._gave_up = False
         self._line = machine.driver.line
         self.ticket = self._line.ticket()
         self._place: Place | None = None
@@ -170,15 +175,24 @@ class Entry:
                     return
                 self._stay(turn)
             if turn is Turn.STOPPING and self.handle is not None:
-                await self.handle
+                await self._stopped(self.handle)
             elif self._place is not None:
                 await self._line.woken(self._place)
+
+    async def _stopped(self, handle: PrefetchHandle) -> None:
+        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up."""
+        try:
+            async with asyncio.timeout(GRACE):
+                await handle
+        except TimeoutError:
+            self._gave_up = True
+            handle.give_up()
 
     async def _turn(self, granted: Granted) -> Turn:
         """Under the lock."""
         if self._line.must_wait(self.ticket):
             return Turn.NOT_YET
-        if self.handle is not None and not self.handle.done():
+        if self.handle is not None and not self.handle.done() and not self._gave_up:
             return await self._probe(self.handle)
         return await self._try(granted)
 

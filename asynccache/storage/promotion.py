@@ -14,8 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from asynccache.errors import BackendError
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.settle import settled
@@ -226,5 +224,7 @@ def _up_to(count: int, want: Wanted) -> Wanted:
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    import numpy as np  # here, so that whoever only looks at a store need not load it
+
     for source, target in zip(sources, targets, strict=True):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

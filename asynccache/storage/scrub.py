@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from asynccache.errors import Timeout
@@ -90,31 +91,36 @@ async def scrub_listed(backend: _Readable, verify: Verify, timeout: float) -> As
 async def in_time(batches: AsyncIterator[Sequence[Stored]], timeout: float) -> AsyncIterator[Sequence[Stored]]:
     """``batches``, each within ``timeout`` seconds; raises ``Timeout`` for one that is not."""
     while True:
-        try:
-            async with asyncio.timeout(timeout):
-                batch = await anext(batches, None)
-        except TimeoutError:
-            raise Timeout(f"the store did not go on with its list within {timeout:g} s") from None
+        async with within(timeout, "the store did not go on with its list"):
+            batch = await anext(batches, None)
         if batch is None:
             return
         yield batch
+
+
+@asynccontextmanager
+async def within(timeout: float, what: str) -> AsyncIterator[None]:
+    """What is inside has ``timeout`` seconds; then it is ``Timeout``, which says what."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except TimeoutError:
+        raise Timeout(f"{what} within {timeout:g} s") from None
 
 
 async def _scrub_batch(
     backend: _Readable, verify: Verify, batch: Sequence[Stored], records: Sequence[Record], timeout: float
 ) -> Scrubbed:
     keys = [PageKey(SCRUB_POOL, page.key) for page in batch]
-    try:
-        async with asyncio.timeout(timeout):
-            results = await backend.get(keys, records)
-    except TimeoutError:
-        raise Timeout(f"the store did not give {len(keys)} pages within {timeout:g} s") from None
+    async with within(timeout, f"the store did not give {len(keys)} pages"):
+        results = await backend.get(keys, records)
     hits = [i for i, result in enumerate(results) if result is Result.HIT]
     good = await verify([keys[i] for i in hits], [records[i] for i in hits])
     bad = [i for i, is_good in zip(hits, good, strict=True) if not is_good]
     bad += [i for i, result in enumerate(results) if result is Result.CORRUPT]
     if bad:
-        await backend.delete([keys[i] for i in bad])
+        async with within(timeout, f"the store did not delete {len(bad)} damaged pages"):
+            await backend.delete([keys[i] for i in bad])
     read = [i for i, result in enumerate(results) if result in (Result.HIT, Result.CORRUPT)]
     size = sum(records[i].payload.nbytes for i in read)
     return Scrubbed(len(read), size, len(bad), results.count(Result.FAILED))

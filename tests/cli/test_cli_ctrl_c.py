@@ -30,6 +30,7 @@ PHASES = {
     "writing": "asynccache.cli.output:dump",
     "drawing": "asynccache.cli.output:write_page",
 }
+OVER = ("summary", "writing", "drawing")        # all is done by then but to tell it, so nothing was interrupted
 ENDS_WITHIN = 60.0
 
 
@@ -44,12 +45,12 @@ def interrupted(folder: Path, place: str, times: int) -> subprocess.CompletedPro
                                               ("writing", 2)])  # fmt: skip
 def test_whenever_it_comes_the_report_is_written(phase: str, times: int, tmp_path: Path) -> None:
     done = interrupted(tmp_path, PHASES[phase], times)
-    assert done.returncode == 130, done.stderr
+    assert done.returncode == (0 if phase in OVER else 130), done.stderr
     assert "Traceback" not in done.stderr
     assert "KeyboardInterrupt" not in done.stderr
     assert "stress OK" in done.stdout
     report = json.loads((tmp_path / "run.json").read_text())
-    assert (report["interrupted"], report["ok"], report["leaks"]["pins"]) == (True, True, 0)
+    assert (report["interrupted"], report["ok"], report["leaks"]["pins"]) == (phase not in OVER, True, 0)
     assert (tmp_path / "run.html").read_text().rstrip().endswith("</html>")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -15,9 +16,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from asynccache.cli import bench_tree
 from asynccache.cli.main import main
 from asynccache.cli.reports import page, run, svg
 from asynccache.cli.reports.svg import Axis, Frame, Mark, Row, Series
+from tests.docs import docs_programs
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -253,14 +256,21 @@ def screenshot(file: Path, width: int, *, dark: bool) -> set[bytes]:
                f"--user-data-dir={file.parent / 'profile'}", f"--window-size={width},900", f"--screenshot={shot}",
                f"--blink-settings=preferredColorScheme={0 if dark else 1}", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    if not shot.is_file():
-        pytest.skip(f"the browser takes no screenshot here: {done.stderr[-200:]}")
+    assert shot.is_file(), f"the browser takes no screenshot here: {done.stderr[-200:]}"
     _, _, rows = pixels(shot)
     return {row[i:i + 3] for row in rows for i in range(0, len(row), 3)}
 
 
+@pytest.fixture
+def browser() -> str:
+    """Where it is. Without one a person's tests go on, and those of CI do not."""
+    if not BROWSER:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium or chrome is installed")
+    return BROWSER
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not BROWSER, reason="no chromium or chrome is installed")
+@pytest.mark.usefixtures("browser")
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_browser_draws_it_in_light_and_dark(
     width: int, dark: bool, stress: tuple[dict[str, Any], str], tmp_path: Path
@@ -271,3 +281,91 @@ def test_a_browser_draws_it_in_light_and_dark(
     paper, ink, line = ("15161a", "ececf0", "62b4f0") if dark else ("fcfcfb", "1c1d20", "0067ac")
     for colour in (paper, ink, line):
         assert bytes.fromhex(colour) in seen, colour
+
+
+BENCHES = {
+    "tree": ["--nodes", "1000,2000", "--shapes", "0"],
+    "store": ["--page-sizes", "64KiB", "--bytes", "2MiB", "--repeat", "1"],
+    "runtime": ["--calls", "100", "--duration", "1"],
+    "ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
+}
+PAPER = 718             # pixels between the margins of a sheet of A4
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The pages of real, small benchmarks, by name."""
+    folder, pages = tmp_path_factory.mktemp("benches"), dict[str, str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, few in docs_programs.FEW.items():
+            patch.setattr(bench_tree, name, few)
+        for name, options in BENCHES.items():
+            file, figures = folder / f"{name}.html", folder / f"{name}.json"
+            assert main(["bench", name, *options, "--report", str(file), "--json", str(figures)]) == 0
+            pages[name] = file.read_text()
+            data = next(parsed(pages[name]).iter(f"{HTML}script")).text or ""
+            assert json.loads(data) == json.loads(figures.read_text())
+    return pages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", BENCHES)
+def test_a_real_benchmark_has_a_page(bench: str, measured: dict[str, str]) -> None:
+    root = parsed(measured[bench])
+    assert list(root.iter(f"{SVG}svg"))
+    assert all((section.find(f"{HTML}h2")) is not None for section in root.iter(f"{HTML}section"))
+    words = "".join(root.itertext())
+    assert "nan" not in words.split()
+    assert "None" not in words.split()
+
+
+LOOK = """<script>document.documentElement.setAttribute("data-cut",
+  [...document.querySelectorAll("main, .table, figure")]
+  .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.className + ":" + e.parentElement.textContent.slice(0, 40))
+  .join("|") + (document.documentElement.scrollWidth > innerWidth ? "page" : ""));</script></body>"""
+
+
+def cut_off(text: str, width: int, file: Path) -> str:
+    """What a browser cannot show whole when its window is so wide."""
+    file.write_text(text.replace("</body>", LOOK))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent / 'profile'}",
+               f"--window-size={width},900", "--hide-scrollbars", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    found = re.search('data-cut="([^"]*)"', done.stdout)
+    assert found is not None, done.stderr[-500:]
+    return found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("browser")
+@pytest.mark.parametrize("name", ["stress", *BENCHES])
+def test_nothing_is_cut_off_on_a_screen_or_on_paper(
+    name: str, stress: tuple[dict[str, Any], str], measured: dict[str, str], tmp_path: Path
+) -> None:
+    text = stress[1] if name == "stress" else measured[name]
+    assert cut_off(text, 1280, tmp_path / "wide.html") == ""
+    printed = text.replace("@media print", "@media all")
+    assert printed != text
+    assert cut_off(printed, PAPER, tmp_path / "paper.html") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("browser")
+def test_it_prints_on_a_few_sheets(stress: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    """Two figures a sheet, in light colours whatever the screen is, none broken across sheets."""
+    file, paper = tmp_path / "report.html", tmp_path / "report.pdf"
+    file.write_text(stress[1])
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+               "--no-pdf-header-footer", "--blink-settings=preferredColorScheme=0", f"--print-to-pdf={paper}",
+               file.as_uri()]
+    subprocess.run(command, capture_output=True, timeout=90, check=False)
+    sheets = len(re.findall(rb"/Type\s*/Page\b", paper.read_bytes()))
+    assert 3 <= sheets <= 7
+
+
+def test_the_style_for_paper_is_light_and_breaks_no_figure(stress: tuple[dict[str, Any], str]) -> None:
+    rules = stress[1].partition("@media print")[2].partition("</style>")[0]
+    assert "--page: #fff" in rules
+    assert "--ink: #000" in rules
+    assert "section { break-inside: avoid" in rules
+    assert "print-color-adjust: exact" in rules

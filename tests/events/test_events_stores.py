@@ -30,7 +30,7 @@ from tests.events.test_events_mirror import (
     roomy,
     stored_keys,
 )
-from tests.runtime.runtime_kit import machine, serve, settings, settled, text
+from tests.runtime.runtime_kit import machine, serve, settings, settled, text, turns
 
 STORAGE = Medium.STORAGE.value
 
@@ -67,8 +67,7 @@ async def test_the_mirror_equals_the_stores_as_they_come_and_go(
             await world.step()
             world.keys(set())
             await settled(cache)
-            for _ in range(3):
-                await serve(cache, text(1, seed=50))  # who detaches tells of it by and by
+            await turns()
             await settled(cache)
             world.keys(set())
             blocks = reader.read(cache)
@@ -104,9 +103,7 @@ async def test_what_a_store_has_that_is_attached_is_told_at_once_and_taken_back_
         await settled(cache)
         assert not reader.read(cache)[STORAGE]
         await cache.attach_storage(backend, backfill=False)
-        await settled(cache)
-        for _ in range(3):
-            await serve(cache, text(4))
+        await turns()
         assert len(reader.read(cache)[STORAGE]) == 4
         await cache.detach_storage()
         assert not reader.read(cache)[STORAGE]

@@ -336,7 +336,12 @@ async def test_detaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
 @pytest.mark.asyncio
 async def test_of_two_who_detach_the_same_store_one_does(scheme: Scheme) -> None:
     async with opened(settings(host=16, storage="gated:")) as cache:
-        answers = await asyncio.gather(*[cache.detach_storage() for _ in range(2)], return_exceptions=True)
+        scheme.opened[0].gate.clear()
+        await serve(cache, text(2))
+        detaching = [asyncio.create_task(cache.detach_storage()) for _ in range(2)]
+        await turns()
+        scheme.opened[0].gate.set()
+        answers = await asyncio.gather(*detaching, return_exceptions=True)
         assert sorted(type(answer).__name__ for answer in answers) == ["ConfigError", "Unsaved"]
 
 

@@ -313,6 +313,18 @@ def test_a_store_that_falls_silent_is_given_up(
     assert "did not go on with its list within 0.05 s" in capsys.readouterr().err
 
 
+def test_a_store_that_does_not_open_is_given_up(
+    listed_store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(url: ParsedUrl, layout: StoreLayout) -> Kept:
+        await asyncio.Event().wait()
+        return Kept()
+
+    monkeypatch.setattr(Kept, "open", never)
+    assert main(["store", "stat", listed_store, "--timeout", "0.05"]) == 2
+    assert "could not be opened within 0.05 s" in capsys.readouterr().err
+
+
 def test_a_store_that_does_not_answer_is_not_ok(
     listed_store: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ and keeps it to its end.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -72,6 +73,14 @@ def redis_cluster() -> Iterator[Any]:
 def s3_server() -> Iterator[Any]:
     """An S3 server with an empty bucket."""
     yield from started("s3_server", "MotoServer", "obstore", "object")
+
+
+@pytest.fixture(scope="module")
+def ceph_server() -> Iterator[Any]:
+    """An S3 server by Ceph, where somebody has installed it; nowhere is it required."""
+    if shutil.which("radosgw") is None:
+        pytest.skip("radosgw is not installed: make stores-install S3=ceph")
+    yield from started("ceph_server", "CephServer", "obstore", "object")
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def bare(store: CheckedStore) -> ObjectBackend:
 
 def folder_url(folder: Path, options: str = "refresh=0") -> str:
     """A store in a folder; others' pages are not looked for unless ``options`` say so."""
-    return f"object+file:{folder}?{options}"
+    return f"object-file:{folder}?{options}"
 
 
 def objects(folder: Path, kind: str = "packs") -> list[Path]:

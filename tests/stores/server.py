@@ -52,6 +52,7 @@ class Server:
 
     program = ""                                       # looked up in PATH and beside the interpreter
     hint = ""                                          # how to install it
+    ready_within = READY_WITHIN
 
     def __init__(self, port: int = 0) -> None:
         self.port = port or free_port()
@@ -114,7 +115,7 @@ class Server:
         return self
 
     def _wait(self) -> None:
-        until = time.monotonic() + READY_WITHIN
+        until = time.monotonic() + self.ready_within
         while not self.ready():
             ended = self._process is None or self._process.poll() is not None
             if ended or time.monotonic() > until:

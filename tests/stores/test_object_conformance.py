@@ -38,10 +38,10 @@ class TestObjectStoreInAFolder(BackendSuite):
 
     @pytest.fixture
     def open_backend(self, tmp_path: Path) -> OpenBackend:
-        return opener(f"object+file:{tmp_path}/store")
+        return opener(f"object-file:{tmp_path}/store")
 
 
 class TestObjectStoreInMemory(BackendSuite):
     @pytest.fixture
     def open_backend(self) -> OpenBackend:
-        return opener("object+memory:")
+        return opener("object-memory:")

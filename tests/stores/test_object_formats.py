@@ -40,7 +40,7 @@ def footer_of(numbers: list[int]) -> bytes:
 
 
 def pack_of(clock: Clock, numbers: list[int]) -> Pack:
-    return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, 0.0, entries_of(numbers))
+    return Pack(clock.name(), 10 * len(numbers) + ENTRY_BYTES * len(numbers) + TRAILER_BYTES, entries_of(numbers))
 
 
 def test_a_footer_comes_back_whatever_lies_before_it() -> None:
@@ -90,8 +90,8 @@ def test_a_snapshot_comes_back_and_no_flipped_bit_goes_unseen() -> None:
     found = parse_snapshot(memoryview(data), RECORD_SCHEMA)
     assert found is not None
     assert (found.cursor, found.tombs) == (12.5, tombs)
-    assert [(p.name, p.size, p.written, p.entries) for p in found.packs] == [
-        (p.name, p.size, p.written, p.entries) for p in (first, second)
+    assert [(p.name, p.size, p.entries) for p in found.packs] == [
+        (p.name, p.size, p.entries) for p in (first, second)
     ]
     assert parse_snapshot(memoryview(data), OTHER) is None
     for cut in (0, 10, 79, len(data) - 1):
@@ -165,7 +165,7 @@ def test_the_index_answers_as_a_model_does(seed: int) -> None:
             born = stamp_of(name) - rng.choice((0, 0, 20))         # moved by a collection, or not
             model.packs[name] = born, numbers
             for _ in range(2):
-                index.add(Pack(name, 10 * len(numbers), 0.0, entries_of(numbers, born)))
+                index.add(Pack(name, 10 * len(numbers), entries_of(numbers, born)))
         elif step < 0.75 and model.packs:
             name = rng.choice(sorted(model.packs))
             del model.packs[name]

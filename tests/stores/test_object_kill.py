@@ -50,7 +50,7 @@ async def test_what_a_killed_writer_had_stored_is_there(
 ) -> None:
     for name, value in s3_server.client_environment.items():
         monkeypatch.setenv(name, value)
-    url = s3_server.url_at("kill") + "&refresh=0" if place == "s3" else f"object+file:{tmp_path}/store?refresh=0"
+    url = s3_server.url_at("kill") + "&refresh=0" if place == "s3" else f"object-file:{tmp_path}/store?refresh=0"
     rng, history = Random(f"kill {place}"), list[list[str]]()
     for round_ in range(3):
         history.append(killed_after(rng.randrange(4, 40), url, round_))

@@ -31,7 +31,7 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(option: str) -> None:
 @pytest.mark.parametrize(("url", "match"), [
     ("s3://bucket?colour=red", "unknown option 'colour'"),
     ("gs://bucket?region=us-east-1", "unknown option 'region'"),
-    ("object+file:/x?endpoint=http://a", "unknown option 'endpoint'"),
+    ("object-file:/x?endpoint=http://a", "unknown option 'endpoint'"),
     ("s3://bucket?pack=1", "pack=1 must be"),
     ("s3://bucket?pack=1TiB", "must be"),
     ("s3://bucket?capacity=5MiB", "less than two packs"),
@@ -47,7 +47,7 @@ def test_options_that_are_refused(url: str, match: str) -> None:
 
 
 @pytest.mark.parametrize(("url", "match"), [
-    ("s3://", "no bucket"), ("gs:///prefix", "no bucket"), ("object+file:", "no folder"), ("s3://b/a//c", "empty part"),
+    ("s3://", "no bucket"), ("gs:///prefix", "no bucket"), ("object-file:", "no folder"), ("s3://b/a//c", "empty part"),
     ("s3://b/../c", r"'\.\.'"), ("s3://b/./c", r"'\.'"),
 ])
 def test_places_that_are_refused(url: str, match: str) -> None:
@@ -57,7 +57,7 @@ def test_places_that_are_refused(url: str, match: str) -> None:
 
 @pytest.mark.parametrize("url", [
     "s3://bucket/a/b?region=eu-west-1", "s3://bucket?endpoint=http://127.0.0.1:9000", "gs://bucket/a",
-    "az://container/a?account=name", "s3://bucket/a/", "object+memory:",
+    "az://container/a?account=name", "s3://bucket/a/", "object-memory:",
 ])
 def test_places_that_are_understood(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
@@ -94,4 +94,4 @@ async def test_a_store_that_is_not_there_is_unavailable_soon_and_keeps_its_secre
 async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError):
-        await ObjectBackend.open(parse_url(f"object+file:{tmp_path}/file/store"), LAYOUT)
+        await ObjectBackend.open(parse_url(f"object-file:{tmp_path}/file/store"), LAYOUT)

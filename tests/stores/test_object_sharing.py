@@ -201,13 +201,20 @@ async def test_collection_while_pages_are_put_read_and_deleted(tmp_path: Path) -
 
 
 @pytest.mark.asyncio
-async def test_old_pages_damaged_objects_and_spent_tombstones_are_collected(tmp_path: Path) -> None:
+async def test_old_pages_and_damaged_objects_are_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, hour_ago = folder_url(tmp_path), time.time() - 3600
     async with opened(url) as store:
+        monkeypatch.setattr(bare(store)._clock, "now", lambda: hour_ago)
         await fill(store, some_keys("old", 3))
-        for path in objects(tmp_path):
-            os.utime(path, (hour_ago, hour_ago))
+        await fill(store, some_keys("older", 4))
+        monkeypatch.setattr(bare(store)._clock, "now", time.time)
         await fill(store, some_keys("new", 3))
+        await fill(store, some_keys("newer", 4))
+        first, _, third, _ = packs(tmp_path)
+        await bare(store).collect(None)                # moves all to one pack: nothing gets younger by that
+        assert not first.exists()
+        assert not third.exists()
+        await fill(store, some_keys("whole", 2))
         damaged = tmp_path / "packs" / ("0" * 32)
         damaged.write_bytes(b"torn")
         os.utime(damaged, (hour_ago, hour_ago))
@@ -215,10 +222,16 @@ async def test_old_pages_damaged_objects_and_spent_tombstones_are_collected(tmp_
         fresh.write_bytes(b"on its way")
     async with opened(url) as store:
         done = await bare(store).collect(1800)
-        assert (done.pages, done.waste) == (3, 1)
+        assert done.pages == 7
         assert not damaged.exists()
         assert fresh.exists()
-        assert await get(store, some_keys("old", 3) + some_keys("new", 3)) == [MISS] * 3 + [HIT] * 3
+        assert set(await get(store, some_keys("old", 3) + some_keys("older", 4))) == {MISS}
+        assert set(await get(store, some_keys("new", 3) + some_keys("newer", 4))) == {HIT}
+    async with opened(url) as store:
+        assert set(await get(store, some_keys("old", 3) + some_keys("older", 4))) == {MISS}
+        assert set(await get(store, some_keys("new", 3) + some_keys("newer", 4) + some_keys("whole", 2))) == {HIT}
+        assert (await bare(store).collect(0.0)).pages == 9
+        assert packs(tmp_path) == [fresh]
 
 
 @pytest.mark.asyncio

@@ -41,7 +41,10 @@ class Said(NamedTuple):
 
 
 Commands = Callable[..., list[Said]]
-STORES = ["file", "redis_server", "redis_cluster", "s3_server", "mooncake_master"]
+STORES = [
+    "file", "redis_server", "redis_cluster", "s3_server", "mooncake_master",
+    pytest.param("ceph_server", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture

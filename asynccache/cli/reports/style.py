@@ -21,6 +21,7 @@ section { background: var(--card); border: 1px solid var(--grid); border-radius:
 figure { margin: 0; flex: 1 1 0; min-width: 0; }
 svg { display: block; width: 100%; height: auto; } svg.narrow { display: none; }
 .table { flex: 0 0 372px; overflow-x: auto; max-width: 100%; }
+.table:has(th:nth-child(6)) { flex-basis: 470px; }
 .table table { width: 100%; } #settings .table { flex: none; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
@@ -57,6 +58,8 @@ footer { color: var(--soft); font-size: .85rem; }
   section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
   .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
   .table { flex: 0 0 270px; width: auto; } #settings .table { flex: none; }
+  .beside:has(th:nth-child(6)) { flex-direction: column; gap: 8px; } .table { overflow: visible; }
+  .table:has(th:nth-child(6)) { flex: none; width: 100%; }
   table { font-size: .75rem; } th, td { padding: 1px 0 1px 8px; }
   svg.wide { display: none; } svg.narrow { display: block; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }

@@ -34,10 +34,9 @@ from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import Settings, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
 from asynccache_backends.object_store.keeper import Keeper
-from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock
+from asynccache_backends.object_store.names import INDEX, PACKS, Clock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
-from asynccache_backends.object_store.snapshot import pack_tomb
 from asynccache_backends.object_store.uploads import Piece, Uploads
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
@@ -90,7 +89,7 @@ class ObjectBackend:
         if not layout.page_bytes:
             settings = settings._replace(capacity=None)
         client = connect(url, settings)
-        store = cls(client, Clock(), settings, layout.schema, lends=url.scheme != "object+memory")
+        store = cls(client, Clock(), settings, layout.schema, lends=url.scheme != "object-memory")
         try:
             saved = await store._catalog.load()
         except BaseException:
@@ -174,7 +173,7 @@ class ObjectBackend:
         with self._operations:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
-                yield [Stored(entry.key, entry.length + HEADER_BYTES, pack.written) for entry in entries]
+                yield [Stored(entry.key, entry.length + HEADER_BYTES, entry.born / 1000) for entry in entries]
 
     async def collect(self, older_than: float | None) -> Collected:
         """Rid the store of packs that are mostly dead, of what is unreadable, and of pages that are too old.
@@ -322,11 +321,9 @@ class ObjectBackend:
 
     async def _bury(self, keys: Sequence[bytes]) -> Result:
         """Make it last that ``keys`` were forgotten."""
-        name = self._clock.name()
-        self._catalog.index.bury(name, keys)
         self._catalog.counts["deleted"] += len(keys)
         try:
-            await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
+            await self._catalog.bury(self._clock.name(), keys)
         except Unavailable:
             self._catalog.counts["errors"] += 1
             return FAILED

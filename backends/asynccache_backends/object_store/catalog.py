@@ -24,7 +24,7 @@ from asynccache_backends.object_store.client import Client, Meta
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock, first_name, is_name, stamp_of
 from asynccache_backends.object_store.packs import Pack, Verdict, footer_bytes, parse_footer
-from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, parse_snapshot, parse_tomb
+from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
 
 OVERLAP = 600.0
 TAIL_BYTES = 16 << 10
@@ -97,6 +97,15 @@ class Catalog:
         self.counts["packs_put"] += 1
         self._unsaved += 1
         self.index.add(pack)
+
+    async def bury(self, name: str, keys: Sequence[bytes]) -> None:
+        """Forget what was stored under ``keys`` until the time of ``name``, here at once, and make it last.
+
+        Raises:
+            Unavailable: the store refuses; it is forgotten here only. Cancelling it may do the same.
+        """
+        self.index.bury(name, keys)
+        await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
 
     def lost(self, pack: Pack) -> None:
         """A pack is not there any more, or not as it was."""
@@ -182,7 +191,7 @@ class Catalog:
         verdict, entries = parse_footer(tail, meta.size, self._schema)
         if verdict is Verdict.GOOD:
             self._unsaved += 1
-            self.index.add(Pack(meta.name, meta.size, meta.written, entries))
+            self.index.add(Pack(meta.name, meta.size, entries))
         else:
             self.unread[meta.name] = verdict, meta
 

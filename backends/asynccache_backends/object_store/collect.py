@@ -18,7 +18,7 @@ import numpy as np
 from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, Catalog
 from asynccache_backends.object_store.client import Client
-from asynccache_backends.object_store.names import DEAD, PACKS, Clock, stamp_of
+from asynccache_backends.object_store.names import DEAD, PACKS, Clock, name_at, stamp_of
 from asynccache_backends.object_store.packs import Entry, Pack, Verdict, pack_entries, trailer_of
 
 
@@ -40,12 +40,9 @@ class Collector:
             Unavailable: the store refuses. Cancelling it leaves the rest for the next time.
         """
         await self._catalog.refresh(full=True)
-        packs = self._catalog.index.packs()
         if older_than is not None:
-            old = [pack for pack in packs if self._clock.now() - pack.written > older_than]
-            self._add(pages=sum(pack.live for pack in old))
-            await self._remove(old)
-            packs = [pack for pack in packs if self._catalog.index.has(pack.name)]
+            await self._retire(int((self._clock.now() - older_than) * 1000))
+        packs = self._catalog.index.packs()
         empty = [pack for pack in packs if not pack.live]
         self._add(waste=len(empty))
         await self._remove(empty)
@@ -55,6 +52,21 @@ class Collector:
         await self._remove_tombs()
         await self._catalog.save()
         return self._done
+
+    async def _retire(self, until: int) -> None:
+        """Forget what was stored until then. A tombstone of that time spares what is stored again meanwhile."""
+        whole, keys = list[Pack](), list[bytes]()
+        for pack in self._catalog.index.packs():
+            entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
+            old = [entry.key for entry in entries if entry.born <= until]
+            self._add(pages=len(old))
+            if old and len(old) == len(entries):
+                whole.append(pack)
+            else:
+                keys += old
+        await self._remove(whole)
+        if keys:
+            await self._catalog.bury(name_at(until), keys)
 
     def _add(self, pages: int = 0, waste: int = 0, size: int = 0) -> None:
         self._done = Collected(*(a + b for a, b in zip(self._done, (pages, waste, size), strict=True)))
@@ -90,7 +102,7 @@ class Collector:
         footer = table + trailer_of(table, self._schema)
         await self._client.create(f"{PACKS}/{name}", b"".join([*payloads, footer]))  # type: ignore[list-item]
         size = sum(lengths) + len(footer)
-        self._catalog.stored(Pack(name, size, self._clock.now(), table))
+        self._catalog.stored(Pack(name, size, table))
         self._add(size=-size)
 
     async def _remove_damaged(self) -> None:

@@ -1,7 +1,7 @@
 """From a URL to a client.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
-    gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object+file:/FOLDER    object+memory:
+    gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object-file:/FOLDER    object-memory:
 
 Credentials come from the environment, as the library reads it (``AWS_ACCESS_KEY_ID`` and its kin, an instance's role,
 ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_KEY``...), and from nowhere else: a URL ends up in process
@@ -27,8 +27,8 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "s3": ("endpoint", "region"),
     "gs": ("endpoint",),
     "az": ("endpoint", "account"),
-    "object+file": (),
-    "object+memory": (),
+    "object-file": (),
+    "object-memory": (),
 }
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
@@ -78,10 +78,10 @@ def connect(url: ParsedUrl, settings: Settings) -> Client:
     """
     library = require_obstore()
     place, _, prefix = url.path.partition("/")
-    if url.scheme == "object+file":
+    if url.scheme == "object-file":
         place, prefix = url.path, ""
-    if not place and url.scheme != "object+memory":
-        raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object+file' else 'bucket'}")
+    if not place and url.scheme != "object-memory":
+        raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object-file' else 'bucket'}")
     prefix = prefix.strip("/")
     if {"", ".", ".."} & set(prefix.split("/")) and prefix:
         raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.' or '..'")
@@ -104,9 +104,9 @@ def refuse_secrets(url: ParsedUrl) -> None:
 
 
 def _store(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
-    if url.scheme == "object+memory":
+    if url.scheme == "object-memory":
         return library.MemoryStore()
-    if url.scheme == "object+file":
+    if url.scheme == "object-file":
         return library.LocalStore(place, mkdir=True)
     kind, config = {
         "s3": (library.S3Store, {"endpoint": "endpoint", "region": "region"}),

@@ -39,6 +39,11 @@ def first_name(stamp: int) -> str:
     return f"{max(0, stamp):0{_STAMP_DIGITS}x}"
 
 
+def name_at(stamp: int) -> str:
+    """A new name of that time."""
+    return f"{first_name(stamp)}{secrets.token_hex(10)}"
+
+
 class Clock:
     """Gives names. ``now`` is the time in seconds since 1970."""
 
@@ -54,4 +59,4 @@ class Clock:
     def name(self) -> str:
         """A new name, later than all that were given or seen."""
         self._last = max(int(self.now() * 1000), self._last + 1)
-        return f"{self._last:0{_STAMP_DIGITS}x}{secrets.token_hex(10)}"
+        return name_at(self._last)

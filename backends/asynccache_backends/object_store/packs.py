@@ -57,13 +57,12 @@ class Entry(NamedTuple):
 class Pack:
     """A pack that is there. ``live`` records are the ones that the index answers with, ``live_bytes`` their size."""
 
-    __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp", "written")
+    __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
 
-    def __init__(self, name: str, size: int, written: float, entries: bytes) -> None:
+    def __init__(self, name: str, size: int, entries: bytes) -> None:
         self.name = name
         self.stamp = stamp_of(name)
         self.size = size
-        self.written = written
         self.entries = entries
         self.live = 0
         self.live_bytes = 0

@@ -11,7 +11,7 @@ from asynccache.storage import PageKey, Record
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.packs import Pack
 
-GAP = 32 << 10                                         # unwanted bytes that cost less than another request
+GAP = 512 << 10                                        # unwanted bytes that cost less than another request
 INLINE_BYTES = 128 << 10
 
 

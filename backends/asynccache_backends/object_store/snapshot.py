@@ -1,7 +1,7 @@
 """The index, saved as one object, so that opening does not read every footer; and tombstones. Pure functions.
 
     snapshot:   8 magic · 32 schema · 8 cursor · 8 packs · 8 tombstones · 16 xxh3_128 of all else;
-                per pack 32 name · 8 size · 8 written · 8 records; per tombstone 32 name · 8 keys;
+                per pack 32 name · 8 size · 8 records; per tombstone 32 name · 8 keys;
                 all entries of all packs; all keys of all tombstones
     tombstone:  8 magic · 8 keys · 16 xxh3_128 of the keys; the keys
 
@@ -25,7 +25,7 @@ _MAGIC = b"acINDX\x00\x01"
 _TOMB_MAGIC = b"acDEAD\x00\x01"
 _HEAD = struct.Struct("<8s32sdQQ")
 _CHECKSUM = 16
-_PACK = struct.Struct("<32sQdQ")
+_PACK = struct.Struct("<32sQQ")
 _TOMB = struct.Struct("<32sQ")
 _TOMB_HEAD = struct.Struct("<8sQ16s")
 
@@ -42,7 +42,7 @@ def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
     """The object's content. Reads nothing of a pack that ever changes: a thread may do it."""
     packs, tombs = snapshot.packs, snapshot.tombs
     body = b"".join([
-        *(_PACK.pack(pack.name.encode(), pack.size, pack.written, pack.count) for pack in packs),
+        *(_PACK.pack(pack.name.encode(), pack.size, pack.count) for pack in packs),
         *(_TOMB.pack(name.encode(), len(keys)) for name, keys in tombs.items()),
         *(pack.entries for pack in packs),
         *(key for keys in tombs.values() for key in keys),
@@ -75,11 +75,11 @@ def _checksum(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def _packs(heads: Sequence[tuple[bytes, int, float, int]], rest: bytes) -> Iterator[Pack]:
+def _packs(heads: Sequence[tuple[bytes, int, int]], rest: bytes) -> Iterator[Pack]:
     at = 0
-    for name, size, written, count in heads:
+    for name, size, count in heads:
         end = at + count * ENTRY_BYTES
-        yield Pack(name.decode(), size, written, rest[at:end])
+        yield Pack(name.decode(), size, rest[at:end])
         at = end
 
 

@@ -180,7 +180,7 @@ class Uploads:
             await self._lend(path, payloads, footer)
         else:
             await self._client.create(path, await self._joined(load, payloads, footer))
-        return Pack(name, load.size + len(footer), self._clock.now(), entries)
+        return Pack(name, load.size + len(footer), entries)
 
     async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
         loan = Loan(payloads)

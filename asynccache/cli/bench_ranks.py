@@ -1,0 +1,311 @@
+"""``asynccache bench ranks``: what agreement between ranks costs, over gloo on this machine.
+
+Every topology gets processes of its own, one per rank, that step a ledger of nothing. *empty*: nothing is in flight.
+*full*: as many operations as one frame holds. The bare all-reduce has the same size and is issued from the same thread
+of the same process; rounds of it and of steps take turns, so that both meet the same machine. With more processes than
+cores both figures are mostly the wait for a core. Messages and bytes are counted where they leave a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from asynccache.errors import ConfigError, RankFailure
+from asynccache.ranks import NEUTRAL, PENDING, Chain, Frames, Links, Progress, Steps, Topology
+from asynccache.ranks.frames import WINDOW, Words
+from asynccache.ranks.gloo import GlooGroup, GlooRanks, connect
+from asynccache.ranks.lane import Lane
+from asynccache.ranks.links import Group, Link
+
+Figures = dict[str, Any]
+
+TOPOLOGIES = ("tp2", "pp2", "tp2-pp2", "pp4")
+POOLS = 4
+GOAL_EMPTY_US = 10.0
+GOAL_RATIO = 1.5
+ROUNDS = 10
+EMPTY_STEPS = 20_000
+LIMIT = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--topology", nargs="+", default=list(TOPOLOGIES), metavar="T", type=_checked,
+                        help=f"such as tp2, pp4, tp2-cp2-pp2 (default: {' '.join(TOPOLOGIES)})")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps per figure (default: %(default)s)")
+    parser.add_argument("--pools", type=int, default=POOLS, metavar="N",
+                        help="pools of the model, each a count per operation (default: %(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="print no table")
+
+
+def _checked(name: str) -> str:
+    try:
+        parse(name)
+    except (ConfigError, ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{name!r} is no topology; one is tp2-pp2") from None
+    return name
+
+
+def parse(name: str) -> Topology:
+    """``tp2-pp2`` as a topology."""
+    return Topology(**{part[:2]: int(part[2:]) for part in name.split("-")})
+
+
+def run(args: argparse.Namespace) -> Figures:
+    """Measure every topology, print the figures, return them."""
+    wake = {name: round(loop(_wake_up()), 1) for name, loop in (("uvloop", uvloop.run), ("asyncio", asyncio.run))}
+    found = {}
+    for name in args.topology:
+        found[name] = measure(name, args.steps, args.pools)
+        if not args.quiet:
+            _show(name, found[name])
+    if not args.quiet:
+        print("thread and back, µs: " + ", ".join(f"{name} {us}" for name, us in wake.items()), file=sys.stderr)
+    return {"bench": "ranks", "topologies": found, "thread_and_back_us": wake,
+            "goals": {"empty_us": GOAL_EMPTY_US, "ratio": GOAL_RATIO}}  # fmt: skip
+
+
+def _show(name: str, figures: Figures) -> None:
+    empty, full, bare = figures["empty"], figures["full"], figures["bare"]
+    beside = f"bare {bare['p50_us']:.0f}, {figures['ratio']:.2f} x" if bare is not None else "no column to reduce over"
+    print(f"{name:<9} empty {empty['us']:.2f} µs, {empty['messages']} messages; "
+          f"full p50 {full['p50_us']:.0f} µs ({beside})", file=sys.stderr)  # fmt: skip
+    for stage, sent in enumerate(figures["stages"]):
+        print(f"{'':<9} stage {stage}, a step: {sent['reductions']:g} all-reduces, {sent['frames']:g} frames, "
+              f"{sent['bytes']:,.0f} bytes", file=sys.stderr)  # fmt: skip
+
+
+async def _wake_up(calls: int = 2000) -> float:
+    """What a call of nothing in a lane takes, median in µs."""
+    lane = Lane("asynccache-bench")
+    taken = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        await lane.run(_nothing)
+        taken.append(time.perf_counter() - began)
+    lane.end()
+    return _percentile(taken, 50)
+
+
+def _nothing() -> None:
+    """Called to learn what calling costs."""
+
+
+def _percentile(seconds: Sequence[float], percent: int) -> float:
+    ordered = sorted(seconds)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] * 1e6
+
+
+# the processes
+
+
+def measure(name: str, steps: int, pools: int) -> Figures:
+    """One process per rank; the figures of rank 0, and what each stage has sent."""
+    topology = parse(name)
+    with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
+        jobs = [{"topology": asdict(topology), "rank": rank, "steps": steps, "pools": pools,
+                 "meeting": (Path(folder) / "meeting").as_uri()} for rank in range(topology.ranks)]  # fmt: skip
+        answers = _all([[sys.executable, "-m", "asynccache.cli.bench_ranks", json.dumps(job)] for job in jobs])
+    column = topology.tp * topology.cp
+    return {**answers[0]["figures"], "ranks": topology.ranks,
+            "stages": [answers[stage * column]["sent"] for stage in range(topology.pp)]}  # fmt: skip
+
+
+def _all(commands: Sequence[Sequence[str]]) -> list[Any]:
+    """What each process prints."""
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
+    try:
+        ended = [(process, *process.communicate(timeout=LIMIT)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, _, errors in ended:
+        if process.returncode:
+            raise RankFailure(f"a rank of the benchmark ended with {process.returncode}: {errors[-500:]}")
+    return [json.loads(output) for _, output, _ in ended]
+
+
+async def serve(topology: Topology, rank: int, meeting: str, steps: int, pools: int) -> Figures:
+    """One rank: the figures, and what it sent per step."""
+    ranks = await connect(topology, rank, meeting)
+    try:
+        return await Rank(ranks, pools).measure(steps)
+    finally:
+        await ranks.aclose()
+
+
+# one rank
+
+
+class Counted:
+    """A group and a link that count what leaves."""
+
+    def __init__(self) -> None:
+        self.reductions = 0
+        self.frames = 0
+        self.bytes = 0
+
+    def links(self, links: Links) -> Links:
+        """The same, counted."""
+        link = partial(_CountedLink, self)
+        return Links(
+            [_CountedGroup(self, group) for group in links.groups],
+            None if links.above is None else link(links.above),
+            None if links.below is None else link(links.below),
+        )
+
+    def per_step(self, steps: int) -> Figures:
+        """The means."""
+        return {name: getattr(self, name) / steps for name in ("reductions", "frames", "bytes")}
+
+
+class _CountedGroup:
+    def __init__(self, counts: Counted, group: Group) -> None:
+        self._counts = counts
+        self._group = group
+
+    async def minimum(self, words: Words) -> Words:
+        self._counts.reductions += 1
+        self._counts.bytes += words.nbytes
+        return await self._group.minimum(words)
+
+
+class _CountedLink:
+    def __init__(self, counts: Counted, link: Link) -> None:
+        self._counts = counts
+        self._link = link
+        self.receive = link.receive
+
+    def send(self, words: Words) -> None:
+        self._counts.frames += 1
+        self._counts.bytes += words.nbytes
+        self._link.send(words)
+
+
+class Ledger:
+    """A replica in which nothing ever ends."""
+
+    def __init__(self, pools: int) -> None:
+        self.chain = Chain()
+        self.operations: tuple[int, ...] = ()
+        self._progress = Progress(PENDING, 1, (7,) * (pools - 1) + (NEUTRAL,))
+
+    def in_flight(self) -> Sequence[int]:
+        """All of them, every time."""
+        return self.operations
+
+    def local(self, op: int) -> Progress:
+        """The same for all."""
+        return self._progress
+
+    def decide(self, op: int, agreed: Progress) -> None:
+        """Nothing is ever decided."""
+
+
+class Rank:
+    """Steps over counted links."""
+
+    def __init__(self, ranks: GlooRanks, pools: int) -> None:
+        self.frames = Frames(pools)
+        self.plain = ranks.links(self.frames.length)
+        self.counts = Counted()
+        self.ledger = Ledger(pools)
+        links = self.counts.links(self.plain)
+        self.steps = Steps(self.ledger, links, self.frames, credit=2 * ranks.topology.pp)
+
+    async def measure(self, steps: int) -> Figures:
+        """Empty, then full and bare in turns."""
+        reader = asyncio.create_task(self.steps.read_reports()) if self.plain.below is not None else None
+        try:
+            empty = await self._empty()
+            full, bare = await self._rounds(steps // ROUNDS)
+            await self.steps.reports_in()
+        finally:
+            if reader is not None:
+                reader.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reader
+        ratio = round(_percentile(full, 50) / _percentile(bare, 50), 3) if bare else None
+        figures = {"empty": empty, "full": _quantiles(full), "bare": _quantiles(bare) if bare else None, "ratio": ratio,
+                   "frame_bytes": self.frames.length * 8}  # fmt: skip
+        taken = len(full) + len(full) // ROUNDS  # the first round warms up
+        return {"figures": figures, "sent": self.counts.per_step(taken)}
+
+    async def _empty(self) -> Figures:
+        began = time.perf_counter()
+        for _ in range(EMPTY_STEPS):
+            await self.steps.step()
+        taken = (time.perf_counter() - began) / EMPTY_STEPS * 1e6
+        return {"us": round(taken, 3), "messages": self.counts.reductions + self.counts.frames}
+
+    async def _rounds(self, steps: int) -> tuple[list[float], list[float]]:
+        full: list[float] = []
+        bare: list[float] = []
+        for number in range(ROUNDS + 1):
+            self.ledger.operations = tuple(range(1, WINDOW + 1))
+            stepped = await _timed(self.steps.step, steps)
+            reduced = await self._bare(steps)
+            if number:
+                full += stepped
+                bare += reduced
+        return full, bare
+
+    async def _bare(self, calls: int) -> list[float]:
+        """All-reduces over every group of the column, in the thread in which steps do theirs."""
+        taken = [0.0] * calls
+        for group in self.plain.groups:
+            assert isinstance(group, GlooGroup)
+            words = np.ones(self.frames.length, np.int64)
+            found = await group.lane.run(partial(_time_calls, partial(group.circle.minimum, words), calls))
+            taken = [a + b for a, b in zip(taken, found, strict=True)]
+        return taken if self.plain.groups else []
+
+
+async def _timed(call: Callable[[], Coroutine[Any, Any, None]], calls: int) -> list[float]:
+    taken = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        await call()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def _time_calls(call: Callable[[], object], calls: int) -> list[float]:
+    taken = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def _quantiles(seconds: Sequence[float]) -> Figures:
+    return {f"p{percent}_us": round(_percentile(seconds, percent), 1) for percent in (50, 90, 99)}
+
+
+def main() -> None:
+    """One rank of a benchmark, as its command line says."""
+    job = json.loads(sys.argv[1])
+    topology = Topology(**job.pop("topology"))
+    print(json.dumps(uvloop.run(serve(topology, **job))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""S3 by Ceph on loopback: a monitor, one OSD that keeps everything in memory, and ``radosgw``. Needs a larger machine
+and half a minute to start; ``make stores-up S3=ceph``. Same bucket and credentials as ``MotoServer``."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from email.utils import formatdate
+from typing import Self
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from tests.stores.s3_server import CREDENTIALS
+from tests.stores.server import HOST, CannotStart, Server, free_port
+
+HINT = "apt-get install ceph-mon ceph-osd radosgw ceph-common"
+MEMORY = 2 << 30
+PATIENCE = 120.0
+
+CONFIGURATION = """\
+[global]
+fsid = {fsid}
+mon_host = [v2:{host}:{mon}]
+public_addr = {host}
+mon_data = {folder}/mon
+osd_data = {folder}/osd
+rgw_data = {folder}/rgw
+run_dir = {folder}
+log_file =
+admin_socket =
+osd_objectstore = memstore
+memstore_device_bytes = {memory}
+osd_crush_chooseleaf_type = 0
+osd_pool_default_size = 1
+osd_pool_default_min_size = 1
+osd_pool_default_pg_num = 2
+osd_pool_default_pgp_num = 2
+mon_allow_pool_size_one = true
+mon_max_pg_per_osd = 1000
+rgw_thread_pool_size = 64
+keyring = {folder}/keyring
+[osd]
+keyring = {folder}/osd/keyring
+"""
+
+
+class CephServer(Server):
+    """The gateway; the monitor and the OSD behind it come and go with it."""
+
+    program = "radosgw"
+    hint = HINT
+    ready_within = PATIENCE
+    bucket = "bucket"
+    prefix = "kv"
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(port)
+        self._fsid = str(uuid.uuid4())
+        self._monitor = _Daemon(self, "ceph-mon", ["-i", "a"])
+        self._osd = _Daemon(self, "ceph-osd", ["-i", "0"])
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}?endpoint={self.endpoint}&region=us-east-1"
+
+    @property
+    def client_environment(self) -> Mapping[str, str]:
+        """What a client needs in its environment."""
+        return CREDENTIALS
+
+    @property
+    def configuration(self) -> str:
+        """The path of it."""
+        return str(self.folder / "ceph.conf")
+
+    def command(self, program: str) -> Sequence[str]:
+        endpoint = f"beast endpoint={HOST}:{self.port}"
+        return [program, "-f", "-c", self.configuration, "-n", "client.admin", f"--rgw_frontends={endpoint}"]
+
+    def start(self) -> Self:
+        """From nothing: what was stored before is gone."""
+        try:
+            self._start_monitor()
+            self._start_osd()
+            super().start()
+            self.run("radosgw-admin", "user", "create", "--uid=asynccache", "--display-name=asynccache",
+                     f"--access-key={CREDENTIALS['AWS_ACCESS_KEY_ID']}",
+                     f"--secret-key={CREDENTIALS['AWS_SECRET_ACCESS_KEY']}")
+            self._make_bucket()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def kill(self) -> None:
+        """All three."""
+        super().kill()
+        self._osd.kill()
+        self._monitor.kill()
+
+    def close(self) -> None:
+        """Kill them and remove their folders."""
+        super().close()
+        self._osd.close()
+        self._monitor.close()
+
+    def run(self, program: str, *words: str) -> str:
+        """One of Ceph's tools; what it prints. Raises CannotStart if it fails."""
+        path = shutil.which(program)
+        if path is None:
+            raise CannotStart(f"{program} is not installed: {HINT}")
+        command = [path, "-c", self.configuration, *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise CannotStart(f"{program} {words[0]} does not end") from None
+        if done.returncode:
+            raise CannotStart(f"{program} {' '.join(words[:2])}: {(done.stderr or done.stdout)[-500:]}")
+        return done.stdout
+
+    def _start_monitor(self) -> None:
+        for name in ("mon", "osd", "rgw"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            (self.folder / name).mkdir()
+        (self.folder / "ceph.conf").write_text(CONFIGURATION.format(
+            fsid=self._fsid, host=HOST, mon=self._monitor.port, folder=self.folder, memory=MEMORY))
+        known = str(self.folder / "monmap")
+        self.run("monmaptool", "--create", "--clobber", "--fsid", self._fsid, "--addv", "a",
+                 f"[v2:{HOST}:{self._monitor.port}]", known)
+        keyring = str(self.folder / "keyring")
+        everything = [word for daemon in ("mon", "osd", "mgr") for word in ("--cap", daemon, "allow *")]
+        self.run("ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
+        self.run("ceph-authtool", keyring, "--gen-key", "-n", "client.admin", *everything)
+        self.run("ceph-mon", "-i", "a", "--mkfs", "--monmap", known, "--keyring", keyring)
+        self._monitor.start()
+
+    def _start_osd(self) -> None:
+        own = str(uuid.uuid4())
+        self.run("ceph", "osd", "new", own)
+        self.run("ceph", "auth", "get-or-create", "osd.0", "mon", "allow profile osd", "osd", "allow *",
+                 "-o", str(self.folder / "osd" / "keyring"))
+        self.run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", own)
+        self._osd.start()
+        until = time.monotonic() + PATIENCE
+        while " 1 up" not in self.run("ceph", "osd", "stat"):
+            if time.monotonic() > until:
+                raise CannotStart("the OSD does not come up")
+            time.sleep(0.2)
+
+    def _make_bucket(self) -> None:
+        until, why = time.monotonic() + PATIENCE, ""
+        while time.monotonic() < until:
+            try:
+                with urlopen(self._signed("PUT", f"/{self.bucket}"), timeout=10):
+                    return
+            except (URLError, OSError) as error:
+                why = str(error)
+            time.sleep(0.2)
+        raise CannotStart(f"radosgw makes no bucket: {why}")
+
+    def _signed(self, method: str, path: str) -> Request:
+        """A request as S3 signed them first: all that is needed here."""
+        date = formatdate(usegmt=True)
+        secret = CREDENTIALS["AWS_SECRET_ACCESS_KEY"].encode()
+        digest = hmac.new(secret, f"{method}\n\n\n{date}\n{path}".encode(), hashlib.sha1).digest()
+        signature = f"AWS {CREDENTIALS['AWS_ACCESS_KEY_ID']}:{base64.b64encode(digest).decode()}"
+        return Request(self.endpoint + path, method=method, headers={"Date": date, "Authorization": signature})
+
+
+class _Daemon(Server):
+    """The monitor or the OSD of a cluster."""
+
+    hint = HINT
+    ready_within = PATIENCE
+
+    def __init__(self, cluster: CephServer, program: str, words: Sequence[str]) -> None:
+        super().__init__(free_port())
+        self.program = program
+        self._cluster = cluster
+        self._words = words
+
+    def command(self, program: str) -> Sequence[str]:
+        return [program, "-f", *self._words, "-c", self._cluster.configuration]
+
+    def ready(self) -> bool:
+        """The monitor listens; of the OSD the monitor knows."""
+        return super().ready() if self.program == "ceph-mon" else True
