@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import AsyncCacheError, CacheFull, ConfigError
-from asynccache.runtime.entry import Entry, Granted, Terms, Turn
+from asynccache.runtime.entry import GRACE, Entry, Granted, Terms, Turn
+from asynccache.runtime.prefetch import PrefetchHandle
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine
@@ -28,6 +29,7 @@ class WaitingEntry(Entry):
         machine.core.check_possible(ask)
         super().__init__(machine, ask, terms)
         self.over = False
+        self._until: float | None = None
         self.entered: asyncio.Future[None] = machine.loop.create_future()
         self._grant = granted
         if self._own_handle and self.handle is not None and self.handle.done():
@@ -41,11 +43,22 @@ class WaitingEntry(Entry):
             return True
         async with self._machine.driver.lock:
             turn = await self._turn(self._enter)
+            if turn is Turn.STOPPING and self.handle is not None:
+                self._give_up_in_time(self.handle)
             if turn is Turn.NOT_YET and self._machine.idle():
                 self._end(CacheFull("the pages cannot be had: nothing is in flight that could free them"))
             elif turn is not Turn.GRANTED:
                 self._join()
         return self.over
+
+    def _give_up_in_time(self, handle: PrefetchHandle) -> None:
+        """As ``Entry._stopped``, in the time that steps make."""
+        turns = self._machine.driver.turns
+        if self._until is None:
+            self._until = turns.patience(GRACE)
+        elif turns.patience(0) >= self._until:
+            self._gave_up = True
+            handle.give_up()
 
     def abort(self) -> None:
         """It is not to be granted any more."""
