@@ -142,6 +142,10 @@ class CacheCollector(Collector):
             state = BreakerState(int(counts["breaker"]))
             breaker.add_metric((self._name, name), {s.name.lower(): s is state for s in BreakerState})
         yield breaker
+        for name, text in (("promoted_pages", "Pages from a farther store that a nearer one has now."),
+                           ("unpromoted_pages", "Pages from a farther store for whose copies there was no memory, or "
+                                                "that a nearer one did not take.")):  # fmt: skip
+            yield self._counter(name, text, (), [((), statistics.storage.get(name, 0))])
 
     def _events(self, stats: Publishing) -> Iterator[Metric]:
         yield self._counter("event_batches", "Batches of KV events sent.", (), [((), stats.batches)])

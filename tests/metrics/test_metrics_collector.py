@@ -128,3 +128,25 @@ async def test_buckets_are_cumulative_and_end_with_all() -> None:
     )
     assert [count for _, count in buckets] == sorted(count for _, count in buckets)
     assert buckets[-1] == (float("inf"), one(samples, "stage_latency_seconds_count", stage="backup_host"))
+
+
+@pytest.mark.asyncio
+async def test_several_stores_are_told_apart() -> None:
+    urls = ("memory:?name=near&write=no", "memory:?name=far")
+    async with opened(settings(device=12, host=12, storage=urls)) as cache:
+        registry = registered(cache)
+        for seed in range(4):
+            await serve(cache, text(4, seed=seed))
+        await cache.flush()
+        await serve(cache, text(4, extra=1))
+        await until(lambda: cache.statistics().stores["near"]["pages"] > 0)
+        samples = scrape(registry)
+        assert one(samples, "storage", backend="far", figure="pages") == 16
+        assert one(samples, "storage", backend="near", figure="pages") == 4
+        assert one(samples, "promoted_pages_total") == 4
+        assert one(samples, "unpromoted_pages_total") == 0
+        for name in ("near", "far"):
+            assert one(samples, "storage_breaker", backend=name, asynccache_storage_breaker="closed") == 1
+        await cache.detach_storage("far")
+        samples = scrape(registry)
+        assert not [labels for _, labels in samples if ("backend", "far") in labels]

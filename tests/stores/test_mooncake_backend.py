@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from asynccache_backends.mooncake import MooncakeBackend
+from asynccache_backends.mooncake import MooncakeBackend, shared
 from asynccache_backends.mooncake.raw import raw
-from asynccache_backends.mooncake.settings import settings_of
+from asynccache_backends.mooncake.settings import ClientOptions, settings_of
 from asynccache_backends.mooncake.shared import acquire
 
 from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
@@ -271,20 +272,29 @@ async def test_a_master_that_never_answers_is_a_timeout() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_open_that_is_cancelled_leaves_nothing_in_use(mooncake_master: Any, namespace: str) -> None:
-    settings = settings_of(parse_url(mooncake_master.url))
-    shared = await acquire(settings.client)
-    users = shared.users
-    for turns in range(12):
-        opening = asyncio.ensure_future(acquire(settings.client))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        opening.cancel()
-        await asyncio.wait([opening])
-        if not opening.cancelled():
-            opening.result().release()
-        assert shared.users == users
-    shared.release()
+async def test_an_open_that_is_cancelled_leaves_nothing_in_use(
+    mooncake_master: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = settings_of(parse_url(mooncake_master.url)).client
+    one = await acquire(options)
+    users, begun, go_on, set_up = one.users, threading.Event(), threading.Event(), shared._acquire
+
+    def slow(options: ClientOptions, host: str) -> shared.Shared:
+        begun.set()
+        go_on.wait(10)
+        return set_up(options, host)
+
+    monkeypatch.setattr(shared, "_acquire", slow)
+    opening = asyncio.ensure_future(acquire(options))
+    await asyncio.to_thread(begun.wait, 10)
+    opening.cancel()
+    await asyncio.sleep(0)
+    assert not opening.done(), "what has begun is waited for"
+    go_on.set()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    assert one.users == users
+    one.release()
 
 
 @pytest.mark.asyncio

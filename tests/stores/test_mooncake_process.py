@@ -99,6 +99,17 @@ def test_set_up_freezes_the_loop_shortly(mooncake_master: Any) -> None:
         assert again["lag"] < 0.5, again
 
 
+def test_a_process_that_ends_while_a_call_is_under_way_ends_well(other_master: Any) -> None:
+    with Child() as child:
+        child.ask("open", url=other_master.url, namespace="inside.")
+        other_master.hang()
+        try:
+            child.ask("leave_inside")
+            assert child.end() == 0
+        finally:
+            other_master.resume()
+
+
 def test_a_process_that_ends_without_closing_anything_ends_well(mooncake_master: Any) -> None:
     with Child() as child:
         child.ask("open", url=mooncake_master.url, namespace="end.")

@@ -3,6 +3,8 @@ answers by the script; everything that a real one can be made to answer is teste
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -197,3 +199,27 @@ async def test_an_answer_of_the_wrong_length_is_no_answer() -> None:
     async with opened(Scripted([0])) as backend:
         with pytest.raises(BackendError, match="1 codes for 2"):
             await put(backend, 2)
+
+
+@pytest.mark.asyncio
+async def test_parts_of_a_cancelled_call_that_have_not_begun_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PART_PAGES", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def batch_is_exist(self, names: Sequence[str], *args: object) -> list[int]:
+            begun.set()
+            go_on.wait(10)
+            return self._answer(names)
+
+    library = Slow([1], [1], [1])
+    async with opened(library) as backend:
+        asking = asyncio.ensure_future(backend.exists(keys_of(3)))
+        await asyncio.to_thread(begun.wait, 10)
+        asking.cancel()
+        await asyncio.sleep(0)
+        assert not asking.done()
+        go_on.set()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        assert len(library.asked) == 1

@@ -286,6 +286,20 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_listing_goes_on_when_packs_vanish(tmp_path: Path) -> None:
+    async with opened(folder_url(tmp_path)) as store:
+        for n in range(4):
+            await fill(store, some_keys(str(n), 2))
+        found = []
+        async for batch in bare(store).listing():
+            found.append(len(batch))
+            if len(found) == 1:
+                packs(tmp_path)[2].unlink()
+                assert set(await get(store, some_keys("2", 2))) == {MISS}
+        assert found == [2, 2, 0, 2]
+
+
+@pytest.mark.asyncio
 async def test_small_puts_share_packs(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path)) as store:
         keys = some_keys("0", 100)

@@ -17,7 +17,7 @@ import pytest
 from asynccache_backends.redis.connecting import ConnectFailed, connect
 from asynccache_backends.redis.connection import Connection, Job, plain
 from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import ProtocolError, Setting, command
+from asynccache_backends.redis.resp import SPARE_BYTES, ProtocolError, Setting, command
 from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import Timeout, Unavailable
@@ -135,6 +135,18 @@ async def test_what_was_answered_before_the_end_counts() -> None:
     async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
         assert await connection.ask(fetching(record)) == [Result.HIT]
         await soon(lambda: connection.closed)
+
+
+@pytest.mark.asyncio
+async def test_the_end_behind_a_last_answer_that_fills_the_buffer() -> None:
+    """All that was asked is there: the end of the connection is not looked for before it is handed on."""
+    answer = b":1\r\n" * (SPARE_BYTES // 4)
+    async with connected(answers(answer)) as connection:
+        connection._loop.remove_reader(connection._fd)
+        task = asyncio.create_task(connection.ask(plain([b"a"] * (SPARE_BYTES // 4))))
+        await asyncio.sleep(0.1)
+        connection._readable()
+        assert await task == [1] * (SPARE_BYTES // 4)
 
 
 @pytest.mark.asyncio

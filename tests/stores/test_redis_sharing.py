@@ -140,6 +140,15 @@ async def test_what_is_listed(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_left_while_it_was_looked_at_is_not_listed(redis_server: RedisServer) -> None:
+    (key,) = keys_of(1)
+    async with opened(redis_server.url) as backend:
+        await put_all(backend, [key])
+        names = [b"asynccache:" + key.key, b"asynccache:" + bytes(32)]
+        assert [stored.key for _, stored in await backend._catalog.entries(names)] == [key.key]
+
+
+@pytest.mark.asyncio
 async def test_with_a_ttl_it_is_known_when_a_page_was_written(redis_server: RedisServer) -> None:
     url = f"{redis_server.url}?ttl=1h"
     async with opened(redis_server.url) as forever, opened(url) as backend:

@@ -1,8 +1,8 @@
 """Which memory the client may read and write: runs that were registered with it, each once, however many caches share
 them.
 
-Memory that overlaps what is registered otherwise is refused by the client, and so here: what lies in it is copied
-through a stage (see ``transfers``). Mutable state: the runs, and how often each is wanted. Used from threads.
+The client refuses memory that overlaps what is registered; what lies in it is copied through a stage (``transfers``).
+Mutable state: the runs, and how often each is wanted. Used from threads.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ class Regions:
         return i >= 0 and start + length <= ends[i]
 
     def _register(self, region: Region) -> bool:
-        if any(region.start < other.end and other.start < region.end for other in self._wanted if other != region):
-            return False
         with self._client as store:
             code: int = store.register_buffer(region.start, region.end - region.start)
         return code == 0

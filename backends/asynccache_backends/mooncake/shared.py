@@ -1,13 +1,12 @@
 """The process's client: there is one, for set-up freezes the process and close freezes it longer.
 
-Caches with the same options share it, counted; it stays when the last of them has gone, and is closed at exit only if
-it contributes memory (so that others see that leave at once). Who needs other options while it is in use is refused;
-while nobody uses it, it is replaced. Mutable state: ``_current``, under ``_lock``.
+Caches with the same options share it, counted; it stays when the last of them has gone, and the library closes it when
+the process ends. Who needs other options while it is in use is refused; while nobody uses it, it is replaced. Mutable
+state: ``_current``, under ``_lock``.
 """
 
 from __future__ import annotations
 
-import atexit
 from threading import Lock
 from typing import Any
 
@@ -77,8 +76,6 @@ def _acquire(options: ClientOptions, host: str) -> Shared:
         module = library()
         client = Client(module.MooncakeDistributedStore)
         client.set_up(options, host)
-        if options.segment:
-            atexit.register(client.close)
         _current = Shared(options, client, module)
         return _current
 

@@ -202,7 +202,7 @@ class ObjectBackend:
         return {
             "pages": index.pages,
             "bytes": index.bytes,
-            "packs": len(index.packs()),
+            "packs": index.pack_count,
             "stored_bytes": index.stored,
             "unreadable_packs": len(self._catalog.unread),
             "tombstones": len(index.tombs),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import Client, Meta
@@ -29,6 +29,16 @@ from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, p
 OVERLAP = 600.0
 TAIL_BYTES = 16 << 10
 SAVE_AFTER = 64
+_AT_A_TIME = 64
+
+
+async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
+    """One after the other, with a turn of the loop for others every millisecond or so. Any of them may vanish
+    meanwhile. Cancelling it is safe."""
+    for n, pack in enumerate(packs, 1):
+        yield pack
+        if not n % _AT_A_TIME:
+            await asyncio.sleep(0)
 
 
 class Catalog:
@@ -60,7 +70,7 @@ class Catalog:
             for name, keys in saved.tombs.items():
                 self._clock.seen(stamp_of(name))
                 self.index.bury(name, keys)
-            for pack in saved.packs:
+            async for pack in gently(saved.packs):
                 self._clock.seen(pack.stamp)
                 self.index.add(pack)
         await self.refresh(full=saved is None)
@@ -120,7 +130,7 @@ class Catalog:
     @property
     def save_due(self) -> bool:
         """Whether so much is new that the next opening should find a snapshot of it."""
-        return self._unsaved >= max(SAVE_AFTER, len(self.index.packs()) // 4)
+        return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
 
     async def save(self) -> None:
         """Store a snapshot, and remove those before it.
@@ -149,8 +159,9 @@ class Catalog:
                 data = await self._client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            found = parse_snapshot(memoryview(data), self._schema)
-            if found is not None:
+            parsing = self._workers.call(parse_snapshot, memoryview(data), self._schema)
+            await settled([parsing])
+            if (found := parsing.result()) is not None:
                 return found
             self.counts["bad_snapshots"] += 1
         return None

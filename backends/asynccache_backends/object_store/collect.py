@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from asynccache.storage import Collected
-from asynccache_backends.object_store.catalog import OVERLAP, Catalog
+from asynccache_backends.object_store.catalog import OVERLAP, Catalog, gently
 from asynccache_backends.object_store.client import Client
 from asynccache_backends.object_store.names import DEAD, PACKS, Clock, name_at, stamp_of
 from asynccache_backends.object_store.packs import Entry, Pack, Verdict, pack_entries, trailer_of
@@ -56,7 +56,7 @@ class Collector:
     async def _retire(self, until: int) -> None:
         """Forget what was stored until then. A tombstone of that time spares what is stored again meanwhile."""
         whole, keys = list[Pack](), list[bytes]()
-        for pack in self._catalog.index.packs():
+        async for pack in gently(self._catalog.index.packs()):
             entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
             old = [entry.key for entry in entries if entry.born <= until]
             self._add(pages=len(old))
@@ -116,7 +116,7 @@ class Collector:
         """A tombstone that is older than any pack on its way, and whose keys no earlier pack has, is done."""
         index = self._catalog.index
         oldest: dict[bytes, int] = {}
-        for pack in index.packs():
+        async for pack in gently(index.packs()):
             for key, _, born in pack.births():
                 oldest[key] = min(born, oldest.get(key, born))
         for name, keys in list(index.tombs.items()):

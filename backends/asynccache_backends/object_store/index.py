@@ -38,7 +38,7 @@ class Index:
         self._next = 0
 
     def __repr__(self) -> str:
-        return f"Index(pages={self.pages}, packs={len(self._packs)}, tombs={len(self.tombs)})"
+        return f"Index(pages={self.pages}, packs={self.pack_count}, tombs={len(self.tombs)})"
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slots
@@ -52,8 +52,13 @@ class Index:
         """All of them."""
         return list(self._slots)
 
+    @property
+    def pack_count(self) -> int:
+        """Packs that are there."""
+        return len(self._packs)
+
     def packs(self) -> list[Pack]:
-        """Every pack, earliest first."""
+        """Every pack, earliest first. To be sorted they are all looked at: not for the hot path."""
         return sorted(self._packs.values(), key=lambda pack: pack.name)
 
     def has(self, name: str) -> bool:
@@ -70,8 +75,8 @@ class Index:
         return self._packs[slot >> _BITS], slot & _MASK
 
     def live(self, pack: Pack) -> list[int]:
-        """The places in ``pack`` that the index answers with."""
-        base = self._numbers[pack.name] << _BITS
+        """The places in ``pack`` that the index answers with; none if it has vanished."""
+        base = self._numbers.get(pack.name, -1) << _BITS
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:

@@ -215,7 +215,10 @@ class RedisBackend:
             self._room.given_up()
             raise
         self._learn_of_room(replies)
-        return [self._stored(reply, record) for reply, record in zip(replies, records, strict=True)]
+        sizes = [len(record.payload) for reply, record in zip(replies, records, strict=True) if reply == b"OK"]
+        self._counts["pages"] += len(sizes)
+        self._counts["bytes"] += sum(sizes) + len(sizes) * HEADER_BYTES
+        return [FAILED if isinstance(reply, Refusal) else HIT for reply in replies]  # nil: it is there by now
 
     def _learn_of_room(self, replies: Sequence[Any]) -> None:
         refused = sum(isinstance(reply, Refusal) and reply.code in NO_ROOM for reply in replies)
@@ -224,14 +227,6 @@ class RedisBackend:
             self._room.failed(_now())
         else:
             self._room.ended()
-
-    def _stored(self, reply: Any, record: Record) -> Result:
-        """nil: somebody else was faster, with the same page."""
-        if reply == b"OK":
-            self._counts["pages"] += 1
-            self._counts["bytes"] += HEADER_BYTES + record.payload.nbytes
-            return HIT
-        return HIT if reply is None else FAILED
 
     def _check_open(self) -> None:
         if self._closed:

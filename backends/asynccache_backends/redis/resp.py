@@ -89,6 +89,10 @@ LINE, BODY, SKIP, TAIL = range(4)
 Enum's members cost 0.2 µs to look up, and every page passes through three states.)"""
 
 
+USUAL: dict[bytes, Any] = {b"+OK": b"OK", b":1": 1, b":0": 0, b"$-1": None}
+_OTHER = object()
+
+
 class Reader:
     """Replies of one connection. ``begin`` says what is asked; then bytes are received into ``buffers()`` and reported
     to ``received``, until ``missing`` is 0; the answers are in ``replies``.
@@ -100,6 +104,7 @@ class Reader:
     def __init__(self, spare: int = SPARE_BYTES) -> None:
         self.replies: list[Any] = []
         self._sinks: Sequence[Record | None] = ()
+        self._plain = False
         self._raw = bytearray(spare)
         self._spare = memoryview(self._raw)
         self._at = self._end = 0
@@ -120,6 +125,7 @@ class Reader:
         if self._at != self._end:
             raise ProtocolError("a reply that nobody asked for")
         self._sinks = sinks
+        self._plain = not any(sinks)
         self.replies = []
         large = bool(sinks) and sinks[0] is not None and len(sinks[0].payload) >= LARGE_BYTES
         self._beside = BESIDE_BYTES if large else len(self._raw)
@@ -141,12 +147,25 @@ class Reader:
         while count and self._targets:
             count -= self._filled(min(count, len(self._targets[0])))
         self._end += count
+        if self._plain and self._state == LINE and not self._open:
+            self._usual()
         while self._steps[self._state](self):
             pass
         if self._at == self._end:
             self._at = self._end = 0
         elif self._end == len(self._raw):
             self._compact()
+
+    def _usual(self) -> None:
+        """Take what pages are mostly answered by, many at once: it is a tenth of the work."""
+        end = self._raw.rfind(b"\r\n", self._at, self._end)
+        lines = bytes(self._raw[self._at : end]).split(b"\r\n") if end >= 0 else []
+        for line in lines[: self.missing]:
+            value = USUAL.get(line, _OTHER)
+            if value is _OTHER:
+                return
+            self.replies.append(value)
+            self._at += len(line) + 2
 
     def _line(self) -> bool:
         raw, at = self._raw, self._at
