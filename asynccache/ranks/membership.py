@@ -1,35 +1,43 @@
-"""One rank among others: where it stands and what connects it."""
+"""One rank among others: where it stands and what connects it. What ``AsyncCache`` takes as ``ranks``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 from asynccache.ranks.links import Links
-from asynccache.ranks.topology import Place, Topology
+from asynccache.ranks.topology import Topology
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """``rank`` of ``topology``. ``credit``: decisions that a pipeline stage may be ahead of the reports of the next; by
-    default twice as many as there are stages."""
-
-    topology: Topology
-    rank: int
-    links: Links
-    credit: int = 0
+class Ranks(Protocol):
+    """``rank`` of ``topology``, connected: ``ranks.gloo`` makes one, the simulated ranks another. Whoever made it
+    closes it, after the cache; after a failure it is of no more use."""
 
     @property
-    def place(self) -> Place:
-        """Its coordinates."""
-        return self.topology.place(self.rank)
+    def topology(self) -> Topology:
+        """The whole group."""
+        ...
 
     @property
-    def shard(self) -> tuple[int, int]:
-        """Which part of every page of its layers it holds, of how many."""
-        place = self.place
-        return place.tp + self.topology.tp * place.cp, self.topology.tp * self.topology.cp
+    def rank(self) -> int:
+        """This one's number."""
+        ...
 
-    @property
-    def ahead(self) -> int:
-        """The credit."""
-        return self.credit or 2 * self.topology.pp
+    def links(self, length: int) -> Links:
+        """The connections for frames of ``length`` words."""
+        ...
+
+    async def gather(self, content: bytes) -> Sequence[bytes]:
+        """What every rank gives, by rank. Cancelling it leaves the ranks unable to gather again."""
+        ...
+
+
+def shard(ranks: Ranks) -> tuple[int, int]:
+    """Which part of every page of its layers a rank holds, of how many."""
+    topology, place = ranks.topology, ranks.topology.place(ranks.rank)
+    return place.tp + topology.tp * place.cp, topology.tp * topology.cp
+
+
+def is_clocked(ranks: Ranks) -> bool:
+    """Whether its clock counts: the first pipeline stage's does."""
+    return ranks.topology.place(ranks.rank).pp == 0

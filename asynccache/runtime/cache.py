@@ -16,7 +16,10 @@ from asynccache.errors import BackendError, CacheClosed, ConfigError, RankDiverg
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks, SingleRank
+from asynccache.ranks.handshake import shake_hands
+from asynccache.ranks.membership import shard
 from asynccache.runtime.attaching import attach, close_unattached, detach, open_attached
+from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
@@ -74,6 +77,8 @@ class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
     ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
+    ``ranks``: this rank among others (see ``asynccache.ranks``): then every rank makes the same calls, in one order,
+    and ``step`` once an iteration.
     ``on_event`` is told of everything that ``asynccache.events`` publishes, in order, from the loop; it must be quick.
     """
 
@@ -110,7 +115,7 @@ class AsyncCache:
         """Allocate the pools, open the store, start the workers. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: pools do not fit in memory, or an unknown device or backend.
+            ConfigError: pools do not fit in memory, or an unknown device or backend; or ranks differ.
             Unavailable: the store cannot be opened now.
         """
         if self._machine is not None:
@@ -118,6 +123,10 @@ class AsyncCache:
         try:
             self._device = self._given_device or _open_device(self.config.device)
             pools = self._pools()
+            if self._ranks is not None:
+                await shake_hands(self._ranks.gather, description(
+                    self.config, self._ranks.topology, self._on_event is not None
+                ))
             mover = Mover(self._device, pools)  # first: it may refuse, and a store leaves traces
             await self._open_stores()
             self._machine = Machine(
@@ -201,7 +210,7 @@ class AsyncCache:
     def _pools(self) -> tuple[PoolSpec, ...]:
         """The pools, as this rank holds them."""
         pools = self.config.pools()
-        return pools if self._ranks is None else tuple(spec.on_rank(*self._ranks.shard) for spec in pools)
+        return pools if self._ranks is None else tuple(spec.on_rank(*shard(self._ranks)) for spec in pools)
 
     async def _open_stores(self) -> None:
         """With a host tier there is a place for stores, also where none is attached yet."""

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from asynccache.core.plan import Outcome, Status
-from asynccache.ranks import NEUTRAL, Chain, Counts, Frames, Links, LockstepTurns, Phase, Progress, Steps, Turns
+from asynccache.ranks import NEUTRAL, Chain, Counts, Frames, LockstepTurns, Phase, Progress, Ranks, Steps, Turns
+from asynccache.ranks.membership import is_clocked
 from asynccache.ranks.progress import FINAL, PENDING
 
 
@@ -32,17 +33,16 @@ class Transfer:
 
 
 class Lockstep:
-    """One rank's agreement. ``pools``: of the whole model in configured order; ``here``: those with bytes on this rank.
-    ``clocked``: whether this rank's clock counts (the first pipeline stage's does)."""
+    """One rank's agreement. ``pools``: of the whole model in configured order; ``here``: those with bytes on this
+    rank."""
 
-    def __init__(
-        self, links: Links, pools: Sequence[str], here: Collection[str], *, clocked: bool, credit: int
-    ) -> None:
+    def __init__(self, ranks: Ranks, pools: Sequence[str], here: Collection[str]) -> None:
+        frames = Frames(len(pools))
         self.turns: Turns = LockstepTurns()
         self.chain = Chain()
-        self.steps = Steps(self, links, Frames(len(pools)), credit=credit)
+        self.steps = Steps(self, ranks.links(frames.length), frames, credit=2 * ranks.topology.pp)
         self.pools = tuple(pools)
-        self.clocked = clocked
+        self.clocked = is_clocked(ranks)
         self._start = Progress(PENDING, 1, tuple(0 if name in here else NEUTRAL for name in pools))
         self._ledger: dict[int, Transfer] = {}
         self._numbers: dict[int, int] = {}

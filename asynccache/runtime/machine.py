@@ -317,7 +317,4 @@ class Machine:
 def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:
     if ranks is None:
         return None
-    here = {spec.name for spec in pools if spec.bytes_per_page}
-    return Lockstep(
-        ranks.links, [spec.name for spec in pools], here, clocked=not ranks.place.pp, credit=ranks.ahead
-    )
+    return Lockstep(ranks, [spec.name for spec in pools], {spec.name for spec in pools if spec.bytes_per_page})

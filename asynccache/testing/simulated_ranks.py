@@ -51,6 +51,10 @@ class SimulatedRanks:
     def __repr__(self) -> str:
         return f"SimulatedRanks({self.topology}, {[fate.value for fate in self.fates]})"
 
+    def member(self, rank: int) -> SimulatedMember:
+        """What a cache of this rank takes."""
+        return SimulatedMember(self, rank)
+
     def links(self, rank: int) -> Links:
         """The connections of one rank."""
         topology = self.topology
@@ -101,6 +105,23 @@ class SimulatedRanks:
 
     def _wire(self, source: int, target: int) -> _Wire:
         return self._wires.setdefault((source, target), _Wire(self, source, target))
+
+
+class SimulatedMember:
+    """One rank's connections, as ``ranks.membership`` wants them."""
+
+    def __init__(self, net: SimulatedRanks, rank: int) -> None:
+        self.topology = net.topology
+        self.rank = rank
+        self._net = net
+
+    def links(self, length: int) -> Links:
+        """The connections; here, frames bring their lengths along."""
+        return self._net.links(self.rank)
+
+    async def gather(self, content: bytes) -> list[bytes]:
+        """What every rank gives, by rank."""
+        return await self._net.gather(self.rank, content)
 
 
 class _Meeting(Generic[T, R]):

@@ -18,7 +18,7 @@ from asynccache.config import POOL_NAME, CacheConfig, Component
 from asynccache.core import audit
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, LoadFailed, RankDivergence, RankFailure
-from asynccache.ranks import Ranks, Topology
+from asynccache.ranks import Topology
 from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle
@@ -121,7 +121,7 @@ class Member:
         """One cache from open to close. A rank that is told of another's end is done."""
         self.script = Random(f"{self.world.seed}/script {life}")
         self.jobs: list[Job] = []
-        ranks = Ranks(self.world.topology, self.rank, self.world.net.links(self.rank))
+        ranks = self.world.net.member(self.rank)
         self.cache = AsyncCache(self.config, device=self.device, storage=self.backend, ranks=ranks)
         try:
             async with self.cache:
