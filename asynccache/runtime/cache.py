@@ -198,13 +198,9 @@ class AsyncCache:
             return
         layout = store_layout(self.config.pools())
         self._store = store = TieredStore()
+        options = self.config.storage_options if given is None else {}
         for storage in self.config.stores if given is None else (given,):
-            attached = await open_attached(storage, layout, self.config.storage_options if given is None else {})
-            try:
-                store.attach(attached)
-            except ConfigError:
-                await close_unattached(attached)
-                raise
+            store.attach(await open_attached(storage, layout, options, store.check))
 
     async def _close_resources(self) -> None:
         try:
@@ -336,7 +332,9 @@ class AsyncCache:
         machine = self._ready()
         store = machine.tiers()
         wanted = {**(options or {}), **({} if name is None else {"name": name})}
-        attached = await open_attached(storage, store_layout(self.config.pools()), wanted)
+        attached = await open_attached(
+            storage, store_layout(self.config.pools()), wanted, lambda options: store.check(options, position)
+        )
         try:
             machine.check_open()
             await attach(machine, attached, position, backfill=backfill)
