@@ -1,9 +1,9 @@
 """``asynccache bench ranks``: what agreement between ranks costs, over gloo on this machine.
 
 Every topology gets processes of its own, one per rank, that step a ledger of nothing. *empty*: nothing is in flight.
-*full*: as many operations as one frame holds. The bare all-reduce has the same size and is issued from the same thread
-of the same process; rounds of it and of steps take turns, so that both meet the same machine. With more processes than
-cores both figures are mostly the wait for a core. Messages and bytes are counted where they leave a rank.
+*full*: as many operations as one frame holds. *bare*: an all-reduce of the same size, issued from the same thread and
+timed there; steps and bare all-reduces take turns one by one, so that both meet the same machine and peers that are as
+late. With more processes than cores either is mostly the wait for a core. What a rank sends is counted where it leaves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -38,7 +38,7 @@ TOPOLOGIES = ("tp2", "pp2", "tp2-pp2", "pp4")
 POOLS = 4
 GOAL_EMPTY_US = 10.0
 GOAL_RATIO = 1.5
-ROUNDS = 10
+WARM = 50
 EMPTY_STEPS = 20_000
 LIMIT = 300.0
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> Figures:
 
 def _show(name: str, figures: Figures) -> None:
     empty, full, bare = figures["empty"], figures["full"], figures["bare"]
-    beside = f"bare {bare['p50_us']:.0f}, {figures['ratio']:.2f} x" if bare is not None else "no column to reduce over"
+    beside = f"bare {bare['p50_us']:.0f}, {figures['ratio']:.2f} x" if bare is not None else "no all-reduce"
     print(f"{name:<9} empty {empty['us']:.2f} µs, {empty['messages']} messages; "
           f"full p50 {full['p50_us']:.0f} µs ({beside})", file=sys.stderr)  # fmt: skip
     for stage, sent in enumerate(figures["stages"]):
@@ -158,6 +158,10 @@ class Counted:
     """A group and a link that count what leaves."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """From here on."""
         self.reductions = 0
         self.frames = 0
         self.bytes = 0
@@ -231,22 +235,25 @@ class Rank:
         self.steps = Steps(self.ledger, links, self.frames, credit=2 * ranks.topology.pp)
 
     async def measure(self, steps: int) -> Figures:
-        """Empty, then full and bare in turns."""
+        """Empty; then full, and bare in turns with it."""
         reader = asyncio.create_task(self.steps.read_reports()) if self.plain.below is not None else None
         try:
             empty = await self._empty()
-            full, bare = await self._rounds(steps // ROUNDS)
+            await self._turns(WARM)
+            self.counts.reset()
+            full, bare = await self._turns(steps)
             await self.steps.reports_in()
         finally:
             if reader is not None:
                 reader.cancel()
                 with suppress(asyncio.CancelledError):
                     await reader
-        ratio = round(_percentile(full, 50) / _percentile(bare, 50), 3) if bare else None
-        figures = {"empty": empty, "full": _quantiles(full), "bare": _quantiles(bare) if bare else None, "ratio": ratio,
-                   "frame_bytes": self.frames.length * 8}  # fmt: skip
-        taken = len(full) + len(full) // ROUNDS  # the first round warms up
-        return {"figures": figures, "sent": self.counts.per_step(taken)}
+        figures: Figures = {"empty": empty, "full": _quantiles(full), "bare": None, "ratio": None,
+                            "frame_bytes": self.frames.length * 8}  # fmt: skip
+        if self.plain.groups:
+            ratio = _percentile(full, 50) / _percentile(bare, 50)
+            figures |= {"bare": _quantiles(bare), "ratio": round(ratio, 3)}
+        return {"figures": figures, "sent": self.counts.per_step(steps)}
 
     async def _empty(self) -> Figures:
         began = time.perf_counter()
@@ -255,45 +262,31 @@ class Rank:
         taken = (time.perf_counter() - began) / EMPTY_STEPS * 1e6
         return {"us": round(taken, 3), "messages": self.counts.reductions + self.counts.frames}
 
-    async def _rounds(self, steps: int) -> tuple[list[float], list[float]]:
-        full: list[float] = []
-        bare: list[float] = []
-        for number in range(ROUNDS + 1):
-            self.ledger.operations = tuple(range(1, WINDOW + 1))
-            stepped = await _timed(self.steps.step, steps)
-            reduced = await self._bare(steps)
-            if number:
-                full += stepped
-                bare += reduced
+    async def _turns(self, steps: int) -> tuple[list[float], list[float]]:
+        """A step, a bare all-reduce, and so on."""
+        self.ledger.operations = tuple(range(1, WINDOW + 1))
+        full, bare = [], []
+        for _ in range(steps):
+            began = time.perf_counter()
+            await self.steps.step()
+            full.append(time.perf_counter() - began)
+            bare.append(await self._bare())
         return full, bare
 
-    async def _bare(self, calls: int) -> list[float]:
-        """All-reduces over every group of the column, in the thread in which steps do theirs."""
-        taken = [0.0] * calls
+    async def _bare(self) -> float:
+        """An all-reduce over every group of the column, in the thread in which steps do theirs: seconds there."""
+        taken = 0.0
         for group in self.plain.groups:
             assert isinstance(group, GlooGroup)
             words = np.ones(self.frames.length, np.int64)
-            found = await group.lane.run(partial(_time_calls, partial(group.circle.minimum, words), calls))
-            taken = [a + b for a, b in zip(taken, found, strict=True)]
-        return taken if self.plain.groups else []
+            taken += await group.lane.run(partial(_time_of, partial(group.circle.minimum, words)))
+        return taken
 
 
-async def _timed(call: Callable[[], Coroutine[Any, Any, None]], calls: int) -> list[float]:
-    taken = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        await call()
-        taken.append(time.perf_counter() - began)
-    return taken
-
-
-def _time_calls(call: Callable[[], object], calls: int) -> list[float]:
-    taken = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - began)
-    return taken
+def _time_of(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def _quantiles(seconds: Sequence[float]) -> Figures:

@@ -40,6 +40,7 @@ MEMORY_NODES = 20_000
 WINDOW = 1024
 FREEZE_EVERY = 4096
 HASH = bytes(32)
+REMEMBERED = 16_384             # nodes, as a cache that runs has it
 
 OPERATIONS = {
     "match": "match of 2,560 tokens, with its pages",
@@ -112,8 +113,9 @@ class Bed:
     """One core under test. Backups are completed between timings, so that what is timed never waits."""
 
     def __init__(
-        self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0, slice_steps: int = 1 << 30
-    ) -> None:
+        self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0, slice_steps: int = 1 << 30,
+        remember: int = 0,
+    ) -> None:  # fmt: skip
         self.page = page
         self.kind = kind
         pages = -(-tokens // page)
@@ -124,6 +126,7 @@ class Bed:
             slots.append(ComponentSlots(ComponentKind.MAMBA, states, states if host else 0))
         self.core = CacheCore(CoreConfig(
             page_size=page, components=tuple(slots), storage=host, max_backup_ops=1 << 30, slice_steps=slice_steps,
+            remember=remember,
         ))  # fmt: skip
         self._frozen = 0
 
@@ -196,10 +199,10 @@ def turns(seed: int = 0) -> Iterator[bytes]:
 # measurements
 
 
-def measure_shared(kind: str, page: int) -> dict[str, Timer]:
+def measure_shared(kind: str, page: int, remember: int = 0) -> dict[str, Timer]:
     """Insert, match and pin on *shared*."""
     keys = shared()
-    bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4)
+    bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4, remember=remember)
     timers = {name: timer() for name in ("insert", "match", "pin")}
     for key in keys:
         lease = bed.lease(key)
@@ -213,9 +216,9 @@ def measure_shared(kind: str, page: int) -> dict[str, Timer]:
     return timers
 
 
-def measure_turns(kind: str, page: int) -> dict[str, Timer]:
+def measure_turns(kind: str, page: int, remember: int = 0) -> dict[str, Timer]:
     """Match and pin on 40-node paths."""
-    bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3)
+    bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3, remember=remember)
     keys = list(turns())
     for key in keys:
         bed.insert(key)
@@ -247,10 +250,11 @@ def _pin_and_unpin(bed: Bed, end: Node) -> None:
     drop_hold(bed.core.world, take_hold(bed.core.world, end, end.end))
 
 
-def measure_evict(kind: str, page: int, calls: int = 60) -> dict[str, Timer]:
+def measure_evict(kind: str, page: int, remember: int = 0, calls: int = 60) -> dict[str, Timer]:
     """Leases that find the device full, each of 8,192 tokens: what one of them evicts goes in one call."""
     keys = shared()
-    bed = Bed(kind, page, PROMPTS * PROMPT + len(keys) * CONTINUATION, host=False, states=PROMPTS * CONTINUATIONS + 4)
+    bed = Bed(kind, page, PROMPTS * PROMPT + len(keys) * CONTINUATION, host=False, states=PROMPTS * CONTINUATIONS + 4,
+              remember=remember)  # fmt: skip
     for key in keys:
         bed.insert(key)
     timers = {"evict": timer(), "evict_node": timer()}
@@ -277,6 +281,29 @@ def measure_shape(kind: str, page: int) -> Figures:
         name: timers[name].figures() | {"what": what, "goal_us": GOALS[kind][name]}
         for name, what in OPERATIONS.items()
     }
+
+
+# metrics
+
+
+def measure_metrics(rounds: int, progress: Progress) -> Figures:
+    """What counting adds to all calls of the first shape together, and to an eviction: rounds without and with it take
+    turns in this process. Most of what metrics show is always counted; what a cache that runs has in addition is a
+    memory of evicted nodes, so that a miss has a reason."""
+    kind, page = SHAPES["full p16"]
+    spent: dict[int, list[tuple[int, int]]] = {0: [], REMEMBERED: []}
+    for number in range(2 * rounds):
+        remember = (0, REMEMBERED)[(number + number // 2) % 2]  # off, on, on, off, off, ...: a drift hits both alike
+        progress(f"metrics {'on' if remember else 'off'}, round {number // 2 + 1} of {rounds}")
+        timers = {name: timer for part in (measure_shared, measure_turns, measure_evict)
+                  for name, timer in part(kind, page, remember).items() if name != "evict_node"}
+        spent[remember].append((sum(sum(timer.cpu) for timer in timers.values()), sum(timers["evict"].cpu)))
+        gc.unfreeze()
+        gc.collect()
+    off, on = (tuple(min(column) for column in zip(*spent[key], strict=True)) for key in (0, REMEMBERED))
+    return {"rounds": rounds, "all_off_us": _us(off[0]), "all_on_us": _us(on[0]), "all_adds": on[0] / off[0] - 1,
+            "evict_off_us": _us(off[1]), "evict_on_us": _us(on[1]), "evict_adds": on[1] / off[1] - 1,
+            "goal": 0.02}  # fmt: skip
 
 
 # growth
@@ -432,6 +459,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="sizes of tree whose growth is measured; empty: none (default: %(default)s)")
     parser.add_argument("--shapes", default=",".join(f"{i}" for i in range(len(SHAPES))), metavar="I,I",
                         help="which of " + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
+    parser.add_argument("--metrics", type=int, default=0, metavar="N",
+                        help="measure what counting for metrics adds instead, in N rounds with and without it")
     parser.add_argument("--quiet", action="store_true", help="print no progress and no table")
 
 
@@ -442,9 +471,16 @@ def run(args: argparse.Namespace) -> Figures:
         ConfigError: a list of numbers is none.
     """
     sizes, chosen = _numbers("nodes", args.nodes), _numbers("shapes", args.shapes)
-    if any(index >= len(SHAPES) for index in chosen):
+    if any(not 0 <= index < len(SHAPES) for index in chosen):
         raise ConfigError(f"shapes: {args.shapes!r} names more than the {len(SHAPES)} there are")
+    if any(size < 1 for size in sizes):
+        raise ConfigError(f"nodes: {args.nodes!r} must be numbers from 1 on")
     progress: Progress = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
+    if args.metrics > 0:
+        found = measure_metrics(args.metrics, progress)
+        adds, evict = 100 * found["all_adds"], 100 * found["evict_adds"]
+        progress(f"metrics add {adds:.2f} % to all calls, {evict:.1f} % to an eviction")
+        return {"bench": "tree", "shapes": {}, "growth": {}, "memory": {}, "metrics": found}
     shapes = {}
     for name, (kind, page) in [list(SHAPES.items())[index] for index in chosen]:
         progress(f"{name}: shared, turns, evict")

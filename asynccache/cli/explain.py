@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -64,23 +65,32 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
     Raises:
         ConfigError: nobody answers there, or what answers is no cache, or it refuses.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
+    base = _base(url)
     body = json.dumps({"tokens": prompt, "extra_key": extra_key}).encode()
-    request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}/explain", body)
+    request = urllib.request.Request(f"{base}/explain", body)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(f"{url} refuses: {_reason(error)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
         raise ConfigError(f"{url} does not answer: {getattr(error, 'reason', error)}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:
         raise ConfigError(f"{url} answers, but is no cache")
     return found
+
+
+def _base(url: str) -> str:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port) \
+                and not any(c.isspace() or not c.isprintable() for c in parts.netloc):
+            return f"{parts.scheme}://{parts.netloc}"
+    except ValueError:  # brackets or a port that are none
+        pass
+    raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

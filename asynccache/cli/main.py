@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) < len(given):
         os.environ["ASYNCCACHE_DEBUG"] = "1"
     debug = debugging()
+    _have_streams()
     try:
         return _dispatch(arguments)
     except AsyncCacheError as error:
@@ -71,6 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         _refused(f"{type(error).__name__}: {error}; this is a bug in asynccache, --debug shows where", debug)
         return BUG
+
+
+def _have_streams() -> None:
+    """Who has closed its standard output or error wants to hear nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
 
 
 def _refused(sentence: str, debug: bool) -> int:

@@ -75,7 +75,7 @@ class Announcing:
         while keys := list(islice(leaving.keys, _SLICE)):
             self._report(leaving, False, keys)
             await asyncio.sleep(0)
-        del self._watched[attached]
+        self._watched.pop(attached, None)
 
     def stop(self) -> None:
         """No store is watched any more."""

@@ -24,6 +24,7 @@ from asynccache.storage import (
     ParsedUrl,
     StorageBackend,
     StoreLayout,
+    StoreOptions,
     TieredStore,
     open_store,
     parse_url,
@@ -47,10 +48,11 @@ def access_of(store: TieredStore) -> Access:
 
 
 async def open_attached(
-    storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str]
-) -> Attached:
+    storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
+    check: Callable[[StoreOptions], None],
+) -> Attached:  # fmt: skip
     """What ``storage`` stands for, ready to be attached: a URL is opened, and closed when it leaves; what somebody else
-    made is left to its owner. Cancelling it leaves nothing open.
+    made is left to its owner. ``check`` may refuse it before it is opened. Cancelling it leaves nothing open.
 
     Raises:
         ConfigError: the URL or an option is wrong, or the store is one for other pools.
@@ -58,6 +60,7 @@ async def open_attached(
     """
     if isinstance(storage, str):
         common, _ = take_options(parse_url(storage, options))
+        check(common)
         store = await open_store(storage, layout, options=options)
         if store is None:
             raise ConfigError(f"storage={storage!r}: there is nothing to attach")
@@ -65,6 +68,7 @@ async def open_attached(
     given = storage.backend if isinstance(storage, CheckedStore) else storage
     common, rest = take_options(ParsedUrl(type(given).__name__, options=options))
     rest.allow_only(())
+    check(common)
     if not isinstance(storage, CheckedStore):
         store = CheckedStore(Borrowed(storage), layout, timeout=common.timeout, slow=common.slow,
                              concurrency=common.concurrency)  # fmt: skip
@@ -83,7 +87,6 @@ async def close_unattached(attached: Attached) -> None:
 async def attach(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
     """See ``AsyncCache.attach_storage``. Whoever fails or is cancelled has attached nothing."""
     store = machine.tiers()
-    store.check(attached.options, position)
     machine.introduce(attached)
 
     def add() -> Plan:

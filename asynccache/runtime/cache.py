@@ -221,13 +221,9 @@ class AsyncCache:
             return
         layout = store_layout(self.config.pools())
         self._store = store = TieredStore()
+        options = self.config.storage_options if given is None else {}
         for storage in self.config.stores if given is None else (given,):
-            attached = await open_attached(storage, layout, self.config.storage_options if given is None else {})
-            try:
-                store.attach(attached)
-            except ConfigError:
-                await close_unattached(attached)
-                raise
+            store.attach(await open_attached(storage, layout, options, store.check))
 
     async def _close_resources(self) -> None:
         try:
@@ -362,7 +358,7 @@ class AsyncCache:
         machine = self._ready()
         store = machine.tiers()
         wanted = {**(options or {}), **({} if name is None else {"name": name})}
-        attached = await self._open_everywhere(machine, storage, wanted)
+        attached = await self._open_everywhere(machine, storage, wanted, position)
         try:
             machine.check_open()
             await attach(machine, attached, position, backfill=backfill)
@@ -372,14 +368,19 @@ class AsyncCache:
         return attached.options.name
 
     async def _open_everywhere(
-        self, machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]
-    ) -> Attached:
+        self, machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str],
+        position: int | None,
+    ) -> Attached:  # fmt: skip
         """On every rank or on none."""
-        layout = store_layout(self.config.pools())
+
+        async def opened() -> Attached:
+            layout, check = store_layout(self.config.pools()), machine.tiers().check
+            return await open_attached(storage, layout, options, lambda taken: check(taken, position))
+
         if machine.lockstep is None:
-            return await open_attached(storage, layout, options)
+            return await opened()
         try:
-            attached = await open_attached(storage, layout, options)
+            attached = await opened()
         except (ConfigError, BackendError):
             await machine.driver.all_say(False)
             raise

@@ -31,7 +31,7 @@ PHASES = {
     "drawing": "asynccache.cli.output:write_page",
 }
 OVER = ("summary", "writing", "drawing")        # all is done by then but to tell it, so nothing was interrupted
-ENDS_WITHIN = 60.0
+ENDS_WITHIN = 180.0
 
 
 def interrupted(folder: Path, place: str, times: int) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,5 @@
-"""``asynccache explain`` against a run that is being served, for prompts that the run has served: on each tier, in part,
-evicted, without a window, without a state.
+"""``asynccache explain`` against a run that is being served, for prompts that the run has served: on each tier, in
+part, evicted, without a window, without a state.
 
 The run has one request at a time, so its source gives the same prompts here as there.
 """
@@ -21,9 +21,10 @@ from asynccache.cli.request import Request
 from asynccache.cli.workloads import StressSource
 
 SEED, PROMPTS, PATIENCE = 5, 60, 60.0
-RUN = ["stress", "--serve", "0", "--quiet", "--duration", "90", "--workload", "chat", "--rate", "12", "--seed", f"{SEED}",
-       "--concurrency", "1", "--components", "full,swa,mamba", "--window", "256", "--device-tokens", "8192",
-       "--host-tokens", "16384", "--swa-ratio", "0.4", "--storage", "memory:?capacity=24MiB"]  # fmt: skip
+RUN = ["stress", "--serve", "0", "--quiet", "--duration", "90", "--workload", "chat", "--rate", "12",
+       "--seed", f"{SEED}", "--concurrency", "1", "--components", "full,swa,mamba",
+       "--window", "256", "--device-tokens", "8192", "--host-tokens", "16384", "--swa-ratio", "0.4",
+       "--storage", "memory:?capacity=24MiB"]  # fmt: skip
 WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no window", "no state", "prefetch"}
 
 

@@ -30,6 +30,18 @@ def test_the_package_and_its_settings_load_nothing_heavy(code: str) -> None:
     assert loaded_by(f"import asynccache\n{code}") == set()
 
 
+CPU_SECONDS = 0.3
+TIMED = "import resource as r, asynccache as a; {}; u = r.getrusage(r.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
+
+
+@pytest.mark.parametrize("use", ["a", f"a{CONFIG.removeprefix('asynccache')}".replace("asynccache.", "a.")])
+def test_importing_it_takes_little(use: str) -> None:
+    """CPU time of the whole process, the best of five: what it takes on a machine that has time for it."""
+    times = [float(subprocess.run([sys.executable, "-c", TIMED.format(use)], cwd=ROOT, capture_output=True, text=True,
+                                  check=True).stdout) for _ in range(5)]
+    assert min(times) < CPU_SECONDS
+
+
 def command(*arguments: str) -> str:
     return (f"from asynccache.cli.main import main\ntry:\n    main({list(arguments)!r})\n"
             "except SystemExit as end:\n    assert not end.code, end.code")

@@ -133,6 +133,34 @@ def test_what_installing_it_pulls_is_little(built: Built) -> None:
 
 
 @pytest.mark.slow
+def test_both_archives_have_the_licence(built: Built) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    wheel = zipfile.ZipFile(built.wheel)
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
+    assert wheel.read(name) == licence
+    with tarfile.open(built.sdist) as archive:
+        (member,) = (m for m in archive.getmembers() if m.name.count("/") == 1 and m.name.endswith("/LICENSE"))
+        packed = archive.extractfile(member)
+        assert packed is not None
+        assert packed.read() == licence
+
+
+@pytest.mark.slow
+def test_what_pip_would_install_is_what_the_core_needs(built: Built, clean: Clean) -> None:
+    """In the fresh environment, as pip itself resolves it: of what we name nothing but the core's five."""
+    pip = (sys.executable, "-m", "pip", "--python", clean.bare / "bin" / "python", "--disable-pip-version-check")
+    done = run(*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-", built.wheel,
+               cwd=clean.bare, check=False)
+    if done.returncode:
+        pytest.skip(f"pip reaches no package index here: {done.stderr.strip().splitlines()[-1][:120]}")
+    planned = {item["metadata"]["name"].lower() for item in json.loads(done.stdout)["install"]}
+    optional = {re.split(r"[\[<>=!;\s]", text)[0].lower() for texts in PROJECT["optional-dependencies"].values()
+                for text in texts}
+    assert planned >= CORE
+    assert not planned & (optional - {"asynccache"})
+
+
+@pytest.mark.slow
 def test_without_its_dependencies_it_can_be_asked(clean: Clean) -> None:
     """Help, versions and configuration need nothing but Python."""
     folder = clean.bare.parent

@@ -176,6 +176,7 @@ async def test_what_cannot_be_attached_changes_nothing(scheme: Scheme) -> None:
         for url, options, match in refused:
             with pytest.raises(ConfigError, match=match):
                 await cache.attach_storage(url, **options)
+        assert len(scheme.opened) == 1, "it was opened although it could not be attached"
         scheme.broken = True
         with pytest.raises(Unavailable):
             await cache.attach_storage("gated:?name=b")

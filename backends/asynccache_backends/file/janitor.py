@@ -208,7 +208,7 @@ class Janitor:
         """Segments that no write goes to any more, with more dead bytes than live ones."""
         log = self._state.log
         return [s for s in log.segments.values()
-                if s is not log.active and not s.writing and 2 * self._live_bytes(s) < s.size]
+                if s is not log.active and not s.writing and 2 * self._live_bytes(s) <= s.tail]
 
     def _live_bytes(self, segment: Segment) -> int:
         groups = self._state.index.groups_of(segment.number)
@@ -218,6 +218,7 @@ class Janitor:
         """Move what is alive elsewhere; the segment goes if that was all."""
         state = self._state
         groups = state.index.groups_of(segment.number)
+        dead = sum(group.count - len(group.live()) for group in groups)
         needed = self._live_bytes(segment)
         if needed and state.log.active is None:
             made = await self._done(create_segment, state.folder, state.log.next_number, needed, state.direct)
@@ -233,7 +234,7 @@ class Janitor:
             return 0
         await self.sync()
         await self._evict(segment)
-        return sum(group.count for group in groups)
+        return dead
 
     async def _rescue(self, victim: Segment, found: Iterable[tuple[Group, list[int]]], budget: int) -> None:
         """Write pages again, at most ``budget`` bytes of them and as far as there is room at once."""

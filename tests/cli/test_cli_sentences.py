@@ -1,0 +1,87 @@
+"""Whatever a command is given, it answers with a sentence and never with a traceback: files, addresses, numbers, disks
+and pipes that cannot be used. Every case is a process of its own, as a user has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = ("junk", "folder", "nowhere", "zeros", "brackets")
+URLS = ("http://[::1", "http://exa mple", "http://127.0.0.1:99999", "ftp://x", ":::", "", "http://127.0.0.1:1",
+        "http://\x07")
+STORES = ("nope:", ":::", "file:", "file:junk", "file:/proc/x", "memory:?capacity=-3", "memory:?nope=1",
+          "file:x?capacity=1")
+CASES = [
+    *(["replay", file] for file in FILES),
+    *(["plan", file] for file in FILES),
+    *(["stress", "--requests", "1", "--config", file] for file in FILES),
+    *(["config", action, file] for action in ("check", "show") for file in FILES),
+    *(["explain", url, "--tokens", "1"] for url in URLS),
+    *(["explain", "http://127.0.0.1:1", "--tokens", text] for text in ("", "x", "1.5", "@folder", "@junk", "@")),
+    *(["store", action, url] for action in ("stat", "verify") for url in STORES),
+    *(["stress", "--requests", "1", option, "folder"] for option in ("--json", "--report")),
+    ["stress", "--requests", "1", "--serve", "70000"], ["stress", "--requests", "0"], ["stress", "--seed", "x"],
+    ["bench"], ["bench", "nothing"], ["bench", "tree", "--nodes", "-5", "--shapes", ""],
+    ["bench", "tree", "--shapes", "9"],
+    ["bench", "store", "--bytes", "x"], ["bench", "ttft", "--prefix", "7"], ["bench", "runtime", "--calls", "x"],
+    ["plan", "junk", "--host-gib", "x"], ["nothing"], ["stress", "--nothing"], ["config", "nothing"],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With files that are not what they should be."""
+    made = tmp_path_factory.mktemp("files")
+    (made / "junk").write_bytes(bytes(range(256)))
+    (made / "zeros").write_bytes(bytes(10_000))
+    (made / "brackets").write_text("[" * 100_000)
+    (made / "folder").mkdir()
+    return made
+
+
+def asynccache(arguments: list[str], folder: Path, shell: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asynccache.cli", *arguments]
+    if shell:
+        command = ["bash", "-c", shell, "bash", *command]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    everything = done.stderr + done.stdout
+    for word in ("Traceback", "bug in asynccache", "Exception ignored", "Error:"):
+        assert word not in everything, everything[-2000:]
+    return everything
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(CASES), 8))
+def test_a_sentence_is_the_answer(first: int, folder: Path) -> None:
+    for arguments in CASES[first : first + 8]:
+        done = asynccache(arguments, folder)
+        words = said(done)
+        assert done.returncode in (1, 2), (arguments, words)
+        assert words.startswith("asynccache"), (arguments, words)
+        assert max(map(len, words.splitlines())) < 1000, arguments
+
+
+RUN = ["stress", "--requests", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "shell", "statuses"), [
+    (["config", "schema"], '"$@" | head -c 5; exit ${PIPESTATUS[0]}', {0, 1}),
+    (RUN, '"$@" | head -c 5; exit ${PIPESTATUS[0]}', {0, 1}),
+    ([*RUN, "--json", "-"], '"$@" | head -c 5; exit ${PIPESTATUS[0]}', {0, 1}),
+    (RUN, '"$@" >&-', {0}), (RUN, '"$@" 2>&-', {0}), (["config", "schema"], '"$@" >&-', {0}),
+    (["config", "schema"], '"$@" > /dev/full', {2}), ([*RUN, "--quiet", "--json", "-"], '"$@" > /dev/full', {2}),
+    ([*RUN, "--quiet", "--json", "/dev/full"], '"$@"', {2}), ([*RUN, "--quiet", "--report", "/dev/full"], '"$@"', {2}),
+])  # fmt: skip
+def test_nobody_listens_or_the_disk_is_full(
+    arguments: list[str], shell: str, statuses: set[int], folder: Path
+) -> None:
+    done = asynccache(arguments, folder, shell)
+    said(done)
+    assert done.returncode in statuses, done.stderr

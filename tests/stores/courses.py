@@ -1,0 +1,96 @@
+"""The courses that there are: what is done to each kind of store while the stress tool runs. Each returns what was
+seen, after it was checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.stores.failing import Seen, Trouble, check, suffer
+from tests.stores.server import HOST
+from tests.stores.slow_proxy import SlowProxy
+
+
+def _course(name: str, url: str, options: str, *troubles: Trouble, **more: Any) -> Seen:
+    seen = suffer(f"{url}{'&' if '?' in url else '?'}{options}", troubles, name=name, **more)
+    check(seen, troubles)
+    return seen
+
+
+def redis(server: Any) -> Seen:
+    """Hung, killed, and back with nothing."""
+    return _course(
+        "redis", server.url, "timeout=2&slow=0.5",
+        Trouble("hung", server.hang, server.resume),
+        Trouble("killed", server.kill, server.start),
+        Trouble("emptied", lambda: server.restart(empty=True), lambda: None, seconds=3.0, opens=False),
+    )  # fmt: skip
+
+
+def redis_full(server: Any) -> Seen:
+    """Full: it takes nothing more, and gives what it has. Slow: all of its answers are late, and they are used."""
+
+    def limit(size: str) -> None:
+        server.say("CONFIG", "SET", "maxmemory", size)
+
+    with SlowProxy(server.port) as proxy:
+        return _course(
+            "redis", f"redis://{HOST}:{proxy.port}", "timeout=2&slow=0.5",
+            Trouble("full", lambda: limit("1mb"), lambda: limit("0"), seconds=5.0, opens=False),
+            Trouble("slow", lambda: proxy.late(0.8), lambda: proxy.late(0.0)),
+        )  # fmt: skip
+
+
+def cluster(servers: Any) -> Seen:
+    """All three hung; all three killed, and back with nothing."""
+    return _course(
+        "cluster", servers.url, "timeout=2&slow=0.5",
+        Trouble("hung", servers.hang, servers.resume),
+        Trouble("killed", servers.kill, servers.restart),
+    )  # fmt: skip
+
+
+def s3(server: Any) -> Seen:
+    """Hung, killed and back with nothing, slow."""
+    with SlowProxy(server.port) as proxy:
+        url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
+        return _course(
+            "s3", url, "timeout=3&slow=1",
+            Trouble("hung", server.hang, server.resume),
+            Trouble("killed", server.kill, server.start),
+            Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
+            environment=server.client_environment,
+        )  # fmt: skip
+
+
+def mooncake(server: Any) -> Seen:
+    """The master hung; killed, and back with nothing. It is not to be used for anything else."""
+    return _course(
+        "mooncake", server.url, "timeout=3&slow=1",
+        Trouble("hung", server.hang, server.resume),
+        Trouble("killed", server.kill, server.start),
+    )  # fmt: skip
+
+
+def mooncake_full(server: Any) -> Seen:
+    """Its segment is full from the first seconds on."""
+    return _course("mooncake", server.url, "timeout=3&slow=1", _for_a_while("full", 8.0))
+
+
+def file_full(folder: Path) -> Seen:
+    """Full from the first seconds on."""
+    seen = _course("file", f"file:{folder}/full", "capacity=4MiB", _for_a_while("full", 6.0))
+    assert seen.report["storage"]["reclaimed_segments"] > 0
+    return seen
+
+
+def file_faulty(folder: Path) -> Seen:
+    """Calls fail, are late and lie, and so do copies."""
+    seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0),
+                   words=("--faults", "0.2"))  # fmt: skip
+    assert seen.report["storage"]["corrupt_pages"] > 0
+    return seen
+
+
+def _for_a_while(name: str, seconds: float) -> Trouble:
+    return Trouble(name, lambda: None, lambda: None, seconds, opens=False)

@@ -1,0 +1,235 @@
+"""What a cache does while its store fails: the stress tool runs with verification, and trouble comes and goes.
+
+A *course* is one run: it warms up until storage gives hits, then, trouble after trouble, the store is hurt, healed, and
+hits have to come back by themselves. Nothing may go wrong in all that time: no request fails, no byte is wrong, nothing
+leaks. The run without L3 beside it, under the same load, says what requests may take. ``courses`` has those that there
+are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+ROOT = Path(__file__).resolve().parents[2]
+LOAD = (
+    "--workload", "mixed", "--rate", "25", "--concurrency", "16", "--components", "full,swa,mamba", "--window", "256",
+    "--bytes-per-token", "128", "--layers", "2", "--mamba-bytes", "4096", "--device-tokens", "12288",
+    "--host-tokens", "8192", "--prefill-tokens-per-s", "20000", "--decode-tokens", "32", "--duration", "600",
+)  # fmt: skip
+START_WITHIN = 60.0
+HITS_WITHIN = 30.0
+END_WITHIN = 90.0
+MOMENT = 2.5
+LONGEST = 8.0                                          # what the prefetch policy allows, and a busy machine
+ALONE_SECONDS = 12.0
+
+Standing = dict[str, Any]
+
+
+class Trouble(NamedTuple):
+    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass. ``opens``: the breaker has to open."""
+
+    name: str
+    hurt: Callable[[], object]
+    heal: Callable[[], object]
+    seconds: float = 8.0
+    opens: bool = True
+
+
+@dataclass
+class Phase:
+    """One trouble as it was seen. ``first``, ``last``: requests by their number; ``open_first``: the first that came
+    when the breaker had been open for a moment, 0: none did. ``back``: seconds from ``heal`` to the first hit."""
+
+    name: str
+    first: int
+    last: int = 0
+    open_first: int = 0
+    back: float = 0.0
+    opened: int = 0
+
+
+@dataclass
+class Seen:
+    """What came of a course."""
+
+    store: str
+    report: dict[str, Any]
+    phases: list[Phase] = field(default_factory=list)
+
+    def p99(self, phase: Phase, *, opened: bool = False) -> float:
+        """Seconds to the first token of the requests of ``phase``; ``opened``: from when the breaker was open."""
+        values = self.report["first_token"][phase.open_first if opened else phase.first : phase.last]
+        return quantile(values, 0.99)
+
+
+class Run:
+    """The stress tool on one store, in a process of its own."""
+
+    def __init__(self, storage: str, *more: str, environment: Mapping[str, str] | None = None) -> None:
+        words = [*LOAD, "--storage", storage, *more]
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.stores.failing_child", *words], cwd=ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def look(self) -> Standing:
+        """How it stands now."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("?\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the run ended by itself, with status {self.process.wait()}"
+        found: Standing = json.loads(line)
+        return found
+
+    def until(self, condition: Callable[[Standing], bool], within: float, what: str) -> Standing:
+        """How it stands as soon as ``condition`` holds."""
+        end = time.monotonic() + within
+        while not condition(standing := self.look()):
+            assert time.monotonic() < end, f"not within {within:.0f} s: {what}; {standing}"
+            time.sleep(0.1)
+        return standing
+
+    def began(self) -> None:
+        """Return when it serves requests."""
+        self.until(lambda standing: standing["served"] > 0, START_WITHIN, "the run serves requests")
+
+    def hits(self) -> Standing:
+        """Return when storage has given pages since now."""
+        before = self.look()["get_pages"]
+        return self.until(lambda now: now["get_pages"] > before, HITS_WITHIN, "hits from storage")
+
+    def finish(self) -> dict[str, Any]:
+        """Ctrl-C; the report."""
+        os.kill(self.process.pid, signal.SIGINT)
+        try:
+            out, _ = self.process.communicate(timeout=END_WITHIN)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {END_WITHIN:.0f} s of Ctrl-C") from None
+        lines = out.splitlines()
+        assert lines, f"no report; the run ended with status {self.process.returncode}"
+        report: dict[str, Any] = json.loads(lines[-1])
+        return report
+
+
+def suffer(
+    storage: str, troubles: Sequence[Trouble], *, name: str, words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Seen:  # fmt: skip
+    """One course; ``words`` are more options of ``stress``. Raises AssertionError where hits do not come back, and
+    ``check`` where anything else was wrong."""
+    with Run(storage, *words, environment=environment) as run:
+        run.began()
+        run.hits()
+        phases = [_endure(run, trouble) for trouble in troubles]
+        return Seen(name, run.finish(), phases)
+
+
+def _endure(run: Run, trouble: Trouble) -> Phase:
+    before = run.look()
+    phase = Phase(trouble.name, before["timed"])
+    trouble.hurt()
+    end = time.monotonic() + trouble.seconds
+    standing, opened = before, 0.0
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        standing = run.look()
+        if standing["breaker_opened"] > before["breaker_opened"]:
+            opened = opened or time.monotonic()
+            if not phase.open_first and time.monotonic() > opened + MOMENT:
+                phase.open_first = standing["timed"]
+    phase.last, phase.opened = standing["timed"], standing["breaker_opened"] - before["breaker_opened"]
+    trouble.heal()
+    healed = time.monotonic()
+    run.hits()
+    phase.back = time.monotonic() - healed
+    return phase
+
+
+def alone(seconds: float = ALONE_SECONDS) -> dict[str, Any]:
+    """The report of a run without L3, under the same load."""
+    with Run("none") as run:
+        run.began()
+        time.sleep(seconds)
+        return run.finish()
+
+
+def check(seen: Seen, troubles: Sequence[Trouble]) -> None:
+    """Raises AssertionError unless all went well: nothing wrong, nothing left, nobody failed, nobody waited long."""
+    report = seen.report
+    assert report["verify"]["mismatches"] == 0, report["problems"]
+    assert report["verify"]["pages"] > 0
+    assert report["leaks"] == {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, report["leaks"]
+    assert report["failed"] == 0, report["problems"]
+    assert report["requests"] == report["served"] + report["cancelled"]
+    for phase, trouble in zip(seen.phases, troubles, strict=True):
+        assert phase.last > phase.first, f"no request was served while it was {phase.name}"
+        assert phase.opened or not trouble.opens, f"the breaker did not open while it was {phase.name}"
+        assert seen.p99(phase) < LONGEST, f"requests waited while it was {phase.name}"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Of ``values``, which need not be in order."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
+
+
+def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
+    """What a course measured, beside the run without L3."""
+    base = quantile(without["first_token"], 0.99)
+    phases = {}
+    for phase in seen.phases:
+        whole, opened = seen.p99(phase), seen.p99(phase, opened=True) if phase.open_first else None
+        phases[phase.name] = {
+            "requests": phase.last - phase.first,
+            "p99_ms": round(whole * 1e3, 1),
+            "p99_open_ms": None if opened is None else round(opened * 1e3, 1),
+            "times_without_l3": round(whole / base, 2),
+            "times_without_l3_open": None if opened is None else round(opened / base, 2),
+            "hits_back_after_s": round(phase.back, 1),
+            "breaker_opened": phase.opened,
+        }
+    return {"store": seen.store, "p99_without_l3_ms": round(base * 1e3, 1), "requests": seen.report["requests"],
+            "verified_pages": seen.report["verify"]["pages"], "mismatches": seen.report["verify"]["mismatches"],
+            "phases": phases}  # fmt: skip
+
+
+def table(courses: Sequence[Mapping[str, Any]]) -> str:
+    """The same for a reader."""
+    words = ("requests", "p99", "open p99", "x none", "open x", "back")  # open: once the breaker is
+    head = f"{'store':<10} {'it was':<12} {'{:>8} {:>9} {:>9} {:>7} {:>7} {:>6}'.format(*words)}"
+    lines = [head, "-" * len(head)]
+    for course in courses:
+        lines.append(f"{course['store']:<10} {'(no L3)':<12} {'':>8} {course['p99_without_l3_ms']:>6.0f} ms")
+        for name, phase in course["phases"].items():
+            opened = "" if phase["p99_open_ms"] is None else f"{phase['p99_open_ms']:.0f} ms"
+            times = "" if phase["times_without_l3_open"] is None else f"{phase['times_without_l3_open']:.2f}"
+            lines.append(
+                f"{'':<10} {name:<12} {phase['requests']:>8} {phase['p99_ms']:>6.0f} ms {opened:>9}"
+                f" {phase['times_without_l3']:>7.2f} {times:>7} {phase['hits_back_after_s']:>4.1f} s"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""``asynccache stress`` in a process of its own that can be asked how it stands. ``failing`` is the other end.
+
+Its arguments are those of ``stress``. A line on its standard input is answered by a line of JSON: counters of now.
+Ctrl-C (SIGINT) ends the run as it does for a user; then the report is printed, with the latency of every request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from asynccache import AsyncCache
+from asynccache.cli.display import choose
+from asynccache.cli.engine import Engine
+from asynccache.cli.options import Settings, add_arguments, settle
+from asynccache.cli.presses import Presses
+from asynccache.cli.request import Source
+from asynccache.cli.session import Session, _loop_factory
+
+COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
+           "timeouts", "failed_calls", "failed_pages", "refused_calls", "crowded_calls")  # fmt: skip
+
+
+class Watched(Session):
+    """A session that says how it stands."""
+
+    cache: AsyncCache | None = None
+
+    async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
+        self.cache = cache
+        await super()._drive(cache, engine, source)
+
+    def standing(self) -> dict[str, Any]:
+        """Counters of now; of any thread."""
+        tally, statistics = self._tally, self.cache.statistics() if self.cache is not None else None
+        storage = statistics.storage if statistics is not None else {}
+        return {
+            "t": time.monotonic(), "began": self.cache is not None, "requests": tally.requests, "served": tally.served,
+            "failed": tally.failed, "mismatches": tally.mismatches, "storage_tokens": tally.storage,
+            "timed": len(tally.first_token), "dropped": statistics.dropped_backups if statistics is not None else 0,
+            **{name: storage.get(name, 0) for name in COUNTED},
+        }  # fmt: skip
+
+    def latencies(self) -> dict[str, list[float]]:
+        """Of every request that was served, in seconds."""
+        return {"first_token": list(self._tally.first_token), "waits": list(self._tally.waits)}
+
+
+def main() -> None:
+    """Run until Ctrl-C."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, "stress")
+    settings: Settings = settle("stress", vars(parser.parse_args()))
+    with Presses() as presses:
+        session = Watched(settings, choose(True), presses)
+        threading.Thread(target=_answer, args=(session,), daemon=True).start()
+        with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
+            report = runner.run(session.run())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _say({**report, **session.latencies(), "trace": session.trace})
+
+
+def _answer(session: Watched) -> None:
+    for _ in sys.stdin:
+        _say(session.standing())
+
+
+def _say(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

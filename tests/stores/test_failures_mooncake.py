@@ -1,0 +1,42 @@
+"""The stress tool on a Mooncake master that hangs, is killed and comes back with nothing, and on one that is full.
+
+Each course has a master of its own: what is done to it here is felt by every client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.stores import courses
+from tests.stores.conftest import refuse
+from tests.stores.mooncake_server import MooncakeMaster
+from tests.stores.server import CannotStart
+
+
+@contextmanager
+def master(segment: int) -> Iterator[MooncakeMaster]:
+    own = MooncakeMaster(segment=segment)
+    try:
+        own.start()
+    except CannotStart as error:
+        own.close()
+        refuse(str(error))
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+@pytest.mark.slow
+def test_a_mooncake_master_hung_and_killed() -> None:
+    with master(256) as server:
+        courses.mooncake(server)
+
+
+@pytest.mark.slow
+def test_a_full_mooncake_segment() -> None:
+    with master(16) as server:
+        courses.mooncake_full(server)
