@@ -74,7 +74,7 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError(f"{url} refuses: {_reason(error)}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
         raise ConfigError(f"{url} does not answer: {getattr(error, 'reason', error)}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:

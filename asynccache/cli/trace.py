@@ -80,7 +80,7 @@ def parse_line(line: str, where: str) -> TraceRequest:
     """One line; ``where`` (file and line number) opens the message of an error."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: not a JSON object: {error}") from None
     if not isinstance(row, dict):
         raise TraceError(f"{where}: not a JSON object but {_shown(row)}")

@@ -44,8 +44,8 @@ def started(folder: Path, kind: str, columns: int) -> tuple[subprocess.Popen[byt
     environment = {**os.environ, "TERM": "xterm"}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    process = subprocess.Popen(command(folder, kind), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-                               preexec_fn=become_its_job, env=environment)
+    process = subprocess.Popen(command(folder, kind), stdin=theirs, stdout=theirs, stderr=theirs,
+                               start_new_session=True, preexec_fn=become_its_job, env=environment)
     os.close(theirs)
     return process, ours
 

@@ -68,10 +68,9 @@ async def backend(mooncake_master: Any, namespace: str) -> AsyncIterator[Mooncak
 class Pool:
     """Host memory as the runtime has it: one slab of pages, one of headers."""
 
-    def __init__(self, backend: MooncakeBackend, name: str, pages: int) -> None:
-        size = LAYOUT.page_bytes[name]
+    def __init__(self, backend: MooncakeBackend, size: int, pages: int) -> None:
         slab, headers = aligned(pages * size), aligned(pages * HEADER_BYTES)
-        backend.register(name, slab)
+        backend.register("full", slab)
         backend.register("#headers", headers)
         self.memory = slab
         self.records = [
@@ -91,15 +90,36 @@ class Pool:
 
 
 @pytest.mark.asyncio
+async def test_pages_of_registered_pools_are_copied_by_nobody(backend: MooncakeBackend) -> None:
+    pool, keys = Pool(backend, 131077, 60), keys_of(30)  # no even size, so all but one begin at odd addresses
+    assert await backend.put(keys, pool.fill(keys)) == [HIT] * 30
+    assert await backend.get(keys, pool.records[30:]) == [HIT] * 30
+    assert pool.holds(keys, at=30)
+    stats = backend.stats()
+    assert (stats["staged_pages"], stats["refused_regions"]) == (0, 0)
+    assert stats["registered_bytes"] == 60 * (HEADER_BYTES + 131077)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", sorted(LAYOUT.page_bytes))
-async def test_pages_of_registered_pools_are_copied_by_nobody(backend: MooncakeBackend, name: str) -> None:
-    pool, keys = Pool(backend, name, 200), keys_of(100, name)
+async def test_short_pages_go_through_the_stage_in_one_transfer(backend: MooncakeBackend, name: str) -> None:
+    pool, keys = Pool(backend, LAYOUT.page_bytes[name], 200), keys_of(100, name)
     assert await backend.put(keys, pool.fill(keys)) == [HIT] * 100
     assert await backend.get(keys, pool.records[100:]) == [HIT] * 100
     assert pool.holds(keys, at=100)
-    stats = backend.stats()
-    assert (stats["staged_pages"], stats["refused_regions"]) == (0, 0)
-    assert stats["registered_bytes"] == 200 * (HEADER_BYTES + LAYOUT.page_bytes[name])
+    assert backend.stats()["staged_pages"] == 200
+
+
+@pytest.mark.asyncio
+async def test_short_and_long_pages_in_one_call(backend: MooncakeBackend) -> None:
+    short, long = Pool(backend, 4096, 2), Pool(backend, 1 << 20, 2)
+    keys = keys_of(2)
+    records = [short.fill(keys[:1])[0], long.records[1]]
+    records[1].header[:], records[1].payload[:] = bytes(HEADER_BYTES), content(keys[1], 1 << 20)
+    assert await backend.put(keys, records) == [HIT] * 2
+    assert await backend.get(keys, [short.records[1], long.records[0]]) == [HIT] * 2
+    assert same(records, [short.records[1], long.records[0]])
+    assert backend.stats()["staged_pages"] == 2
 
 
 @pytest.mark.asyncio
@@ -132,7 +152,8 @@ async def test_two_caches_may_share_a_pool_and_part_in_any_order(mooncake_master
     await one.aclose()
     headers = aligned(4 * HEADER_BYTES)
     two.register("#headers", headers)
-    records = [Record(headers[i * 64 : i * 64 + 64], slab[i * 16384 : (i + 1) * 16384]) for i in range(4)]
+    size = slab.nbytes // 4
+    records = [Record(headers[i * 64 : i * 64 + 64], slab[i * size : (i + 1) * size]) for i in range(4)]
     assert await two.put(keys, records) == [HIT] * 4
     assert two.stats()["staged_pages"] == 0
     await two.aclose()

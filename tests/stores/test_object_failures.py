@@ -96,17 +96,25 @@ async def test_a_get_cancelled_anywhere_holds_no_buffer(url: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_of_two_that_share_a_pack_may_leave(url: str) -> None:
+async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url: str) -> None:
     backend = await ObjectBackend.open(parse_url(url), SMALL)
-    first, *keys = some_keys("share", 4)
-    puts = [asyncio.ensure_future(backend.put([key], Buffers([key], SMALL).records)) for key in (*keys, first)]
-    await asyncio.sleep(0)
-    puts[0].cancel()
-    puts[2].cancel()
+    keys = some_keys("share", 6)
+    s3_server.hang()
+    try:
+        puts = [asyncio.ensure_future(backend.put([key], Buffers([key], SMALL).records)) for key in keys]
+        await asyncio.sleep(0)
+        puts[0].cancel()                               # has a pack of its own, as the next one
+        puts[2].cancel()                               # waits in line, as all others
+        await asyncio.wait([puts[0], puts[2]])
+        puts[3].cancel()                               # shares a pack that is under way by now
+        await asyncio.wait([puts[3]])
+    finally:
+        s3_server.resume()
     await asyncio.wait(puts)
-    assert [task.cancelled() for task in puts] == [True, False, True, False]
-    assert puts[1].result() == puts[3].result() == [HIT]
-    assert await backend.exists([keys[1], first]) == [HIT, HIT]
+    assert [task.cancelled() for task in puts] == [True, False, True, True, False, False]
+    assert [task.result() for task in (puts[1], *puts[4:])] == [[HIT]] * 3
+    assert await backend.exists(keys) == [MISS, HIT, MISS, HIT, HIT, HIT]
+    assert backend.stats()["packs"] == 2
     await backend.aclose()
 
 

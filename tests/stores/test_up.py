@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from tests.stores import up
 from tests.stores.conftest import refuse
-from tests.stores.server import CannotStart, listens
+from tests.stores.server import HOST, CannotStart, listens
 
 SCRIPT = Path(up.__file__)
 
@@ -107,6 +108,15 @@ def test_a_store_that_cannot_start_is_said_and_the_others_start(
     assert "redis CANNOT START: redis-server is not installed: apt-get install redis-server" in err
     assert "s3://b" in out
     assert "export KEY='a b'" in out
+
+
+def test_a_port_that_somebody_has_is_not_free() -> None:
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        port = other.getsockname()[1]
+        assert not up.is_free(port)                    # nobody listens there, and still it is taken
+    assert up.is_free(port)
+    assert not up.is_free(0)                           # of a cluster, which has no usual port
 
 
 def test_what_the_system_lacks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, TypedDict
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))                          # also when it is run as a file
 
-from tests.stores.server import CannotStart, listens  # noqa: E402
+from tests.stores.server import HOST, CannotStart  # noqa: E402
 
 ENDS_WITHIN = 5.0
 
@@ -44,12 +45,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "redis": Kind("redis_server", "RedisServer", 36379, {"redis-server": "redis-server"}, {}),
+    "redis": Kind("redis_server", "RedisServer", 21379, {"redis-server": "redis-server"}, {}),
     "redis-cluster": Kind("redis_server", "RedisCluster", 0, {"redis-server": "redis-server"}, {}),
-    "s3": Kind("s3_server", "MotoServer", 35000, {}, {}),
-    "mooncake": Kind("mooncake_server", "MooncakeMaster", 35051, {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
+    "s3": Kind("s3_server", "MotoServer", 21000, {}, {}),
+    "mooncake": Kind("mooncake_server", "MooncakeMaster", 21051, {}, {"ibverbs": "libibverbs1", "numa": "libnuma1"}),
 }
-CEPH = Kind("ceph_server", "CephServer", 35000,
+CEPH = Kind("ceph_server", "CephServer", 21000,
             {"ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "radosgw": "radosgw", "ceph": "ceph-common"}, {})
 
 
@@ -175,7 +176,7 @@ def start(kind: Kind, folder: Path, any_port: bool) -> Running:
     tempfile.tempdir = str(folder)                     # so that it is found again, and goes with the store
     before = set(children())
     module = importlib.import_module(f"tests.stores.{kind.module}")
-    usual = {} if any_port or not kind.port or listens(kind.port) else {"port": kind.port}
+    usual = {} if any_port or not is_free(kind.port) else {"port": kind.port}
     server: Any = getattr(module, kind.name)(**usual)
     try:
         server.start()
@@ -185,6 +186,16 @@ def start(kind: Kind, folder: Path, any_port: bool) -> Running:
     ours = [(pid, when) for pid in children() if pid not in before and (when := started_at(pid))]
     return {"url": server.url, "environment": dict(getattr(server, "client_environment", {})),
             "groups": ours, "folder": str(folder)}
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can have it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port > 0
+    return False
 
 
 def down(stores: Stores, names: Sequence[str]) -> int:
