@@ -228,7 +228,7 @@ def main() -> None:
         job = Job(**json.loads(line))
         answer = (uvloop.run if job.uvloop else asyncio.run)(serve(job))
         say({"answer": asdict(answer)})
-        if job.adopt and not answer.error:
+        if job.adopt:
             dist.destroy_process_group()
 
 
