@@ -141,7 +141,7 @@ async def test_what_is_deleted_while_it_is_moved_stays_deleted(
         await fill(one, keys[:4])
         await fill(one, keys[4:])
         read = bare(two)._client.read
-        monkeypatch.setattr(bare(two)._clock, "now", lambda: time.time() + 60)     # what it writes is no younger for that
+        monkeypatch.setattr(bare(two)._clock, "now", lambda: time.time() + 60)     # makes nothing younger
 
         async def delete_and_read(path: str, start: int, length: int) -> Any:
             if not start and keys[0].key in bare(one)._catalog.index:
