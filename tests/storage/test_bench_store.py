@@ -18,7 +18,7 @@ from asynccache.cli import bench_store
 from asynccache.cli.bench_meter import Meter, summary
 from asynccache.cli.bench_raw import CopyClient
 from asynccache.cli.main import main
-from asynccache.errors import ConfigError
+from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, checked, open_store, seal
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +113,24 @@ def test_a_store_that_returns_wrong_bytes_is_found_out(monkeypatch: pytest.Monke
     report = bench_store.run(options("memory:", *SMALL, "--verify", "off"))
     assert report["sizes"][0]["store"]["mismatches"] == 2 * (1 << 20) // 16384 // 8
     assert "pages came back wrong" in bench_store.table(report)
+
+
+def test_a_run_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+    close = MemoryBackend.aclose
+
+    async def get(self: MemoryBackend, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return [Result.FAILED] * len(keys)
+
+    async def aclose(self: MemoryBackend) -> None:
+        left.append(self.stats()["pages"])
+        await close(self)
+
+    monkeypatch.setattr(MemoryBackend, "get", get)
+    monkeypatch.setattr(MemoryBackend, "aclose", aclose)
+    with pytest.raises(BackendError, match="the store failed 8 of 8 pages"):
+        bench_store.run(options("memory:", *SMALL))
+    assert left == [0]
 
 
 def test_a_raw_client_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
