@@ -1,12 +1,13 @@
 """The process's client: there is one, for set-up freezes the process and close freezes it longer.
 
-Caches with the same options share it, counted; it stays when the last of them has gone, and the library closes it when
-the process ends. Who needs other options while it is in use is refused; while nobody uses it, it is replaced. Mutable
-state: ``_current``, under ``_lock``.
+Caches with the same options share it, counted; it stays when the last of them has gone, and is closed at exit: left to
+the library, that may abort the process while a thread is still inside. Who needs other options while it is in use is
+refused; while nobody uses it, it is replaced. Mutable state: ``_current``, under ``_lock``.
 """
 
 from __future__ import annotations
 
+import atexit
 from threading import Lock
 from typing import Any
 
@@ -76,6 +77,7 @@ def _acquire(options: ClientOptions, host: str) -> Shared:
         module = library()
         client = Client(module.MooncakeDistributedStore)
         client.set_up(options, host)
+        atexit.register(client.close)
         _current = Shared(options, client, module)
         return _current
 
