@@ -299,6 +299,10 @@ def _not_negative(name: str, value: float) -> None:
 def _check_scalars(config: CacheConfig) -> None:
     if not config.model:
         raise ConfigError("model='' must name the weights")
+    try:
+        config.model.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"model={config.model!r} is no text that has UTF-8") from None
     if config.eviction not in EVICTION_POLICIES:
         raise ConfigError(f"eviction: unknown value {config.eviction!r}; one of {', '.join(EVICTION_POLICIES)}")
     for name in ("page_size", "prefetch_timeout_max", "max_backup_ops", "close_deadline"):
