@@ -70,10 +70,11 @@ def ring_words(chain: Chain, room: int) -> list[int]:
 
 def parting(chain: Chain, words: Sequence[int]) -> str:
     """In words, the first entry that is not the same on all ranks whose ``ring_words`` went into the MIN ``words``."""
+    places = [words[at : at + 4] for at in range(0, len(words) // 4 * 4, 4)]
+    newest = max(-high for _, high, _, _ in places)
     differing = []
-    for at in range(0, len(words) // 4 * 4, 4):
-        low, high, digest, negated = words[at : at + 4]
-        if low != -high or digest != -negated:
+    for low, high, digest, negated in places:
+        if (low != -high or digest != -negated) and -high > newest - KEPT:  # older: not kept by all
             differing.append(-high)
     if not differing:
         return f"the last {KEPT} entries are alike"
