@@ -93,7 +93,6 @@ def test_pages_cut_anywhere(size: int, spare: int) -> None:
         assert replies == [HIT, MISS, CORRUPT, Refusal("LOADING", "LOADING x"), HIT]
         assert (pages[0].value, pages[4].value) == (first, last)
         assert all(page.guarded for page in pages)
-        assert not any(any(page.header) for page in pages[1:4])
 
 
 def test_pages_in_small_pieces() -> None:
@@ -114,22 +113,54 @@ def test_pages_among_other_replies() -> None:
     assert page.value == value
 
 
-def test_a_large_page_is_received_where_it_belongs() -> None:
-    """Nothing but lines and a little beside them is ever copied."""
-    page = _Page(1 << 20)
+def test_pages_are_received_where_they_belong() -> None:
+    """Many by one read: nothing but what is between two of them is received anywhere else."""
+    pages = [_Page(100_000 + i) for i in range(5)]
     reader = Reader()
-    reader.begin([page.record])
-    _land(reader, b"$%d\r\n" % (64 + (1 << 20)))
-    header, payload, beside = reader.buffers()
-    assert (header.obj, payload.obj) == (page.header, page.memory)
-    assert (len(header), len(payload)) == (64, 1 << 20)
-    assert len(beside) <= 256
+    reader.begin([page.record for page in pages])
+    buffers = reader.buffers()
+    for page, header, payload in zip(pages, buffers[1::3], buffers[2::3], strict=True):
+        assert (header.obj, payload.obj) == (page.header, page.memory)
+    assert [len(text) for text in buffers[0::3]] == [len("$100064\r\n"), *[len("\r\n$100064\r\n")] * 4, 2]
 
 
-def test_a_page_of_another_length_touches_nothing_however_long() -> None:
+@pytest.mark.parametrize(("size", "pages"), [(16, 16), (65_536, 15), (256 << 10, 3), (4 << 20, 1)])
+def test_a_read_is_of_a_mebibyte_at_most_or_one_page(size: int, pages: int) -> None:
+    record = _Page(size).record
+    reader = Reader()
+    reader.begin([record] * 40)
+    assert len(reader.buffers()) == 3 * pages + 1
+
+
+@pytest.mark.parametrize("wrong", [b"$-1\r\n", b"-ERR\r\n", b"$95\r\n" + bytes(95) + b"\r\n", b"$0\r\n\r\n"])
+@pytest.mark.parametrize("place", range(6))
+def test_one_page_that_is_not_there_leaves_the_others_whole(place: int, wrong: bytes) -> None:
+    """What lands in buffers of later pages is taken out of them again; cut at every place."""
+    rng = Random(place)
+    values = [rng.randbytes(64 + 30) for _ in range(6)]
+    data = b"".join(wrong if i == place else _bulk(value) for i, value in enumerate(values))
+    for at in range(len(data) + 1):
+        pages = [_Page(30) for _ in values]
+        replies = _read([data[:at], data[at:]], [page.record for page in pages])
+        assert [i for i, reply in enumerate(replies) if reply is not HIT] == [place]
+        assert all(page.value == value or i == place for i, (page, value) in enumerate(zip(pages, values, strict=True)))
+        assert all(page.guarded for page in pages)
+
+
+def test_a_page_of_another_length_however_long() -> None:
     page = _Page(10)
     assert _read([b"$200000\r\n" + b"x" * 200_000 + b"\r\n"], [page.record]) == [CORRUPT]
-    assert page.value == bytes(64) + b"\xaa" * 10
+    assert page.guarded
+
+
+def test_large_pages_among_other_replies() -> None:
+    """Those that a server with half a slot answers."""
+    page = _Page(1 << 20)
+    reader = Reader()
+    reader.begin([None, page.record])
+    _land(reader, b"+OK\r\n$%d\r\n" % (64 + (1 << 20)))
+    header, payload, _ = reader.buffers()
+    assert (header.obj, payload.obj) == (page.header, page.memory)
 
 
 def test_a_second_request_starts_afresh() -> None:
@@ -140,12 +171,15 @@ def test_a_second_request_starts_afresh() -> None:
         assert reader.replies == [int(answer[1:2])]
 
 
-def test_a_reader_that_forgets_holds_no_buffer() -> None:
+@pytest.mark.parametrize("guessing", [True, False])
+def test_a_reader_that_forgets_holds_no_buffer(guessing: bool) -> None:
     page = _Page(100)
     reader = Reader()
-    reader.begin([page.record])
+    sinks = [page.record] if guessing else [page.record, None]
+    reader.begin(sinks)
     _land(reader, b"$164\r\nabc")
     reader.forget()
+    sinks.clear()
     page.record.header.release()
     page.record.payload.release()
     page.memory.extend(b"x")
@@ -154,11 +188,20 @@ def test_a_reader_that_forgets_holds_no_buffer() -> None:
 @pytest.mark.parametrize(
     "data",
     [b"HTTP/1.1 400\r\n", b"$x\r\n", b"\r\n", b"$3\r\nabcd\r\n", b":1\r\n:2\r\n", b"*x\r\n", b"x" * 70, b"$\r\n",
+     b":1\r\n:0\r\n",
      b"$99999999999999\r\n"],
 )  # fmt: skip
 def test_what_is_no_answer_is_an_error(data: bytes) -> None:
     reader = Reader(64)
     reader.begin([None])
+    with pytest.raises(ProtocolError):
+        _land(reader, data)
+
+
+@pytest.mark.parametrize("data", [b"HTTP/1.1 400\r\n", b"$x\r\n", b"$1a\r\n", b"$14\r\n" + bytes(14) + b"\r\r"])
+def test_what_is_no_page_is_an_error(data: bytes) -> None:
+    reader = Reader(64)
+    reader.begin([_Page(4).record])
     with pytest.raises(ProtocolError):
         _land(reader, data)
 

@@ -115,7 +115,6 @@ class Connection:
         self._job, self._next = job, 0
         self._reader.begin(job.sinks)
         self._feed()
-        self._write()
 
     def _end(self) -> None:
         self._done = None
@@ -124,13 +123,14 @@ class Connection:
         self._reader.forget()
 
     def _feed(self) -> None:
-        """Queue commands, as far ahead of the replies as the job says."""
+        """Send commands, as far ahead of the replies as the job says, and not one by one."""
         commands, replies = self._job.commands, len(self._reader.replies)
         if self._next - replies > self._job.ahead // 2:
             return
         upto = min(len(commands), replies + self._job.ahead)
         self._out.extend(joined(commands[self._next : upto]))
         self._next = max(self._next, upto)
+        self._write()
 
     def _write(self) -> None:
         """Send what goes, up to a turn's worth; the rest when the socket says so."""
@@ -163,11 +163,11 @@ class Connection:
 
     def _readable(self) -> None:
         """Receive what is there, up to a turn's worth and not beyond the last reply."""
-        received, more = 0, True
+        received = 0
         try:
-            while more and received < TURN_BYTES:
-                count, more = self._receive()
-                received += count
+            received = self._receive()
+            while self._link.by_the_piece and received < TURN_BYTES and self._reader.missing:
+                received += self._receive()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -176,34 +176,31 @@ class Connection:
             self.close(error)
         if not self.closed:
             self._moved += received
-            self._after_reading()
+            self._after_reading(received)
 
-    def _receive(self) -> tuple[int, bool]:
-        """One read: how many bytes, and whether there may be more now."""
-        buffers = self._reader.buffers()
-        count = self._link.receive(buffers)
+    def _receive(self) -> int:
+        """One read."""
+        count = self._link.receive(self._reader.buffers())
         if not count:
             raise ConnectionResetError("closed by the server")
         if self._done is None:
             raise ProtocolError(f"{self._name}: a word that nobody asked for")
         self._reader.received(count)
-        more = count == sum(map(len, buffers)) or self._link.pending()
-        return count, more and self._reader.missing > 0
+        return count
 
-    def _after_reading(self) -> None:
-        if self._done is not None and not self._reader.missing and not self._done.done():
-            self._finish(self._done)
+    def _after_reading(self, received: int) -> None:
+        if not self._reader.missing:
+            self._finish()
         elif self._next < len(self._job.commands):
             self._feed()
-            self._write()
-        if not self.closed and self._link.pending():
+        if self._link.by_the_piece and received >= TURN_BYTES:
             self._loop.call_soon(self._readable_again)
 
-    def _finish(self, done: asyncio.Future[None]) -> None:
+    def _finish(self) -> None:
         if self._out or self._next < len(self._job.commands):
             self.close(ProtocolError(f"{self._name}: answers to what was not asked yet"))
-        else:
-            done.set_result(None)
+        elif self._done is not None and not self._done.done():
+            self._done.set_result(None)
 
     def _readable_again(self) -> None:
         if not self.closed:

@@ -17,7 +17,10 @@ TLS_BYTES = 64 << 10
 
 class Link(Protocol):
     """``receive`` and ``send`` return how many bytes went. They raise ``BlockingIOError`` if none can go now, and any
-    other ``OSError`` if none ever will."""
+    other ``OSError`` if none ever will. ``by_the_piece``: one read takes only a little of what is there, and the loop
+    does not see the rest; it ends when nothing can be read."""
+
+    by_the_piece: bool
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Fill the first bytes of ``buffers``; 0: the other end has closed."""
@@ -25,10 +28,6 @@ class Link(Protocol):
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Send the first bytes of ``buffers``."""
-        ...
-
-    def pending(self) -> bool:
-        """Whether bytes are here already that the socket will not call for."""
         ...
 
     def fileno(self) -> int:
@@ -43,6 +42,8 @@ class Link(Protocol):
 class PlainLink:
     """TCP."""
 
+    by_the_piece = False
+
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self.fileno = sock.fileno
@@ -56,13 +57,12 @@ class PlainLink:
         """One ``sendmsg``."""
         return self._socket.sendmsg(buffers)
 
-    def pending(self) -> bool:
-        """Never: the loop sees what the kernel has."""
-        return False
 
 
 class TlsLink:
     """TLS. A send that could not be done must be tried again with the same bytes, and is: they stay at the head."""
+
+    by_the_piece = True
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self._socket = sock
@@ -85,9 +85,6 @@ class TlsLink:
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
 
-    def pending(self) -> bool:
-        """Whether decrypted bytes wait."""
-        return self._socket.pending() > 0
 
 
 def _first(buffers: Sequence[Buffer]) -> Buffer:

@@ -1,25 +1,22 @@
 """The protocol (RESP2), without I/O: requests as buffers to send, and a reader that says where bytes are to land.
 
-The law: a page of the expected length is received into its two buffers and nowhere else; what has any other length
-never touches them. Everything is framed by lengths, so no byte of a key or a page is ever looked at.
+The law: bytes of replies land in buffers of this request's own pages and in the reader's own, and nowhere else; a HIT has
+all of its own and none of another's. Everything is framed by lengths: no byte of a key or a page is ever looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, Record, Result
+from asynccache_backends.redis.guess import Guess
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 MOST_BYTES = 512 << 20
 SPARE_BYTES = 16 << 10
-LARGE_BYTES = 16 << 10
-BESIDE_BYTES = 256
-"""Where pages are large, only so much is received beside their buffers: enough to see where the next begins, and little
-to copy. Smaller ones are received many at a time, and copied."""
 
 Buffer = bytes | memoryview
 
@@ -109,7 +106,7 @@ class Reader:
         self._spare = memoryview(self._raw)
         self._at = self._end = 0
         self._state = LINE
-        self._beside = spare
+        self._guess: Guess | None = None
         self._targets: list[memoryview] = []
         self._skip = 0
         self._value: Any = None
@@ -127,16 +124,15 @@ class Reader:
         self._sinks = sinks
         self._plain = not any(sinks)
         self.replies = []
-        large = bool(sinks) and sinks[0] is not None and len(sinks[0].payload) >= LARGE_BYTES
-        self._beside = BESIDE_BYTES if large else len(self._raw)
+        self._guess = Guess(cast(Sequence[Record], sinks)) if sinks and all(sinks) else None
 
     def forget(self) -> None:
         """Keep no buffer of anybody's."""
-        self._sinks, self._targets = (), []
+        self._sinks, self._targets, self._guess = (), [], None
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order."""
-        return [*self._targets, self._spare[self._end : self._end + self._beside]]
+        return self._next() if self._guess is None else self._guess.buffers()
 
     def received(self, count: int) -> None:
         """``count`` bytes are in ``buffers()``.
@@ -144,6 +140,34 @@ class Reader:
         Raises:
             ProtocolError: they are no reply to what was asked.
         """
+        if self._guess is None:
+            self._take(count)
+            return
+        stray = self._guess.received(count)
+        texts = self._guess.texts
+        self.replies += [HIT] * (texts - 1 - len(self.replies))
+        if stray is not None:
+            self._value, self._state = (HIT, TAIL) if texts else (None, LINE)
+            self._replay(memoryview(stray))
+        if stray is not None or not self.missing:
+            self._guess = None
+
+    def _replay(self, data: memoryview) -> None:
+        """Receive again what had landed elsewhere."""
+        while data:
+            landed = 0
+            for buffer in self._next():
+                count = min(len(buffer), len(data) - landed)
+                buffer[:count] = data[landed : landed + count]
+                landed += count
+            self._take(landed)
+            data = data[landed:]
+
+    def _next(self) -> list[memoryview]:
+        return [*self._targets, self._spare[self._end :]]
+
+    def _take(self, count: int) -> None:
+        """``count`` bytes are where ``_next`` said."""
         while count and self._targets:
             count -= self._filled(min(count, len(self._targets[0])))
         self._end += count
