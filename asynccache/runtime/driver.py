@@ -178,10 +178,10 @@ class Driver:
         the waiting and nothing else."""
         if not self.stepping():
             return await self.ops.all(ops)
-        waiters = [waiter for op in ops if (waiter := self.ops.watch((op,))) is not None]
-        while not all(waiter.done() for waiter in waiters):
-            await self.step()
-        return [waiter.result() for waiter in waiters]
+        with self.ops.watching(ops) as waiters:
+            while not all(waiter.done() for waiter in waiters):
+                await self.step()
+            return [waiter.result() for waiter in waiters]
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect to its stage and wake who waits for what ended or was freed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from asynccache.core.plan import Status
 from asynccache.ranks.turns import Turns
@@ -84,12 +85,18 @@ class Operations:
             self.unwatch(ops, waiter)
 
     async def all(self, ops: Iterable[int]) -> list[Status]:
-        """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling stops the
-        waiting and nothing else."""
+        """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops
+        the waiting and nothing else."""
+        turns = self._turns
+        with self.watching(ops) as waiters:
+            return [await (turns.sleep(waiter) if turns.playing() else waiter) for waiter in waiters]
+
+    @contextmanager
+    def watching(self, ops: Iterable[int]) -> Iterator[list[Waiter]]:
+        """A future for each of ``ops`` that is in flight, which its end sets."""
         watched = [(op, waiter) for op in ops if (waiter := self.watch((op,))) is not None]
         try:
-            turns = self._turns
-            return [await (turns.sleep(waiter) if turns.playing() else waiter) for _, waiter in watched]
+            yield [waiter for _, waiter in watched]
         finally:
             for op, waiter in watched:
                 self.unwatch((op,), waiter)

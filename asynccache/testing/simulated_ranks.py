@@ -90,6 +90,11 @@ class SimulatedRanks:
         for wire in self._wires.values():
             wire.lost(rank)
 
+    async def stand(self, rank: int) -> None:
+        """Where a process that is gone or hangs comes no further."""
+        if self.fates[rank] is not Fate.ALIVE:
+            await asyncio.get_running_loop().create_future()
+
     def reconnect(self) -> None:
         """New connections for everybody: another group begins."""
         self._groups.clear()
@@ -174,6 +179,7 @@ class _Member:
         self._rank = rank
 
     async def minimum(self, words: Words) -> Words:
+        await self._meeting.net.stand(self._rank)
         return (await self._meeting.meet(self._rank, words.copy())).copy()
 
 
@@ -209,6 +215,7 @@ class _Wire:
             self._wake()
 
     async def receive(self) -> Words:
+        await self._net.stand(self._ends[1])
         try:
             async with asyncio.timeout(self._net.timeout):
                 while not self._arrived:

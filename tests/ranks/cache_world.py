@@ -57,6 +57,7 @@ class Report:
     ends: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     errors: dict[int, Exception] = field(default_factory=dict)
+    told: float = 0.0
 
 
 class CacheWorld:
@@ -74,6 +75,29 @@ class CacheWorld:
         self.report = Report()
         self.has_store = Random(f"{seed}/store").random() < 0.8 and self.climate.config.pools()[0].host_pages > 0
         self.members = [Member(self, rank) for rank in range(topology.ranks)]
+
+    async def lose(self, victim: int, fate: Fate, after: float) -> Report:
+        """``victim`` is killed or hangs; the others are told, each within the time-out, and close. Then a new group of
+        all begins, with empty caches and what storage has."""
+        lives = [self.loop.create_task(member.live(0)) for member in self.members]
+        await asyncio.sleep(after)
+        struck = self.loop.time()
+        if fate is Fate.KILLED:
+            self.net.kill(victim)
+        else:
+            self.net.hang(victim)
+        others = [life for rank, life in enumerate(lives) if rank != victim]
+        await asyncio.gather(*others)
+        self.report.told = self.loop.time() - struck
+        lives[victim].cancel()
+        await asyncio.wait([lives[victim]])
+        self.net.reconnect()
+        self.net.fates[victim] = Fate.ALIVE
+        self.digests.clear()
+        await asyncio.gather(*(member.live(1) for member in self.members))
+        for member in self.members:
+            await member.close()
+        return self.report
 
     async def run(self, lives: int = 2) -> Report:
         """Every rank, to the end; with a store a second time, which finds what the first one stored."""
@@ -126,12 +150,10 @@ class Member:
         try:
             async with self.cache:
                 await self._iterate()
-                if self.world.net.fates[self.rank] is not Fate.ALIVE:
-                    await asyncio.sleep(10**9)
                 await self._finish()
         except (RankFailure, RankDivergence) as error:
             self.world.report.errors[self.rank] = error
-            self._nothing_is_held()
+            await self._is_over()
         finally:
             for job in self.jobs:
                 if job.task is not None:
@@ -185,12 +207,28 @@ class Member:
         self._nothing_is_held()
 
     def _nothing_is_held(self) -> None:
-        if not any(self.world.report.errors):
-            core = self.cache.core
-            audit.check(core)
-            assert not core.active_leases()
-            assert not core.active_fetches()
-            assert self.cache.statistics().waiting == 0
+        core = self.cache.core
+        audit.check(core)
+        assert not core.active_leases()
+        assert not core.active_fetches()
+        assert self.cache.statistics().waiting == 0
+
+    async def _is_over(self) -> None:
+        """The group has failed: whoever waited is told so, no call is taken, nothing touches a buffer any more, and
+        what is held can be given back."""
+        for job in self.jobs:
+            if job.task is not None:
+                await asyncio.wait([job.task])
+            if job.lease is not None:
+                job.lease.abort()
+        audit.check(self.cache.core)
+        assert not self.cache.core.active_leases()
+        assert self.backend is None or self.backend.holding == 0
+        try:
+            self.cache.prefetch([0])
+        except (RankFailure, RankDivergence):
+            return
+        raise AssertionError("a call was taken after the group had failed")
 
     # requests
 

@@ -8,7 +8,8 @@ import pytest
 
 from asynccache.ranks import Topology
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
-from tests.ranks.cache_world import CacheWorld, Report
+from asynccache.testing.simulated_ranks import Fate
+from tests.ranks.cache_world import TIMEOUT, CacheWorld, Report
 
 EVERY = [Topology(tp, cp, pp) for tp in (1, 2, 3, 4) for cp in (1, 2) for pp in range(1, 9)]
 SMALL = [topology for topology in EVERY if 1 < topology.ranks <= 4]
@@ -19,6 +20,25 @@ def play(seed: int, topology: Topology) -> Report:
         return await CacheWorld(loop, seed, topology).run()
 
     return simulate(world, seed)
+
+
+def lose(seed: int, topology: Topology, fate: Fate) -> Report:
+    random = Random(f"{seed}/strike")
+
+    async def world(loop: SimulatedLoop) -> Report:
+        ranks = CacheWorld(loop, seed, topology, iterations=60)
+        return await ranks.lose(random.randrange(topology.ranks), fate, 0.05 + random.random() * 0.2)
+
+    return simulate(world, seed)
+
+
+@pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_lost_rank_ends_the_group_and_a_new_one_begins(seed: int, fate: Fate) -> None:
+    report = lose(seed, Random(f"{seed}/topology").choice(SMALL), fate)
+    assert report.errors
+    assert report.told < TIMEOUT + 1
+    assert report.ends["served"] > 5
 
 
 @pytest.mark.parametrize("seed", range(20))
