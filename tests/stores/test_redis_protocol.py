@@ -153,6 +153,16 @@ def test_a_page_of_another_length_however_long() -> None:
     assert page.guarded
 
 
+def test_after_the_last_page_the_next_byte_still_has_a_place() -> None:
+    page = _Page(10)
+    reader = Reader()
+    reader.begin([page.record])
+    _land(reader, _bulk(bytes(74)))
+    assert reader.missing == 0
+    (spare,) = reader.buffers()
+    assert len(spare)
+
+
 def test_large_pages_among_other_replies() -> None:
     """Those that a server with half a slot answers."""
     page = _Page(1 << 20)
