@@ -180,6 +180,8 @@ class AsyncCache:
         try:
             async with asyncio.timeout(deadline):
                 await self._settle_down(machine)
+                if machine.lockstep is not None:
+                    await machine.lockstep.steps.reports_in()
         except TimeoutError:
             pass  # the report says what that leaves
         except (CacheClosed, RankFailure, RankDivergence):
