@@ -41,6 +41,7 @@ class Call(Enum):
         self.lane = lane
 
 
+RESULTS = tuple(Result)
 COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_calls", "crowded_calls")
 
 
@@ -141,8 +142,8 @@ class Guard:
         try:
             async with asyncio.timeout(timeout):
                 results = list(await act(keys))
-            if len(results) != len(keys):
-                raise BackendError(f"{self._name!r} answered {len(results)} results for {len(keys)} keys")
+            if len(results) != len(keys) or sum(map(results.count, RESULTS)) != len(keys):
+                raise BackendError(f"{self._name!r} answered {len(results)} results for {len(keys)} keys, or no results")
         except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
             self._failed(hearing, error)
             return [Result.FAILED] * len(keys)
