@@ -1,6 +1,6 @@
 """asynccache: a hierarchical KV-cache runtime for LLM serving, built on asyncio.
 
-The public names. ``AsyncCache`` (and what else needs torch) is imported when it is first asked for.
+The public names, each imported when it is first asked for: torch, and whatever else takes long, no sooner than used.
 """
 
 from __future__ import annotations
@@ -8,23 +8,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
-from asynccache.core.keys import Adapter
-from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
-from asynccache.errors import (
-    AsyncCacheError,
-    BackendError,
-    CacheClosed,
-    CacheFull,
-    ConfigError,
-    CopyFailed,
-    LoadFailed,
-    RankDivergence,
-    RankFailure,
-)
-
 if TYPE_CHECKING:
+    from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
     from asynccache.configuration import load_config
+    from asynccache.core.keys import Adapter
+    from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
+    from asynccache.errors import (
+        AsyncCacheError,
+        BackendError,
+        CacheClosed,
+        CacheFull,
+        ConfigError,
+        CopyFailed,
+        LoadFailed,
+        RankDivergence,
+        RankFailure,
+    )
     from asynccache.runtime.cache import AsyncCache, CloseReport
     from asynccache.runtime.lease import Hits, Lease
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
@@ -62,13 +61,31 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Adapter": "asynccache.core.keys",
     "AsyncCache": "asynccache.runtime.cache",
+    "AsyncCacheError": "asynccache.errors",
+    "BackendError": "asynccache.errors",
+    "CacheClosed": "asynccache.errors",
+    "CacheConfig": "asynccache.config",
+    "CacheFull": "asynccache.errors",
     "CloseReport": "asynccache.runtime.cache",
+    "ConfigError": "asynccache.errors",
+    "CopyFailed": "asynccache.errors",
+    "Full": "asynccache.config",
+    "HitPolicy": "asynccache.core.settings",
     "Hits": "asynccache.runtime.lease",
     "Lease": "asynccache.runtime.lease",
+    "LoadFailed": "asynccache.errors",
+    "Mamba": "asynccache.config",
     "PrefetchHandle": "asynccache.runtime.prefetch",
+    "PrefetchPolicy": "asynccache.core.settings",
     "PrefetchResult": "asynccache.runtime.prefetch",
     "PrefetchStatus": "asynccache.runtime.prefetch",
+    "RankDivergence": "asynccache.errors",
+    "RankFailure": "asynccache.errors",
+    "Sidecar": "asynccache.config",
+    "SlidingWindow": "asynccache.config",
+    "WritePolicy": "asynccache.core.settings",
     "load_config": "asynccache.configuration",
 }
 

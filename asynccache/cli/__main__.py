@@ -2,6 +2,6 @@
 
 import sys
 
-from asynccache.cli.main import main
+from asynccache.cli.entry import main
 
 sys.exit(main())

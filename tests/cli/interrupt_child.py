@@ -1,10 +1,12 @@
 """A command that gets Ctrl-C, so many times, when it reaches a certain function: ``interrupt_child.py PLACE N ARG...``.
 
-``PLACE``: ``module:Class.function``, or ``import:module`` for the moment when that is imported.
+``PLACE``: ``module:Class.function``, ``import:module`` for the moment when that is imported, or ``exit`` for when the
+command is over and the interpreter is not.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import os
@@ -49,10 +51,13 @@ def at_call(place: str, times: int) -> None:
 
 if __name__ == "__main__":
     place, times, *arguments = sys.argv[1:]
-    if place.startswith("import:"):
+    if place == "exit":
+        atexit.register(press, int(times))
+    elif place.startswith("import:"):
         sys.meta_path.insert(0, AtImport(place.removeprefix("import:"), int(times)))
     else:
         at_call(place, int(times))
-    from asynccache.cli.main import main
+    from asynccache.cli.entry import main
 
-    sys.exit(main(arguments))
+    sys.argv[1:] = arguments
+    sys.exit(main())

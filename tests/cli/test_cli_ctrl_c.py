@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,13 @@ def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
     assert done.returncode == 130, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "run.json").read_text() == ""
+
+
+@pytest.mark.parametrize(("place", "status"), [
+    ("import:asynccache.cli.main", 130), ("import:asynccache.cli.options", 130), ("import:json", 130),
+    ("exit", -signal.SIGINT),
+])  # fmt: skip
+def test_before_a_run_and_after_it_there_is_nothing_to_report(place: str, status: int) -> None:
+    command = [sys.executable, interrupt_child.__file__, place, "1", "config", "schema"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
+    assert (done.returncode, done.stderr) == (status, "")
