@@ -37,15 +37,11 @@ class Ghosts:
         """The node that began with ``page`` below ``parent`` has left the tree. A root may go and come again; its
         digest stays."""
         young = self._young
-        young[_mark(parent, page)] = gone
+        young[(id(parent) if parent.end else hash(parent.hashes)) + hash(page)] = gone  # evictions pay: not by a call
         if len(young) >= self._half:
             self._old, self._young = young, {}
 
     def find(self, parent: Node, page: bytes) -> Gone:
         """What became of ``page``, which would follow ``parent``."""
-        mark = _mark(parent, page)
+        mark = (id(parent) if parent.end else hash(parent.hashes)) + hash(page)
         return Gone(self._young.get(mark) or self._old.get(mark) or 0)
-
-
-def _mark(parent: Node, page: bytes) -> int:
-    return (id(parent) if parent.end else hash(parent.hashes)) + hash(page)

@@ -434,7 +434,8 @@ class World:
             page = node.key[: self.page_bytes]
             parent = unlink(node, page)
             if self.ghosts is not None:
-                self.ghosts.note(parent, page, 3 if self.stored(node) & 1 else tier + 1)
+                stored = node.stored & 1 and node.stored >> _BITS == self.era
+                self.ghosts.note(parent, page, 3 if stored else tier + 1)
             self.counters.nodes -= 1
             node = parent
         if node is node.root:
