@@ -162,6 +162,9 @@ class Pieces:
         self._far.send(b"!")
         return sum(map(len, buffers))
 
+    def call_at(self, count: int) -> None:
+        pass
+
     def close(self) -> None:
         self._near.close()
         self._far.close()
@@ -467,3 +470,23 @@ async def test_closing_fails_what_is_under_way() -> None:
         node.close()
         with pytest.raises(Unavailable, match="closed"):
             await task
+
+
+@pytest.mark.asyncio
+async def test_who_is_not_woken_for_each_reply_still_sees_that_they_come() -> None:
+    """Replies that come slower than all of them may take: each counts as life, and the last ones wake."""
+    async def drips(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        for _ in range(6):
+            writer.write(b"+OK\r\n")
+            await asyncio.sleep(0.15)
+
+    async with connected(drips, stall=0.3) as connection:
+        assert await connection.ask(Job([b"SET x\r\n"] * 6, [None] * 6, 6, 5)) == [b"OK"] * 6
+
+
+@pytest.mark.asyncio
+async def test_after_writes_every_byte_wakes_again() -> None:
+    async with connected(answers(b"+OK\r\n" * 5, b"+PONG\r\n")) as connection:
+        assert await connection.ask(Job([b"SET x\r\n"] * 5, [None] * 5, 5, 5)) == [b"OK"] * 5
+        assert await connection.ask(PING) == [b"PONG"]

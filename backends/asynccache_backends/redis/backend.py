@@ -39,6 +39,8 @@ from asynccache_backends.redis.settings import Settings, settings_of
 MISS, HIT, CORRUPT, FAILED = Result
 
 GET_AHEAD_BYTES = 2 << 20
+SHORTEST_REPLY = len(b"+OK\r\n")
+"""To SET ... NX; nil is as long, and a refusal longer."""
 NO_ROOM = ("OOM", "MISCONF")
 UNWILLING = ("LOADING", "NOAUTH", "NOPERM", "CLUSTERDOWN", "MASTERDOWN", "BUSY", "READONLY", "MOVED", "ASK", LOST)
 """Refusals that say nothing about the key: of a request that meets only those, nothing could be done."""
@@ -209,8 +211,9 @@ class RedisBackend:
             return [FAILED] * len(keys)
         names = self._names.of(keys)
         commands = [self._setting.request(name, record) for name, record in zip(names, records, strict=True)]
+        job = Job(commands, [None] * len(keys), len(keys), SHORTEST_REPLY)
         try:
-            replies = await self._asked(Lane.PAGES, Request(names, Job(commands, [None] * len(keys), len(keys))))
+            replies = await self._asked(Lane.PAGES, Request(names, job))
         except BaseException:
             self._room.given_up()
             raise

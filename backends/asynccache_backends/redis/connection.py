@@ -23,7 +23,7 @@ from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reade
 
 TURN_BYTES = 1 << 20
 """Moved in one turn of the loop at most, in each direction: 0.2-0.5 ms."""
-MOST_BUFFERS = 32
+MOST_BUFFERS = 64
 
 ASKING = command(b"ASKING")
 
@@ -32,15 +32,17 @@ class Job(NamedTuple):
     """Commands, and for each the record that its reply is a page for, if it is.
 
     ``ahead``: how many commands are sent before the first of them is answered. A server that prepares all of a long
-    answer at once falls out of its caches, and holds it in memory."""
+    answer at once falls out of its caches, and holds it in memory. ``shortest``: no reply has fewer bytes. Where it is
+    given nobody is woken before all replies can be there: to be woken for each costs more than they do."""
 
     commands: Sequence[Command]
     sinks: Sequence[Record | None]
     ahead: int
+    shortest: int = 0
 
     def part(self, which: Sequence[int]) -> Job:
         """Some of them."""
-        return Job([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead)
+        return Job([self.commands[i] for i in which], [self.sinks[i] for i in which], self.ahead, self.shortest)
 
     def asking(self) -> Job:
         """The same, with a word before each command that a server wants which has a slot only by half."""
@@ -114,6 +116,7 @@ class Connection:
     def _begin(self, job: Job) -> None:
         self._job, self._next = job, 0
         self._reader.begin(job.sinks)
+        self._link.call_at(max(1, job.shortest * len(job.sinks)))
         self._feed()
 
     def _end(self) -> None:
@@ -210,7 +213,10 @@ class Connection:
         self.close(Unavailable(f"{self._name}: connection lost: {error}"))
 
     def _check(self, moved: int) -> None:
-        """Runs every ``stall`` seconds of a request."""
+        """Runs every ``stall`` seconds of a request. A few replies that nobody was woken for are life, too."""
+        if moved == self._moved and self._job.shortest:
+            self._link.call_at(1)
+            self._readable()
         if moved == self._moved:
             self.close(Timeout(f"{self._name}: silent for {self._stall:g} s"))
         else:

@@ -30,6 +30,10 @@ class Link(Protocol):
         """Send the first bytes of ``buffers``."""
         ...
 
+    def call_at(self, count: int) -> None:
+        """The loop is to hear of bytes only when there are so many, or the other end has closed. Only a hint."""
+        ...
+
     def fileno(self) -> int:
         """Of the socket."""
         ...
@@ -46,8 +50,15 @@ class PlainLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._called_at = 1
         self.fileno = sock.fileno
         self.close = sock.close
+
+    def call_at(self, count: int) -> None:
+        """The kernel does it."""
+        if count != self._called_at:
+            self._called_at = count
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """One ``recvmsg``."""
@@ -68,6 +79,9 @@ class TlsLink:
         self._socket = sock
         self.fileno = sock.fileno
         self.close = sock.close
+
+    def call_at(self, count: int) -> None:
+        """Nothing: how many bytes arrive for so many is not known."""
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
         """Into the first buffer."""

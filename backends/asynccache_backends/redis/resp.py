@@ -1,7 +1,7 @@
 """The protocol (RESP2), without I/O: requests as buffers to send, and a reader that says where bytes are to land.
 
-The law: bytes of replies land in buffers of this request's own pages and in the reader's own, and nowhere else; a HIT has
-all of its own and none of another's. Everything is framed by lengths: no byte of a key or a page is ever looked at.
+The law: bytes of replies land in buffers of this request's own pages and in the reader's own, and nowhere else; a HIT
+has all of its own and none of another's. Everything is framed by lengths: no byte of a key or a page is ever looked at.
 """
 
 from __future__ import annotations
