@@ -143,7 +143,7 @@ class Guard:
             async with asyncio.timeout(timeout):
                 results = list(await act(keys))
             if len(results) != len(keys) or sum(map(results.count, RESULTS)) != len(keys):
-                raise BackendError(f"{self._name!r} answered {len(results)} results for {len(keys)} keys, or no results")
+                raise BackendError(f"{self._name!r} answered {len(results)} for {len(keys)} keys, or no results at all")
         except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
             self._failed(hearing, error)
             return [Result.FAILED] * len(keys)

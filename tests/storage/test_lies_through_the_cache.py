@@ -1,6 +1,6 @@
 """A backend that lies, seen from the engine: no wrong byte is ever read, no request fails, and the pages are found
-again once it tells the truth. Wrong bytes, another page's bytes, bytes of another length, a hit without data, an answer for
-fewer keys, a put that stores nothing, and answers that are no answers."""
+again once it tells the truth. Wrong bytes, another page's bytes, bytes of another length, a hit without data, answers
+for fewer keys or for more, a put that stores nothing, and answers that are no answers."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def trace(path: Path, seed: int) -> Path:
 def replay(made: Path, url: str) -> subprocess.Popen[str]:
     """One process. Its tiers hold a fraction of the trace."""
     words = ["replay", str(made), "--storage", url, "--json", "-", "--quiet", "--components", "full",
-             "--page-size", "64", "--bytes-per-token", "32", "--device-tokens", "24576", "--host-tokens", "32768", "--concurrency", "4",
-             "--decode-tokens", "4"]  # fmt: skip
+             "--page-size", "64", "--bytes-per-token", "32", "--device-tokens", "24576",
+             "--host-tokens", "32768", "--concurrency", "4", "--decode-tokens", "4"]  # fmt: skip
     path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
     command = [sys.executable, "-m", "asynccache.cli", *words]
     return subprocess.Popen(
