@@ -222,9 +222,11 @@ class ObjectBackend:
         if self._operations.closed:
             return
         try:
-            await self._operations.close()
-            await self._keeper.stop()
-            await self._uploads.drain()
+            try:
+                await self._operations.close()
+            finally:
+                await self._keeper.stop()
+                await self._uploads.drain()
             await self._save()
         finally:
             self._workers.close()

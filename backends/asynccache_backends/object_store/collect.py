@@ -19,7 +19,7 @@ from asynccache.storage import Collected
 from asynccache_backends.object_store.catalog import OVERLAP, Catalog, gently
 from asynccache_backends.object_store.client import Client
 from asynccache_backends.object_store.names import DEAD, PACKS, Clock, name_at, stamp_of
-from asynccache_backends.object_store.packs import Entry, Pack, Verdict, pack_entries, trailer_of
+from asynccache_backends.object_store.packs import MAX_RECORDS, Entry, Pack, Verdict, pack_entries, trailer_of
 
 
 class Collector:
@@ -130,16 +130,16 @@ class Collector:
 
 def groups(packs: Sequence[Pack], target: int) -> Iterator[list[Pack]]:
     """Which packs are rewritten together: those less than half live, and those less than half of what a pack may be,
-    up to the target. One that is small but has nothing dead, and no company, stays as it is."""
+    up to what a pack may hold. One that is small but has nothing dead, and no company, stays as it is."""
     group: list[Pack] = []
-    size = 0
+    size = records = 0
     for pack in packs:
         if not (2 * pack.live_bytes < pack.size or 2 * pack.live_bytes < target):
             continue
-        if group and size + pack.live_bytes > target:
+        if group and (size + pack.live_bytes > target or records + pack.live > MAX_RECORDS):
             yield group
-            group, size = [], 0
+            group, size, records = [], 0, 0
         group.append(pack)
-        size += pack.live_bytes
+        size, records = size + pack.live_bytes, records + pack.live
     if len(group) > 1 or any(pack.live < pack.count for pack in group):
         yield group

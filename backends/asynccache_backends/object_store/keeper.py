@@ -10,6 +10,7 @@ import asyncio
 from contextlib import suppress
 
 from asynccache.errors import Unavailable
+from asynccache.storage import settled
 from asynccache_backends.object_store.catalog import Catalog
 from asynccache_backends.object_store.client import Client
 from asynccache_backends.object_store.names import PACKS
@@ -55,8 +56,7 @@ class Keeper:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await settled([task])
 
     async def make_room(self) -> None:
         """Remove the earliest packs while there are more bytes than the capacity.

@@ -39,10 +39,10 @@ class Piece:
         self.payloads = payloads
         self.size = sum(payload.nbytes for payload in payloads)
         self.free: asyncio.Future[None] = loop.create_future()
-        self.done: asyncio.Future[Exception | None] = loop.create_future()
+        self.done: asyncio.Future[BaseException | None] = loop.create_future()
         self.load: _Load | None = None
 
-    def settle(self, error: Exception | None) -> None:
+    def settle(self, error: BaseException | None) -> None:
         """Nothing more happens to it."""
         self.release()
         if not self.done.done():
@@ -142,6 +142,7 @@ class Uploads:
                 piece.load = load
             self._away.add(load)
             load.task = asyncio.get_running_loop().create_task(self._carry(load))
+            load.task.add_done_callback(self._ended)
 
     def _fit(self) -> tuple[int, int]:
         """How many pieces from the head of the line the next pack takes, and their bytes."""
@@ -153,20 +154,17 @@ class Uploads:
         return count, size
 
     async def _carry(self, load: _Load) -> None:
-        """Store one pack, whatever happens; its pieces hear of it."""
-        error: Exception | None = Unavailable("the put was cancelled")
-        try:
-            self._stored(await self._send(load))
-            error = None
-        except Exception as failure:
-            error = failure
-        except asyncio.CancelledError:
-            pass  # only this object cancels its tasks
-        finally:
-            self._away.discard(load)
-            for piece in load.pieces:
-                piece.settle(error)
-            self._start()
+        """Store one pack. ``_ended`` follows, also where it is cancelled before it begins."""
+        self._stored(await self._send(load))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever happened, the pieces hear of it."""
+        load = next(load for load in self._away if load.task is task)
+        self._away.discard(load)
+        error = Unavailable("the put was cancelled") if task.cancelled() else task.exception()
+        for piece in load.pieces:
+            piece.settle(error)
+        self._start()
 
     async def _send(self, load: _Load) -> Pack:
         name, pieces = load.name, load.pieces
