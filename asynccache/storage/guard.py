@@ -21,6 +21,7 @@ from asynccache.errors import BackendError, Timeout
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Hearing, Permit
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.places import READ, WRITE, Lane, Places
+from asynccache.storage.settle import settled
 
 _T = TypeVar("_T")
 
@@ -83,16 +84,17 @@ class Guard:
         """End the probe under way. Cancelling it waits for that all the same."""
         if self._probing is not None:
             self._probing.cancel()
-            await asyncio.wait([self._probing])
+            await settled([self._probing])
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
         """Whether a call for these keys would be in vain now. Then it is counted as refused, and it may have had a
         probe begun."""
         if self.breaker.state is BreakerState.CLOSED:
             return False
-        permit = self.breaker.allow(self._now())
-        if permit != REFUSED:
-            self._begin_probe(permit, keys[:1])
+        if self._probing is None or self._probing.done():  # one that hangs is not joined by others
+            permit = self.breaker.allow(self._now())
+            if permit != REFUSED:
+                self._begin_probe(permit, keys[:1])
         self._counts["refused_calls"] += 1
         return True
 

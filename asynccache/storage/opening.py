@@ -50,7 +50,11 @@ async def open_store(
     if timeout is not None:
         common = replace(common, timeout=timeout)
     backend = await backend_class(parsed.scheme).open(own, layout)
-    return checked(backend, layout, common)
+    try:
+        return checked(backend, layout, common)
+    except BaseException:
+        await backend.aclose()
+        raise
 
 
 def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions) -> CheckedStore:

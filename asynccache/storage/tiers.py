@@ -85,7 +85,7 @@ class TieredStore:
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
         self.promotions = Promotions(room=room, threads=threads)
         self._stores: tuple[Attached, ...] = ()
-        self._leaving: list[Attached] = []
+        self._leaving: dict[Attached, None] = {}
 
     def __repr__(self) -> str:
         return f"TieredStore({', '.join(self.names)})"
@@ -141,18 +141,19 @@ class TieredStore:
         """
         self.check(attached.options, position)
         at = len(self._stores) if position is None else position
-        self._stores = (*self._stores[:at], attached, *self._stores[at:])
-        for nearer in self._stores[:-1]:
+        stores = (*self._stores[:at], attached, *self._stores[at:])
+        for nearer in stores[:-1]:
             if nearer.options.promote and not nearer.told:
-                nearer.told = True
                 nearer.store.register(PROMOTION_POOL, self.promotions.ring.memory)
+                nearer.told = True
+        self._stores = stores
 
     def detach(self, attached: Attached) -> None:
         """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""
         if attached.there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
-            self._leaving.append(attached)
+            self._leaving[attached] = None
 
     async def aclose_detached(self, attached: Attached) -> None:
         """Close a detached store, if it is ours, once everybody has left it. Cancelling it leaves that to ``aclose``.
@@ -167,9 +168,9 @@ class TieredStore:
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self._leaving.remove(attached)
+            self._leaving.pop(attached, None)
             raise
-        self._leaving.remove(attached)
+        self._leaving.pop(attached, None)
 
     # pages
 

@@ -1,0 +1,150 @@
+"""What a review of guards and tiers found: probes that hang, closing at the wrong moment, stores that refuse memory. In
+virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from asynccache.errors import BackendError
+from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store, opening
+from asynccache.storage.options import StoreOptions
+from asynccache.storage.promotion import PROMOTION_POOL
+from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
+from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.wrapped_backend import WrappedBackend
+
+KEYS = keys_of(2, "odd")
+
+
+def in_world(world: Callable[[SimulatedLoop], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def test() -> None:
+        for seed in range(5):
+            simulate(world, seed)
+
+    test.__name__ = world.__name__
+    return test
+
+
+class Frozen(WrappedBackend):
+    """It serves nothing; a question is let go of only when it ``thaws``, whoever cancels it."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedBackend(Random(1)))
+        self.thaws = asyncio.Event()
+        self.inside = 0
+        self.closed_over = -1
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.inside += 1
+        try:
+            while not self.thaws.is_set():
+                try:
+                    await self.thaws.wait()
+                except asyncio.CancelledError:
+                    continue
+        finally:
+            self.inside -= 1
+        return [Result.MISS] * len(keys)
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        raise BackendError("frozen")
+
+    async def aclose(self) -> None:
+        self.closed_over = self.inside
+
+
+async def read(store: CheckedStore) -> list[Result]:
+    return await store.get(KEYS, [blank(key).payload for key in KEYS])
+
+
+@in_world
+async def test_a_probe_that_hangs_is_the_only_one(loop: SimulatedLoop) -> None:
+    backend = Frozen()
+    store = CheckedStore(backend, LAYOUT, threads=0, timeout=1.0, slow=0.5)
+    for _ in range(300):
+        await read(store)
+        await asyncio.sleep(1.0)
+        assert backend.inside <= 1
+    assert backend.inside == 1
+    backend.thaws.set()
+    await store.aclose()
+    assert backend.closed_over == 0
+
+
+@in_world
+async def test_the_backend_is_not_closed_over_a_probe_by_who_is_cancelled(loop: SimulatedLoop) -> None:
+    backend = Frozen()
+    store = CheckedStore(backend, LAYOUT, threads=0, timeout=1.0, slow=0.5)
+    while not backend.inside:
+        await read(store)
+        await asyncio.sleep(1.0)
+    closing = asyncio.ensure_future(store._guard.aclose())
+    await asyncio.sleep(1.0)
+    closing.cancel()
+    await asyncio.sleep(1.0)
+    assert not closing.done()
+    backend.thaws.set()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    assert backend.inside == 0
+    await store.aclose()
+
+
+@in_world
+async def test_of_two_who_close_all_stores_both_succeed(loop: SimulatedLoop) -> None:
+    class Slow(WrappedBackend):
+        async def aclose(self) -> None:
+            await asyncio.sleep(0.1)
+
+    store = TieredStore(threads=0)
+    store.attach(Attached(CheckedStore(Slow(SimulatedBackend(Random(1))), LAYOUT, threads=0), StoreOptions("a")))
+    await asyncio.gather(store.aclose(), store.aclose())
+    assert not store._leaving
+
+
+class Picky(WrappedBackend):
+    """It refuses memory of one kind."""
+
+    def __init__(self, refused: str) -> None:
+        super().__init__(SimulatedBackend(Random(1)))
+        self.refused = refused
+        self.closed_times = 0
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        if pool == self.refused:
+            raise BackendError(f"no {pool}")
+
+    async def aclose(self) -> None:
+        self.closed_times += 1
+
+
+@in_world
+async def test_where_a_store_refuses_the_memory_for_promotions_nothing_is_attached(loop: SimulatedLoop) -> None:
+    store = TieredStore(threads=0)
+    store.attach(Attached(CheckedStore(Picky(PROMOTION_POOL), LAYOUT, threads=0), StoreOptions("a")))
+    far = Attached(CheckedStore(SimulatedBackend(Random(2)), LAYOUT, threads=0), StoreOptions("b"))
+    with pytest.raises(BackendError, match=PROMOTION_POOL):
+        store.attach(far)
+    assert store.names == ("a",)
+    await store.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_backend_that_refuses_the_headers_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Picky("#headers")
+
+    class Scheme:
+        async def open(self, url: Any, layout: Any) -> Any:
+            return backend
+
+    monkeypatch.setattr(opening, "backend_class", lambda name: Scheme())
+    with pytest.raises(BackendError, match="#headers"):
+        await open_store("picky:", LAYOUT)
+    assert backend.closed_times == 1
