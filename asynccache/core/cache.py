@@ -208,6 +208,7 @@ class CacheCore:
             InvariantViolation: an operation is unknown, or had its outcome already.
         """
         self._transfers.complete(outcomes)
+        self._transfers.store_again()
         return self._gave_back()
 
     def _gave_back(self) -> Plan:

@@ -34,12 +34,14 @@ from asynccache.errors import InvariantViolation
 
 _UNBOUNDED = 1 << 60
 _RETRIES = 16
+_REMEMBERED = 1 << 14
 _SLICE = 128
 
 
 class Transfers:
-    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``promised``: host slots that
-    prefetches in flight may still take, by component: no backup takes them."""
+    """The transfers of one world. ``deferred``: nodes whose backup could not start yet. ``unstored``: nodes that
+    storage did not take. ``promised``: host slots that prefetches in flight may still take, by component: no backup
+    takes them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -50,6 +52,8 @@ class Transfers:
         self.promised = [0] * world.count
         self.room = RoomMaker(world, self.save, self.claims)
         self.deferred: dict[Node, None] = {}
+        self.unstored: dict[Node, None] = {}
+        self._storage_works = False
         self._walk: list[Node] = []
 
     # backup_host
@@ -230,6 +234,17 @@ class Transfers:
                 pages.append(StoredPages(self._kinds[c], hashes, slots))
         world.effect(BackupStorage(op.id, tuple(pages)))
 
+    def store_again(self) -> None:
+        """Try some of those that storage did not take, if it has just taken others and has nothing else to do: so a
+        store that is away, or too slow, is left alone, and one that is back gets them by and by."""
+        if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
+            return
+        self._storage_works = False
+        for node in list(self.unstored)[:_RETRIES]:
+            del self.unstored[node]
+            if node.parent is not None:
+                self.store([node])
+
     def _unstored(self, node: Node, again: int) -> int:
         if node.root.dead:
             return 0
@@ -297,8 +312,16 @@ class Transfers:
         for node, moves, _ in fragments:
             if done:
                 self._world.note_stored(node, moves, op)
+            elif node.parent is not None and not node.root.dead:
+                self._note_unstored(node)
             if moves & 1:
                 self._world.publish(Medium.STORAGE, True, node)
+        self._storage_works = done
+
+    def _note_unstored(self, node: Node) -> None:
+        self.unstored[node] = None
+        if len(self.unstored) > _REMEMBERED:
+            del self.unstored[next(iter(self.unstored))]
 
     def _close_arrival(self, op: Operation, tier: int) -> bool:
         """Close an operation that fills cells of ``tier``; false if it must wait for one above it."""
