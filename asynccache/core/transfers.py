@@ -236,14 +236,18 @@ class Transfers:
 
     def store_again(self) -> None:
         """Try some of those that storage did not take, if it has just taken others and has nothing else to do: so a
-        store that is away, or too slow, is left alone, and one that is back gets them by and by."""
+        store that is away, or too slow, is left alone, and one that is back gets them by and by. Few enough at a time
+        to be no burden to the host, and none that would be one by itself: that is left to the next drain."""
         if not self._storage_works or self._world.ledger.count[BACKUP_STORAGE]:
             return
         self._storage_works = False
+        pages = self._rooms[0] // _RETRIES
         for node in list(self.unstored)[:_RETRIES]:
-            del self.unstored[node]
-            if node.parent is not None:
-                self.store([node])
+            if pages > 0:
+                del self.unstored[node]
+                pages -= self._world.pages(node, 0)
+                if node.parent is not None:
+                    self.store([node])
 
     def _unstored(self, node: Node, again: int) -> int:
         if node.root.dead:
@@ -312,7 +316,7 @@ class Transfers:
         for node, moves, _ in fragments:
             if done:
                 self._world.note_stored(node, moves, op)
-            elif node.parent is not None and not node.root.dead:
+            elif node.parent is not None and not node.root.dead and self._world.pages(node, 0) <= self._rooms[0] // 4:
                 self._note_unstored(node)
             if moves & 1:
                 self._world.publish(Medium.STORAGE, True, node)
