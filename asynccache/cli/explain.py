@@ -76,10 +76,15 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
             raise ConfigError(f"{url} refuses: {_reason(error)}") from None
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
-        raise ConfigError(f"{url} does not answer: {getattr(error, 'reason', error)}; {hint}") from None
+        raise ConfigError(f"{url} does not answer: {_cause(error)}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:
         raise ConfigError(f"{url} answers, but is no cache")
     return found
+
+
+def _cause(error: Exception) -> object:
+    reason = getattr(error, "reason", error)
+    return getattr(reason, "strerror", None) or reason
 
 
 def _base(url: str) -> str:

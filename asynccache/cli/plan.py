@@ -172,9 +172,10 @@ def _rows(steps: Sequence[Step], found: Curve, model: Model, tokens: int) -> Ite
 
 def text(report: Report) -> str:
     """A table of 80 columns."""
-    hours = report["seconds"] / 3600
+    seconds = report["seconds"]
+    time = f"{seconds / 3600:.2f} h" if seconds >= 360 else f"{number(seconds)} s"
     priced = any(row["price"] for row in report["rows"])
-    head = (f"{number(report['requests'])} requests in {hours:.2f} h, {number(report['tokens'])} prompt tokens: "
+    head = (f"{number(report['requests'])} requests in {time}, {number(report['tokens'])} prompt tokens: "
             f"{number(report['prefill_s'])} s of prefill")
     columns = f"  {'':<11}{'GiB':>8}{'tokens':>14}{'hits':>9}{'saved':>11}{'s per GiB':>12}"
     lines = [head, "", columns + (f"{'s per price':>13}" if priced else "")]
@@ -193,7 +194,7 @@ def _notes(report: Report) -> Iterator[str]:
            f"{report['highest_needs_gib']:,.0f} GiB.")
     yield "hits: of all prompt tokens, full blocks only; saved: prefill less loading."
     yield "Both are of all tiers together, per GiB: what this size adds to the one before."
-    if any(row["tier"] == "host" and row["adds_s_per_gib"] == 0 for row in report["rows"]):
+    if any(row["tier"] == "host" and row["tokens"] <= report["rows"][0]["tokens"] for row in report["rows"]):
         yield "A host tier that is no larger than L1 holds what L1 holds, and adds nothing."
     model = Model(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):

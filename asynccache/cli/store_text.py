@@ -51,11 +51,19 @@ def _stat(report: Report) -> list[str]:
     answer = (f"it answers in {milliseconds(probe['median_ms'])}, at worst {milliseconds(probe['worst_ms'])}"
               if not probe["failed"] else f"NOT OK: it did not answer {probe['failed']} of the questions")
     lines.append(f"  {answer}; breaker {report['breaker']}")
-    counts = [f"{name} {value:,.5g}" for name, value in stats.items() if value]
+    told = ("disk_bytes", "segments") if on_disk else ()
+    counts = [_count(name, value) for name, value in stats.items() if value and name not in told]
     if counts:
         lines += textwrap.wrap(" · ".join(counts), WIDTH, initial_indent="  ", subsequent_indent="  ",
                                break_on_hyphens=False)
     return lines
+
+
+def _count(name: str, value: float) -> str:
+    for end, write in (("_bytes", size), ("_ms", milliseconds)):
+        if name.endswith(end):
+            return f"{name.removesuffix(end)} {write(value)}"
+    return f"{name} {value:,.5g}"
 
 
 def _younger(name: str) -> str:

@@ -89,7 +89,7 @@ def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
     latency = stage["latency_ms"]
     return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['tokens']):>12}"
             f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>11}"
-            f"{_short(latency['p50']):>7}{_short(latency['p99']):>7}")
+            + "".join(f"{_short(latency[q]) if stage['ops'] else '-':>7}" for q in ("p50", "p99")))
 
 
 def _short(value: float) -> str:

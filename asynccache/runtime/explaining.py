@@ -157,6 +157,8 @@ def _fetch(machine: Machine, found: Explanation, present: dict[str, list[Result]
 def describe(plain: dict[str, Any]) -> list[str]:
     """``Explained.plain()``, to be read."""
     lines = [f"{plain['tokens']} tokens, {plain['length']} of them in whole pages"]
+    if not plain["length"]:
+        return [*lines, "there is nothing to look for: only whole pages are kept"]
     for span in plain["spans"]:
         states = ", ".join(f"{name} {device}/{host}" for name, (device, host) in span["states"].items())
         pins = "  pinned" if any(span["pinned"]) else ""
