@@ -25,7 +25,7 @@ class StoreOptions:
     promote: bool = True
     timeout: float = 30.0
     concurrency: int = 16
-    slow: float = 0.0
+    slow: float = 10.0
 
 
 NAMES = tuple(StoreOptions.__dataclass_fields__)
