@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
-from asynccache.errors import BackendError, CacheClosed, ConfigError, RankDivergence, RankFailure, Unavailable
+from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure, Unavailable
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks, SingleRank
@@ -383,11 +383,16 @@ class AsyncCache:
             return await opened()
         try:
             attached = await opened()
-        except (ConfigError, BackendError):
+        except Exception:
             await machine.driver.all_say(False)
             raise
-        if not await machine.driver.all_say(True):
-            await close_unattached(attached)
+        everywhere = False
+        try:
+            everywhere = await machine.driver.all_say(True)
+        finally:
+            if not everywhere:
+                await close_unattached(attached)
+        if not everywhere:
             raise Unavailable("attach_storage: another rank could not open it")
         return attached
 

@@ -172,6 +172,7 @@ class CheckedStore:
         finally:
             if self._workers is not None:
                 self._workers.close()
+                self._workers = None  # who calls all the same is told by the backend that it is closed
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         if self._guard.refuses(keys):  # before any work is done for it

@@ -9,9 +9,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError
-from asynccache.storage import CheckedStore, PageKey, Record, Result, open_store, opening
+from asynccache.storage import CheckedStore, PageKey, Record, Result, StoreLayout, open_store, opening
 from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.storage.tiers import Attached, TieredStore
@@ -148,3 +149,15 @@ async def test_a_backend_that_refuses_the_headers_is_closed_again(monkeypatch: p
     with pytest.raises(BackendError, match="#headers"):
         await open_store("picky:", LAYOUT)
     assert backend.closed_times == 1
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_was_closed_fails_calls_and_raises_nothing() -> None:
+    layout = StoreLayout({"full": 1 << 20}, bytes(32))
+    key, payload = PageKey("full", bytes(32)), memoryview(bytearray(1 << 20))
+    store = CheckedStore(MemoryBackend(), layout)
+    assert await store.put([key], [payload]) == [Result.HIT]
+    await store.aclose()
+    assert await store.put([key], [payload]) == [Result.FAILED]
+    assert await store.get([key], [payload]) == [Result.FAILED]
+    await store.aclose()

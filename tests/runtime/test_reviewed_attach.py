@@ -1,0 +1,121 @@
+"""What a review of attaching and detaching found: ranks that part over a store, stores that fail as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache.errors import BackendError, RankFailure, Unavailable
+from asynccache.storage import opening
+from tests.runtime.runtime_kit import machine, opened, serve, settings, text, turns
+
+
+class Kept(MemoryBackend):
+    """It knows whether it was closed, and may refuse to be cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed_times = 0
+        self.stubborn = False
+
+    async def clear(self) -> None:
+        if self.stubborn:
+            raise Unavailable("stubborn")
+        await super().clear()
+
+    async def aclose(self) -> None:
+        self.closed_times += 1
+        self.stubborn = False
+        await super().aclose()
+
+
+class Scheme:
+    """``kept:``; ``error``: what opening raises."""
+
+    def __init__(self) -> None:
+        self.opened: list[Kept] = []
+        self.error: Exception | None = None
+
+    async def open(self, url: Any, layout: Any) -> Kept:
+        if self.error is not None:
+            raise self.error
+        self.opened.append(Kept())
+        return self.opened[-1]
+
+
+@pytest.fixture
+def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheme]:
+    found = Scheme()
+    monkeypatch.setattr(opening, "backend_class", lambda name: found)
+    yield found
+    assert [backend.closed_times for backend in found.opened] == [1] * len(found.opened)
+
+
+def pages_of(backend: Any) -> int:
+    return int(backend.stats()["pages"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_what_was_opened_is_closed_when_the_other_ranks_are_not_heard_of(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    async with opened(settings(host=16)) as cache:
+
+        async def all_say(ok: bool) -> bool:
+            assert ok
+            if cancelled:
+                await asyncio.Event().wait()
+            raise RankFailure("rank 1 is gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(machine(cache), "lockstep", object())
+            patched.setattr(machine(cache).driver, "all_say", all_say)
+            attaching = asyncio.ensure_future(cache.attach_storage("kept:"))
+            await turns()
+            attaching.cancel()
+            with pytest.raises((RankFailure, asyncio.CancelledError)):
+                await attaching
+        assert [backend.closed_times for backend in scheme.opened] == [1]
+        assert not cache.stores
+
+
+@pytest.mark.asyncio
+async def test_the_other_ranks_hear_of_any_error(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(settings(host=16)) as cache:
+        said = []
+
+        async def all_say(ok: bool) -> bool:
+            said.append(ok)
+            return False
+
+        scheme.error = OSError("a plug-in's bug")
+        with monkeypatch.context() as patched:
+            patched.setattr(machine(cache), "lockstep", object())
+            patched.setattr(machine(cache).driver, "all_say", all_say)
+            with pytest.raises(OSError, match="bug"):
+                await cache.attach_storage("kept:")
+        assert said == [False]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stubborn", [0, 1])
+async def test_of_two_stores_the_one_that_can_is_cleared(scheme: Scheme, stubborn: int) -> None:
+    async with opened(settings(device=8, host=16)) as cache:
+        await cache.attach_storage("kept:?name=a")
+        await cache.attach_storage("kept:?name=b")
+        await serve(cache, text(4, extra=1))
+        await cache.flush()
+        assert [pages_of(backend) for backend in scheme.opened] == [4, 4]
+        scheme.opened[stubborn].stubborn = True
+        with pytest.raises(BackendError, match="stubborn"):
+            await cache.reset()
+        assert [pages_of(backend) for backend in scheme.opened] == ([4, 0] if stubborn == 0 else [0, 4])
+        assert (await cache.match(text(4))).device == 0
+        await serve(cache, text(4, 1, extra=1))
+        await cache.flush()
+        assert [pages_of(backend) for backend in scheme.opened] == ([8, 4] if stubborn == 0 else [4, 8])
