@@ -13,7 +13,7 @@ INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c 
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test test-ranks check lint bench docs clean stores-install stores-up stores-down
+.PHONY: help demo test test-ranks check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make clean   remove $(VENV), caches and build outputs"
 	@echo "make stores-install | stores-up | stores-down"
 	@echo "             real stores on loopback: what Debian has to install, start them, end them; S3=ceph for radosgw"
+	@echo "make stores-report   p99 of requests while each store hangs, is killed, full or slow, beside the run without"
 
 demo: $(VENV)/.installed-cli
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
@@ -64,6 +65,9 @@ stores-up: $(VENV)/.installed-dev
 
 stores-down:
 	@$(PYTHON) tests/stores/up.py down
+
+stores-report: $(VENV)/.installed-dev
+	@mkdir -p build && $(BIN)/python -m tests.stores.failing_report --json build/stores-report.json
 
 clean:
 	-@$(PYTHON) tests/stores/up.py down
