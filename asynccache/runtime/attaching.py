@@ -10,7 +10,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
@@ -26,6 +26,7 @@ from asynccache.storage import (
     StoreLayout,
     StoreOptions,
     TieredStore,
+    backend_class,
     open_store,
     parse_url,
     take_options,
@@ -45,6 +46,17 @@ def access_of(store: TieredStore) -> Access:
     if not store:
         return Access.NONE
     return Access.WRITE if store.writes else Access.READ
+
+
+def check_served(stores: Iterable[object], options: Mapping[str, str]) -> None:
+    """Every URL has a backend, which is found out before any is opened: what is refused leaves no new store behind.
+
+    Raises:
+        ConfigError: one has none, or is no URL.
+    """
+    for storage in stores:
+        if isinstance(storage, str) and (scheme := parse_url(storage, options).scheme) != "none":
+            backend_class(scheme)
 
 
 async def open_attached(
