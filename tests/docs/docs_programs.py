@@ -21,8 +21,8 @@ from urllib.request import urlopen
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
 SHORT = {
-    "stress": ["--requests", "40"],
-    "replay": ["--limit", "60"],
+    "stress": ["--requests", "16"],
+    "replay": ["--limit", "24"],
     "bench tree": ["--nodes", "1000", "--shapes", "0"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
     "bench runtime": ["--calls", "200", "--duration", "1"],
