@@ -8,6 +8,7 @@ outcome. So data on a tier is closed towards the root at every moment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from operator import gt
 
 from asynccache.core.claims import Claims
@@ -34,7 +35,7 @@ from asynccache.errors import InvariantViolation
 
 _UNBOUNDED = 1 << 60
 _RETRIES = 16
-_REMEMBERED = 1 << 14
+_LOOKS = 4
 _SLICE = 128
 
 
@@ -323,9 +324,12 @@ class Transfers:
         self._storage_works = done
 
     def _note_unstored(self, node: Node) -> None:
+        """Of the others a few are looked at, and none kept that has left the tree: a store may be away for long."""
         self.unstored[node] = None
-        if len(self.unstored) > _REMEMBERED:
-            del self.unstored[next(iter(self.unstored))]
+        for other in list(islice(self.unstored, _LOOKS)):
+            del self.unstored[other]
+            if other.parent is not None and not other.root.dead:
+                self.unstored[other] = None
 
     def _close_arrival(self, op: Operation, tier: int) -> bool:
         """Close an operation that fills cells of ``tier``; false if it must wait for one above it."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from random import Random
+from string import ascii_letters
 from typing import Any
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
+from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, RankFailure, Unavailable
 from asynccache.storage import opening
+from asynccache.testing.synchronous import SynchronousRuntime, core_config
 from tests.runtime.runtime_kit import machine, opened, serve, settings, text, turns
 
 
@@ -119,3 +123,14 @@ async def test_of_two_stores_the_one_that_can_is_cleared(scheme: Scheme, stubbor
         await serve(cache, text(4, 1, extra=1))
         await cache.flush()
         assert [pages_of(backend) for backend in scheme.opened] == ([8, 4] if stubborn == 0 else [4, 8])
+
+
+def test_what_has_left_the_tree_while_the_store_was_away_is_not_kept() -> None:
+    run, random = SynchronousRuntime(core_config(device=32, host=64)), Random(1)
+    unstored = run.core._transfers.unstored
+    for _ in range(500):
+        run.insert("".join(random.choices(ascii_letters, k=4)))
+        run.complete(*run.in_flight(BackupHost))
+        run.fail(*run.in_flight(BackupStorage))
+    assert len(unstored) > 10, "it was never put to the test"
+    assert len(unstored) < 2 * run.core.world.counters.nodes
