@@ -55,10 +55,15 @@ class Catalog:
         return sum(reply for reply in await self._each(b"UNLINK", names) if isinstance(reply, int))
 
     async def _each(self, verb: bytes, names: Sequence[bytes]) -> list[Any]:
+        """The replies. A refusal is none: a page of which nothing is known is neither waste nor forgotten."""
         if not names:
             return []
         job = plain(self._names.commands(verb, names))
-        return await self._router.ask(Lane.WORDS, Request(names, job))
+        replies = await self._router.ask(Lane.WORDS, Request(names, job))
+        for reply in replies:
+            if isinstance(reply, Refusal) and reply.code != "WRONGTYPE":
+                raise Unavailable(f"{self._router}: {reply.text}")
+        return replies
 
     async def _of_node(self, node: Node) -> AsyncIterator[list[bytes]]:
         cursor = b"0"

@@ -33,7 +33,7 @@ async def connect(address: Address, settings: Settings) -> Connection:
             return await _introduced(Connection(link, str(address), settings.stall), settings)
     except TimeoutError:
         raise Timeout(f"{address}: no connection in {settings.stall:g} s") from None
-    except (OSError, Unavailable) as error:  # ssl.SSLError is the former
+    except (OSError, UnicodeError, Unavailable) as error:  # ssl.SSLError is the first; no name may be "a..b"
         raise error if isinstance(error, ConnectFailed) else ConnectFailed(f"{address}: {error}") from error
 
 

@@ -192,10 +192,13 @@ class Connection:
         return count
 
     def _after_reading(self, received: int) -> None:
-        if not self._reader.missing:
+        missing = self._reader.missing
+        if not missing:
             self._finish()
         elif self._next < len(self._job.commands):
             self._feed()
+        elif self._job.shortest and received:
+            self._link.call_at(self._job.shortest * (missing - 1) + 1)  # some were longer; of one a part may be here
         if self._link.by_the_piece and received >= TURN_BYTES:
             self._loop.call_soon(self._readable_again)
 

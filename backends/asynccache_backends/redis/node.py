@@ -77,6 +77,7 @@ class Node:
         self._pause = Pause()
         self._last: BackendError | None = None
         self._closed = False
+        self._asked = 0
         self._pools = {Lane.PAGES: _Pool(settings.connections), Lane.WORDS: _Pool(1)}
 
     def __repr__(self) -> str:
@@ -94,8 +95,8 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way."""
-        return any(pool.used for pool in self._pools.values())
+        """Whether a request is under way, in line, or waits for its connection."""
+        return self._asked > 0
 
     async def ask(self, lane: Lane, job: Job) -> list[Any]:
         """The reply to each command.
@@ -105,7 +106,24 @@ class Node:
 
         Cancelling it returns at once, and closes the connection if the request was under way.
         """
-        pool = self._pools[lane]
+        self._asked += 1
+        try:
+            return await self._in_turn(self._pools[lane], job)
+        finally:
+            self._asked -= 1
+
+    def retire(self) -> None:
+        """End the connections that are not in use."""
+        for pool in self._pools.values():
+            pool.retire()
+
+    def close(self) -> None:
+        """End all connections; requests under way fail."""
+        self._closed = True
+        for pool in self._pools.values():
+            pool.close()
+
+    async def _in_turn(self, pool: _Pool, job: Job) -> list[Any]:
         async with pool.slots:
             self._check()
             try:
@@ -119,17 +137,6 @@ class Node:
                 raise
             self._pause.ended()
             return replies
-
-    def retire(self) -> None:
-        """End the connections that are not in use."""
-        for pool in self._pools.values():
-            pool.retire()
-
-    def close(self) -> None:
-        """End all connections; requests under way fail."""
-        self._closed = True
-        for pool in self._pools.values():
-            pool.close()
 
     def _check(self) -> None:
         if self._closed:

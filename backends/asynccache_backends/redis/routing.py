@@ -108,10 +108,10 @@ class Router:
         replies: list[Any] = [_NOBODY] * len(request.keys)
         groups = self._by_owner(request.keys)
         for _ in range(REDIRECTIONS):
+            if not groups:  # at first: nobody has any of their slots
+                break
             await self._round(lane, request.job, groups, replies)
             groups = self._redirected(groups, replies)
-            if not groups:
-                break
         return replies
 
     async def refresh(self) -> None:

@@ -1,0 +1,122 @@
+"""What a review of the Redis backend found: each of these failed before it was mended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from asynccache_backends.redis import RedisBackend
+from asynccache_backends.redis.connection import Job, plain
+from asynccache_backends.redis.node import Lane
+from asynccache_backends.redis.resp import Refusal, command
+from asynccache_backends.redis.routing import Request, Router
+
+from asynccache.errors import BackendError, Unavailable
+from asynccache.storage import Result, parse_url
+from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
+from tests.stores.conftest import refuse
+from tests.stores.redis_kit import opened
+from tests.stores.redis_server import RedisServer
+from tests.stores.server import CannotStart
+from tests.stores.test_redis_connection import answers, connected, peer, silent
+
+PING = plain([command(b"PING")])
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    """Of its own: who may do what is changed."""
+    server = RedisServer()
+    try:
+        server.start()
+    except CannotStart as error:
+        server.close()
+        refuse(str(error))
+    yield server
+    server.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("cut", range(1, 24))
+async def test_refusals_that_are_longer_than_the_shortest_reply_are_heard_at_once(cut: int) -> None:
+    """The kernel was to call at so many bytes as the shortest replies have, and the rest of longer ones is fewer: a
+    put at a full server lasted as long as a hung one."""
+    text, came = b"-OOM x\r\n" * 3, asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        writer.write(text[:cut])
+        await came.wait()
+        writer.write(text[cut:])
+        await silent(reader, writer)
+
+    async with connected(script) as connection:
+        asking = asyncio.ensure_future(connection.ask(Job([b"x"] * 3, [None] * 3, 3, 5)))
+        for _ in range(3):
+            await asyncio.sleep(0.001)
+        came.set()
+        async with asyncio.timeout(2):
+            assert await asking == [Refusal("OOM", "OOM x")] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_cluster_in_which_nobody_has_a_slot_is_unwilling() -> None:
+    async with peer(answers(b"*0\r\n", b"*0\r\n")) as settings:
+        router = Router(settings, Counter())
+        await router.open()
+        (reply,) = await router.ask(Lane.WORDS, Request([b"k"], PING))
+        assert isinstance(reply, Refusal)
+        assert reply.code == "CLUSTERDOWN"
+        router.close()
+
+
+@pytest.mark.asyncio
+async def test_a_map_that_is_read_anew_ends_no_connection_that_is_being_made() -> None:
+    """It has no slots any more, and says so itself, and who has them."""
+    asked, signed_in = asyncio.Event(), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        asked.set()
+        await signed_in.wait()
+        writer.write(b"+OK\r\n")
+        await answers(b"-MOVED 1 h:1\r\n")(reader, writer)
+
+    async with peer(script) as settings:
+        router = Router(replace(settings, password="x"), Counter())
+        asking = asyncio.ensure_future(router._node(settings.seeds[0]).ask(Lane.WORDS, PING))
+        await asked.wait()
+        router._learn(settings.seeds[0], [])
+        signed_in.set()
+        assert [reply.code for reply in await asking] == ["MOVED"]
+        router.close()
+
+
+@pytest.mark.asyncio
+async def test_pages_of_which_nothing_is_known_are_not_collected(server: RedisServer) -> None:
+    keys = [page_key(str(i)) for i in range(3)]
+    async with opened(server.url) as backend:
+        await backend.put(keys, [record_of(key) for key in keys])
+        server.say("ACL", "SETUSER", "default", "-strlen")
+        with pytest.raises(Unavailable, match="NOPERM"):
+            await backend.collect(None)
+        assert await backend.exists(keys) == [Result.HIT] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer) -> None:
+    key = page_key("x")
+    async with opened(server.url) as backend:
+        await backend.put([key], [record_of(key)])
+        server.say("ACL", "SETUSER", "default", "-unlink")
+        with pytest.raises(Unavailable, match="NOPERM"):
+            await backend.clear()
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_no_machine_can_have() -> None:
+    with pytest.raises(BackendError):
+        await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)
