@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,11 +78,12 @@ class Run:
 
     def __init__(self, storage: str, *more: str, environment: Mapping[str, str] | None = None) -> None:
         words = [*LOAD, "--storage", storage, *more]
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the run; a store's client may say a lot
         path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.stores.failing_child", *words], cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1,
+            start_new_session=True, env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -94,6 +96,12 @@ class Run:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        self.log.close()
+
+    def said(self) -> str:
+        """The end of what it said on standard error."""
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 2000))
+        return self.log.read().decode(errors="replace")
 
     def look(self) -> Standing:
         """How it stands now."""
@@ -102,7 +110,7 @@ class Run:
         self.process.stdin.write("?\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
-        assert line, f"the run ended by itself, with status {self.process.wait()}"
+        assert line, f"the run ended by itself, with status {self.process.wait()}: {self.said()}"
         found: Standing = json.loads(line)
         return found
 
@@ -131,7 +139,7 @@ class Run:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {END_WITHIN:.0f} s of Ctrl-C") from None
         lines = out.splitlines()
-        assert lines, f"no report; the run ended with status {self.process.returncode}"
+        assert lines, f"no report; the run ended with status {self.process.returncode}: {self.said()}"
         report: dict[str, Any] = json.loads(lines[-1])
         return report
 
