@@ -10,7 +10,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
@@ -48,7 +48,7 @@ def access_of(store: TieredStore) -> Access:
     return Access.WRITE if store.writes else Access.READ
 
 
-def check_served(stores: Iterable[object], options: Mapping[str, str]) -> None:
+def _check_served(stores: Iterable[object], options: Mapping[str, str]) -> None:
     """Every URL has a backend, which is found out before any is opened: what is refused leaves no new store behind.
 
     Raises:
@@ -88,6 +88,22 @@ async def open_attached(
     if storage.layout.page_bytes != layout.page_bytes:
         raise ConfigError(f"storage: {storage!r} is for pages of {dict(storage.layout.page_bytes)} bytes")
     return Attached(storage, common, owned=False)
+
+
+async def open_all(
+    store: TieredStore, storages: Sequence[str | StorageBackend | CheckedStore], layout: StoreLayout,
+    options: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Attach what ``storages`` stand for, nearest first. Whoever fails or is cancelled leaves open what is attached by
+    then. Raises as ``open_attached``."""
+    _check_served(storages, options)
+    for storage in storages:
+        attached = await open_attached(storage, layout, options, store.check)
+        try:
+            store.attach(attached)
+        except BaseException:
+            await close_unattached(attached)
+            raise
 
 
 async def close_unattached(attached: Attached) -> None:

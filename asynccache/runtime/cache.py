@@ -18,7 +18,7 @@ from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, check_served, close_unattached, detach, open_attached
+from asynccache.runtime.attaching import attach, close_unattached, detach, open_all, open_attached
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
@@ -224,10 +224,7 @@ class AsyncCache:
         layout = store_layout(self.config.pools())
         self._store = store = TieredStore()
         options = self.config.storage_options if given is None else {}
-        stores = self.config.stores if given is None else (given,)
-        check_served(stores, options)
-        for storage in stores:
-            store.attach(await open_attached(storage, layout, options, store.check))
+        await open_all(store, self.config.stores if given is None else (given,), layout, options)
 
     async def _close_resources(self) -> None:
         try:

@@ -13,7 +13,9 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, RankFailure, Unavailable
+from asynccache.runtime import attaching
 from asynccache.storage import opening
+from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.testing.synchronous import SynchronousRuntime, core_config
 from tests.runtime.runtime_kit import machine, opened, serve, settings, text, turns
 
@@ -25,6 +27,12 @@ class Kept(MemoryBackend):
         super().__init__()
         self.closed_times = 0
         self.stubborn = False
+        self.refused = ""
+
+    def register(self, pool: str, memory: memoryview) -> None:
+        if pool == self.refused:
+            raise BackendError(f"no {pool}")
+        super().register(pool, memory)
 
     async def clear(self) -> None:
         if self.stubborn:
@@ -43,18 +51,21 @@ class Scheme:
     def __init__(self) -> None:
         self.opened: list[Kept] = []
         self.error: Exception | None = None
+        self.refused = ""
 
     async def open(self, url: Any, layout: Any) -> Kept:
         if self.error is not None:
             raise self.error
         self.opened.append(Kept())
+        self.opened[-1].refused = self.refused
         return self.opened[-1]
 
 
 @pytest.fixture
 def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheme]:
     found = Scheme()
-    monkeypatch.setattr(opening, "backend_class", lambda name: found)
+    for module in (opening, attaching):
+        monkeypatch.setattr(module, "backend_class", lambda name: found)
     yield found
     assert [backend.closed_times for backend in found.opened] == [1] * len(found.opened)
 
@@ -86,6 +97,19 @@ async def test_what_was_opened_is_closed_when_the_other_ranks_are_not_heard_of(
                 await attaching
         assert [backend.closed_times for backend in scheme.opened] == [1]
         assert not cache.stores
+
+
+@pytest.mark.asyncio
+async def test_what_a_nearer_store_makes_impossible_is_closed_again(scheme: Scheme) -> None:
+    scheme.refused = PROMOTION_POOL
+    with pytest.raises(BackendError, match=PROMOTION_POOL):
+        async with opened(settings(host=16, storage=["kept:?name=a", "kept:?name=b"])):
+            pytest.fail("it was opened")
+    assert [backend.closed_times for backend in scheme.opened] == [1, 1]
+    async with opened(settings(host=16, storage="kept:?name=a")) as cache:
+        with pytest.raises(BackendError, match=PROMOTION_POOL):
+            await cache.attach_storage("kept:?name=b")
+        assert list(cache.stores) == ["a"]
 
 
 @pytest.mark.asyncio
