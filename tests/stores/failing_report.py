@@ -45,7 +45,7 @@ def runs(name: str) -> Iterator[Seen]:
 
 
 def measured(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """One course after the other, each beside a run without L3 of its own. What goes wrong is told, and the store left."""
+    """One course after the other, each beside a run without L3 of its own. Of a store that fails, the rest is left."""
     for name in names:
         try:
             for seen in runs(name):
