@@ -10,7 +10,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
@@ -26,7 +26,7 @@ from asynccache.storage import (
     StoreLayout,
     StoreOptions,
     TieredStore,
-    backend_class,
+    check_served,
     open_store,
     parse_url,
     take_options,
@@ -46,17 +46,6 @@ def access_of(store: TieredStore) -> Access:
     if not store:
         return Access.NONE
     return Access.WRITE if store.writes else Access.READ
-
-
-def _check_served(stores: Iterable[object], options: Mapping[str, str]) -> None:
-    """Every URL has a backend, which is found out before any is opened: what is refused leaves no new store behind.
-
-    Raises:
-        ConfigError: one has none, or is no URL.
-    """
-    for storage in stores:
-        if isinstance(storage, str) and (scheme := parse_url(storage, options).scheme) != "none":
-            backend_class(scheme)
 
 
 async def open_attached(
@@ -96,7 +85,9 @@ async def open_all(
 ) -> None:  # fmt: skip
     """Attach what ``storages`` stand for, nearest first. Whoever fails or is cancelled leaves open what is attached by
     then. Raises as ``open_attached``."""
-    _check_served(storages, options)
+    for storage in storages:
+        if isinstance(storage, str):
+            check_served(storage, options)  # what is refused leaves no new store behind
     for storage in storages:
         attached = await open_attached(storage, layout, options, store.check)
         try:

@@ -66,6 +66,17 @@ def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions)
     )
 
 
+def check_served(url: str, options: Mapping[str, str] | None = None) -> None:
+    """Whether there is a backend for ``url``.
+
+    Raises:
+        ConfigError: there is none, or it is no URL.
+    """
+    scheme = parse_url(url, options).scheme
+    if scheme != "none":
+        backend_class(scheme)
+
+
 def backend_class(scheme: str) -> BackendClass:
     """The class that serves ``scheme``.
 

@@ -13,7 +13,6 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, RankFailure, Unavailable
-from asynccache.runtime import attaching
 from asynccache.storage import opening
 from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.testing.synchronous import SynchronousRuntime, core_config
@@ -64,8 +63,7 @@ class Scheme:
 @pytest.fixture
 def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheme]:
     found = Scheme()
-    for module in (opening, attaching):
-        monkeypatch.setattr(module, "backend_class", lambda name: found)
+    monkeypatch.setattr(opening, "backend_class", lambda name: found)
     yield found
     assert [backend.closed_times for backend in found.opened] == [1] * len(found.opened)
 
