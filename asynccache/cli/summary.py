@@ -33,7 +33,8 @@ def _verdict(report: Report) -> Iterator[str]:
     verify, elapsed = report["verify"], report["elapsed_s"]
     rate = report["served"] / elapsed if elapsed else 0.0
     word = f"{_GREEN}OK{_PLAIN}" if report["ok"] else f"{_RED}NOT OK{_PLAIN}"
-    yield (f"{_BOLD}{report['command']}{_PLAIN} {word}: {number(report['served'])} requests in {elapsed:.1f} s "
+    early = ", interrupted" if report["interrupted"] else ""
+    yield (f"{_BOLD}{report['command']}{_PLAIN} {word}{early}: {number(report['served'])} requests in {elapsed:.1f} s "
            f"({rate:.1f}/s), {number(verify['pages'])} pages verified")
     for problem in report["problems"]:
         yield f"  {_RED}✗{_PLAIN} {problem}"
