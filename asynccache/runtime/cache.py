@@ -400,8 +400,9 @@ class AsyncCache:
         ``name``: the only one. What could not be saved is returned, as of the moment before it went.
 
         ``drain``: first store what is not stored yet, for so many seconds (True: ``close_deadline``); False: it goes at
-        once. Cancelling it while it drains leaves the store attached; later it stops the waiting, and the store is
-        closed by and by.
+        once. It returns when the store is closed, after the calls under way: of one that hangs, its ``timeout`` later
+        (no request waits for that). Cancelling it while it drains leaves the store attached; later it stops the
+        waiting, and the store is closed by and by.
 
         Raises:
             ConfigError: there is no such store, or several and no name was given.
