@@ -136,12 +136,14 @@ class MooncakeBackend:
         """Remove all objects of this namespace, whoever put them; other namespaces stay.
 
         Raises:
-            Unavailable: the master cannot be reached. Cancelling it waits for the answer.
+            Unavailable: the master cannot be reached. BackendError: it refuses. Cancelling it waits for the answer.
         """
         with self._operations:
             await self._greet()
             removed = await self._in_thread(self._transfers.clear, self._settings.pattern)
             self._judged([min(removed, 0)], [])
+            if removed < 0:
+                raise BackendError(f"mooncake: the store was not cleared ({removed})")
             for name in ("stored", "stored_bytes", "deleted"):
                 self._counts[name] = 0
 

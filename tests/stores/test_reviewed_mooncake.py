@@ -1,0 +1,26 @@
+"""What a review of the Mooncake backend found: each of these failed before it was mended."""
+
+from __future__ import annotations
+
+import pytest
+from asynccache_backends.mooncake import MooncakeBackend
+
+from asynccache.errors import BackendError, Unavailable
+from asynccache.storage import parse_url
+from asynccache.testing.backend_suite import LAYOUT
+from tests.stores.test_mooncake_returns import Scripted, opened
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", [-1, -600, -706])
+async def test_a_clear_that_the_store_refuses_raises(code: int) -> None:
+    """Only codes that mean a lost master were looked at."""
+    async with opened(Scripted([code])) as backend:
+        with pytest.raises(BackendError, match=str(code)):
+            await backend.clear()
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_no_machine_can_have() -> None:
+    with pytest.raises(Unavailable, match=r"a\.\.b"):
+        await MooncakeBackend.open(parse_url("mooncake://a..b:1"), LAYOUT)
