@@ -121,12 +121,12 @@ def _replayed(vllm: ModuleType, publisher: ZmqPublisher, until: Any) -> list[Any
     context, end = zmq.Context(), time.monotonic() + PATIENCE
     try:
         while True:
-            asking = context.socket(zmq.REQ)
+            asking = context.socket(zmq.DEALER)  # a REQ hears the first batch only
             asking.connect(publisher.replay or "")
-            asking.send(bytes(8))
+            asking.send_multipart([b"", bytes(8)])
             events: list[Any] = []
             while asking.poll(1000):
-                topic, number, payload = asking.recv_multipart()
+                _, topic, number, payload = asking.recv_multipart()
                 if number == vllm.ZmqEventPublisher.END_SEQ:
                     break
                 assert topic == b"kv"
