@@ -23,9 +23,9 @@ from asynccache.core.world import EARLY, LATE, World
 
 Save = Callable[[Node], bool]
 
-# What has pages of the host, or pins some there, and ends by itself; of storage only as long as it is in time.
-_ON_HOST = (BACKUP_HOST, LOAD_BACK, CLONE, PREFETCH)
-_ON_HOST_AND_STORAGE = (*_ON_HOST, BACKUP_STORAGE)
+# What has pages of the host, or pins some there, and ends by itself; what storage ends only as long as it is in time.
+_BY_ITSELF = (BACKUP_HOST, LOAD_BACK, CLONE)
+_ON_HOST = (*_BY_ITSELF, PREFETCH, BACKUP_STORAGE)
 
 
 class Room(Enum):
@@ -117,7 +117,7 @@ class RoomMaker:
         return tuple([op.id for op in self._world.ledger.ops.values() if op.kind in kinds])
 
     def _awaited(self) -> tuple[Kind, ...]:
-        return _ON_HOST if self._world.storage_is_late else _ON_HOST_AND_STORAGE
+        return _BY_ITSELF if self._world.storage_is_late else _ON_HOST
 
     def _may_save(self, node: Node, place: int) -> bool:
         """Whether its backup is wanted and could ever fit."""

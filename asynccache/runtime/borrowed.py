@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache.storage import StorageBackend, Watchable
+from asynccache.storage import Probeable, StorageBackend, Watchable
 
 
 class Borrowed:
@@ -20,6 +20,8 @@ class Borrowed:
         self.flush = backend.flush
         if isinstance(backend, Watchable):
             self.watch = backend.watch
+        if isinstance(backend, Probeable):
+            self.probe = backend.probe
 
     def __repr__(self) -> str:
         return f"Borrowed({self._backend!r})"

@@ -20,6 +20,7 @@ from asynccache.storage.contract import (
 from asynccache.storage.listing import Collectable, Collected, Listable, Stored
 from asynccache.storage.opening import backend_class, check_served, open_store
 from asynccache.storage.options import StoreOptions, take_options
+from asynccache.storage.probing import Probeable
 from asynccache.storage.records import (
     RECORD_SCHEMA,
     header_of,
@@ -38,9 +39,9 @@ from asynccache.storage.workers import Workers
 
 __all__ = [
     "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState", "CheckedStore",
-    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Record", "Reporting", "Result",
-    "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell", "TieredStore",
-    "Verify", "Watchable", "Workers", "backend_class", "check_served", "completed", "header_of", "open_store",
-    "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options",
-    "verify", "watch",
+    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Probeable", "Record",
+    "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell",
+    "TieredStore", "Verify", "Watchable", "Workers", "backend_class", "check_served", "completed", "header_of",
+    "open_store", "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout",
+    "take_options", "verify", "watch",
 ]

@@ -24,6 +24,7 @@ from asynccache.storage.breaker import Breaker
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
 from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
+from asynccache.storage.probing import probe
 from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
 from asynccache.storage.settle import settled
@@ -62,7 +63,7 @@ class CheckedStore:
         self.layout = layout
         self.breaker = breaker or Breaker()
         self._guard = Guard(
-            backend, lambda keys: self.backend.exists(keys), self.breaker,
+            backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
         )  # fmt: skip
         self._workers = Workers(threads, "asynccache-checksum") if threads else None

@@ -49,7 +49,7 @@ COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_c
 class Guard:
     """Stands before one backend, ``name`` in errors. Belongs to one event loop.
 
-    ``ask``: the backend's ``exists``, for probes. ``clock``: the breaker's, the loop's own if not given.
+    ``ask``: for a sign of life, about a key (``probing``). ``clock``: the breaker's, the loop's own if not given.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend
+from asynccache.storage.probing import Probeable
 
 Tell = Callable[[bool, Sequence[bytes]], None]
 """``tell(there, keys)``: these keys are there from now on, or have left. Called on the loop, in order; it is quick."""
@@ -36,6 +37,8 @@ class Reporting:
         self.stats = inner.stats
         self.flush = inner.flush
         self.aclose = inner.aclose
+        if isinstance(inner, Probeable):
+            self.probe = inner.probe
 
     def __repr__(self) -> str:
         return f"Reporting({self.inner!r})"

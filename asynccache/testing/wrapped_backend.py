@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from asynccache.storage import PageKey, Record, Result, StorageBackend, Watchable
+from asynccache.storage import PageKey, Probeable, Record, Result, StorageBackend, Watchable
 
 
 class WrappedBackend:
@@ -14,6 +14,8 @@ class WrappedBackend:
         self.inner = inner
         if isinstance(inner, Watchable):
             self.watch = inner.watch
+        if isinstance(inner, Probeable):
+            self.probe = inner.probe
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"

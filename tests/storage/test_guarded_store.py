@@ -246,6 +246,35 @@ async def test_a_store_that_stays_away_holds_up_nobody_and_is_asked_ever_less_of
     assert backend.now == {"get": 0, "put": 0, "exists": 0}
 
 
+class Index(Watched):
+    """Knows without asking which pages there are; ``away``: the store itself does not answer."""
+
+    away = True
+
+    async def probe(self) -> None:
+        self.began.append("probe")
+        if self.away:
+            raise Unavailable("gone")
+
+
+@in_world
+async def test_a_store_that_has_an_index_is_asked_for_a_sign_of_life(loop: SimulatedLoop) -> None:
+    """Its ``exists`` is none."""
+    backend = Index(get=1e6)
+    store = store_on(backend, slow=1.0, timeout=2.0, breaker=Breaker(threshold=1, backoff=2.0))
+    await get(store)
+    for _ in range(20):
+        await asyncio.sleep(1.0)
+        assert await store.exists(KEYS) == [Result.FAILED] * 2
+    assert 3 <= backend.began.count("probe") <= 4
+    backend.away = False
+    await asyncio.sleep(20.0)
+    await store.exists(KEYS)
+    await asyncio.sleep(0.1)
+    assert await store.exists(KEYS) == [Result.MISS] * 2
+    await store.aclose()
+
+
 @in_world
 async def test_closing_ends_the_probe(loop: SimulatedLoop) -> None:
     backend = Watched(get=1e6, exists=1e6)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Self
 
 from asynccache.errors import Unavailable
@@ -109,6 +110,15 @@ class ObjectBackend:
             if MISS in results:
                 self._keeper.missed()
             return results
+
+    async def probe(self) -> None:
+        """Return when the store has answered: ``exists`` does not ask it. Cancelling it is safe.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        with suppress(FileNotFoundError):
+            await self._client.size("probe")
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
         """Read ranges of packs, several at a time, and copy them to where they belong.
