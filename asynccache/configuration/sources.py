@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.metadata import entry_points
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from asynccache.errors import ConfigError
 
 PREFIX = "ASYNCCACHE_"
 SECTIONS = ("stress", "replay")
-NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES")
+BACKENDS = "asynccache.backends"
+NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM")
 
 
 class Value(NamedTuple):
@@ -101,11 +103,15 @@ def from_file(file: File) -> Table:
 
 
 def from_environment(env: Mapping[str, str]) -> Table:
-    """``ASYNCCACHE_PAGE_SIZE`` is ``page_size``; two underscores go one table down."""
+    """``ASYNCCACHE_PAGE_SIZE`` is ``page_size``; two underscores go one table down. What begins with the name of a
+    backend (``ASYNCCACHE_REDIS_PASSWORD``) is that backend's to read."""
     table = Table()
+    backends = {entry.name for entry in entry_points(group=BACKENDS)}
     for name, text in env.items():
         own = name.removeprefix(PREFIX)
         if own == name or own in NOT_SETTINGS or own.split("__")[0].lower() in SECTIONS:
+            continue
+        if own.partition("_")[0].lower() in backends:
             continue
         path = tuple(own.lower().split("__"))
         table.values[path] = Value(text, f"environment variable {name}", text=True)

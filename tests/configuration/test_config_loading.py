@@ -243,3 +243,10 @@ def test_secrets_are_not_shown(kv: Path) -> None:
     assert "hunter2" not in shown
     assert '"redis://***@host/0?password=***&db=1"' in shown
     assert 'region = "x"' in shown
+
+
+def test_what_backends_and_tests_read_of_the_environment_is_no_setting(kv: Path) -> None:
+    env = {"ASYNCCACHE_REDIS_PASSWORD": "secret", "ASYNCCACHE_STORES": "required", "ASYNCCACHE_VLLM": "/tmp"}
+    assert load_config(kv, env={**env, "ASYNCCACHE_PAGE_SIZE": "32"}).page_size == 32
+    with pytest.raises(ConfigError, match="ASYNCCACHE_REDISES_PASSWORD"):
+        load_config(kv, env={"ASYNCCACHE_REDISES_PASSWORD": "x"})
