@@ -106,7 +106,7 @@ def report(**changes: Any) -> dict[str, Any]:
              "latency_ms": {"p50": 1.25, "p99": 1234.0, "max": 5000.0}}
     spread = {"p50": 12.0, "p99": 1500.0, "p999": 2000.0, "max": 31_000.0}
     return {
-        "command": "replay", "ok": True, "problems": [],
+        "command": "replay", "ok": True, "interrupted": False, "problems": [],
         "requests": 1_234_567, "served": 1_200_000, "cancelled": 34_000, "failed": 0, "entered_again": 567,
         "tokens": {"total": 144_793_823, "hit": {"device": 44_793_823, "host": 9_000_000, "storage": 1_000_000}},
         "verify": {"pages": 123_456_789, "mismatches": 0}, "ttft_mean_ms": 50.0, "ttft_without_cache_mean_ms": 150.0,
@@ -128,6 +128,11 @@ def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
     assert any("105,592 of 276,491 blocks" in row and "0.3819" in row for row in lines)
     assert any("3.0 times sooner" in row for row in lines)
     assert any(row.startswith("left behind  nothing") for row in lines)
+
+
+def test_the_summary_of_a_run_that_was_interrupted_says_so_first() -> None:
+    assert "interrupted" in summary(report(interrupted=True)).split("\n")[0]
+    assert "interrupted" not in summary(report())
 
 
 def test_the_summary_says_what_went_wrong() -> None:
