@@ -32,7 +32,7 @@ from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.lockstep import Lockstep
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.poolmap import PoolMap
-from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.prefetch import Cut, Held, PrefetchHandle
 from asynccache.runtime.readiness import Readiness
 from asynccache.runtime.recorded import recorded
 from asynccache.runtime.stages.backlog import Backlog
@@ -262,9 +262,18 @@ class Machine:
             self.prefetching.skip(handle, "storage is being cleared")
         elif whole - match.host < max(1, self.config.prefetch_threshold):
             self.prefetching.skip(handle, "below the threshold")
+        elif self._storage_is_away(space):
+            handle.cut = Cut.BACKEND
+            self.prefetching.skip(handle, "storage is away")
         else:
             self.prefetching.start(handle)
         return handle
+
+    def _storage_is_away(self, space: bytes) -> bool:
+        """One rank alone must not leave out what the others do."""
+        if self.lockstep is not None or self.store is None or not self.pools.lead:
+            return False
+        return self.store.is_away(self.pools.key(self.pools.lead[-1].name, space))
 
     def deadline(self, handle: PrefetchHandle) -> float:
         """When the timeout policy stops ``handle``, in the loop's time."""

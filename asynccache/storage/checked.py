@@ -153,6 +153,10 @@ class CheckedStore:
                 await asyncio.sleep(pause(done.bytes, rate, loop.time() - began))
         return done
 
+    def is_away(self, key: PageKey) -> bool:
+        """Whether calls are refused now. A probe may be begun, for ``key``."""
+        return self._guard.refuses((key,))
+
     def register(self, pool: str, memory: memoryview) -> None:
         """Tell the backend where the payloads of ``pool`` lie."""
         self.backend.register(pool, memory)

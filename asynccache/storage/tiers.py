@@ -207,6 +207,11 @@ class TieredStore:
             asked.append((attached, part, answers))
         return results
 
+    def is_away(self, key: PageKey) -> bool:
+        """Whether each of them refuses calls now. Probes may be begun, for ``key``."""
+        away = [attached.store.is_away(key) for attached in self._stores]
+        return bool(away) and all(away)
+
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT where any store says so, FAILED where that cannot be known. Cancelling it changes nothing."""
         stores = self._stores

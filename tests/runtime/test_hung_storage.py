@@ -12,7 +12,7 @@ import pytest
 from asynccache import AsyncCache
 from asynccache.core.audit import check
 from asynccache.runtime.entry import GRACE
-from asynccache.storage import CheckedStore, PageKey, Record, Result, settled, store_layout
+from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled, store_layout
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
@@ -100,6 +100,35 @@ async def forget_host(cache: AsyncCache) -> None:
     for seed in range(200, 216):
         await serve(cache, text(10, seed=seed))
     await cache.flush()
+
+
+def test_while_storage_is_away_nobody_joins_a_fetch_that_hangs() -> None:
+    """The fetch goes on for as long as its store holds the pages; who comes when the breaker is open misses at once."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        device = SimulatedDevice(seed=1, latency=(0.0, 0.001))
+        backend = Hangs("get", deaf=60.0)
+        config = settings(40, 80, prefetch_timeout_per_1k=0.0, close_deadline=5.0)
+        breaker = Breaker(threshold=1, backoff=1000.0)
+        store = CheckedStore(backend, store_layout(config.pools()), threads=0, slow=0.5, breaker=breaker)
+        async with AsyncCache(config, device=device, storage=store) as cache:
+            await serve(cache, text(10, seed=1))
+            await cache.flush()
+            await forget_host(cache)
+            backend.hung.set()
+            await serve(cache, [*text(10, seed=1), 7])
+            assert breaker.opened == 1
+            machine(cache).claims.drop_all()
+            for extra in range(3):
+                began = loop.time()
+                await serve(cache, text(10, seed=1) + text(10, seed=70 + extra))
+                assert loop.time() - began < 0.1
+            assert cache.statistics().lookups.missed_requests["backend_down"] >= 1
+            backend.answers.set()
+        await store.aclose()
+        await device.aclose()
+
+    simulate(main, 1)
 
 
 def test_the_breaker_ends_even_that() -> None:
