@@ -43,7 +43,7 @@ class Breaker:
         self,
         threshold: int = 5,
         backoff: float = 1.0,
-        max_backoff: float = 60.0,
+        max_backoff: float = 15.0,
         jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.state = BreakerState.CLOSED
