@@ -113,12 +113,24 @@ class RankWorld:
         """Every rank in tasks of its own, to the end."""
         tasks = [self.loop.create_task(self._rank(toy), name=f"rank {toy.rank}") for toy in self.toys]
         try:
-            await asyncio.gather(*tasks)
+            await self._ended(tasks)
         finally:
             for toy in self.toys:
                 for task in toy.work.values():
                     task.cancel()
             await asyncio.gather(*(t for toy in self.toys for t in toy.work.values()), return_exceptions=True)
+
+    async def _ended(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Whoever is gone or hangs comes no further, and is not waited for."""
+        while running := [task for task in tasks if not task.done()]:
+            alive = [task for task in running if self.net.fates[tasks.index(task)] is Fate.ALIVE]
+            if not alive:
+                for task in running:
+                    task.cancel()
+            await asyncio.wait(alive or running, timeout=0.1)
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.result()
 
     async def _rank(self, toy: Toy) -> None:
         reader = None
