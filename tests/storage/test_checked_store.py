@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from random import Random
 from typing import Any
 
@@ -16,20 +16,9 @@ from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBac
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.storage.world_kit import in_world
 
-World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
 KEYS = keys_of(12, "odd")
-
-
-def in_world(world: World) -> Callable[[], None]:
-    """A test that runs ``world`` under several seeds."""
-
-    def test() -> None:
-        for seed in range(5):
-            simulate(world, seed)
-
-    test.__name__ = world.__name__
-    return test
 
 
 def payloads(keys: Sequence[PageKey] = KEYS) -> list[memoryview]:

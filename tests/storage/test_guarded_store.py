@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -17,17 +17,9 @@ from asynccache.testing.simulated_backend import SimulatedBackend
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.storage.world_kit import in_world
 
 KEYS = keys_of(2, "odd")
-
-
-def in_world(world: Callable[[SimulatedLoop], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def test() -> None:
-        for seed in range(5):
-            simulate(world, seed)
-
-    test.__name__ = world.__name__
-    return test
 
 
 class Watched(WrappedBackend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -13,21 +13,11 @@ from asynccache.errors import Timeout
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.storage.world_kit import in_world
 
-World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
 KEYS = keys_of(3, "odd")
-
-
-def in_world(world: World) -> Callable[[], None]:
-    """A test that runs ``world`` in virtual time."""
-
-    def test() -> None:
-        simulate(world, 1)
-
-    test.__name__ = world.__name__
-    return test
 
 
 def store_on(backend: type[WrappedBackend], **options: Any) -> CheckedStore:

@@ -4,7 +4,7 @@ virtual time."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -18,19 +18,11 @@ from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
 from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.storage.world_kit import in_world
 
 KEYS = keys_of(2, "odd")
-
-
-def in_world(world: Callable[[SimulatedLoop], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def test() -> None:
-        for seed in range(5):
-            simulate(world, seed)
-
-    test.__name__ = world.__name__
-    return test
 
 
 class Frozen(WrappedBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -19,22 +19,11 @@ from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
 from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from tests.storage.world_kit import in_world
 
-World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 KEYS = keys_of(8, "odd")
 SLOW = Hostility(delay=0.05)
-
-
-def in_world(world: World) -> Callable[[], None]:
-    """A test that runs ``world`` under several seeds."""
-
-    def test() -> None:
-        for seed in range(5):
-            simulate(world, seed)
-
-    test.__name__ = world.__name__
-    return test
 
 
 class Backend(SimulatedBackend):

@@ -12,12 +12,22 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import pytest
 import uvloop
 
 from tests.stores.server import CannotStart, required
+
+
+class Startable(Protocol):
+    """A server, or several that are one."""
+
+    def start(self) -> object: ...
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Startable)
 
 BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py")
 
@@ -46,6 +56,11 @@ def started(module: str, name: str, package: str, extra: str) -> Iterator[Any]:
         server = getattr(import_module(f"tests.stores.{module}"), name)()
     except ImportError as error:
         refuse(f"{name}: {error}")
+    yield from served(server)
+
+
+def served(server: S) -> Iterator[S]:
+    """``server`` while it serves. The test is refused if it cannot."""
     try:
         server.start()
     except CannotStart as error:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from tests.stores.server import HOST, CannotStart, Server, free_port
+from tests.stores.server import HOST, CannotStart, Entered, Server, free_port
 
 BUS = 10000
 """A cluster's servers talk to each other at their port and so much."""
@@ -86,7 +86,7 @@ class Certificate:
                 "--tls-ca-cert-file", str(self.certificate), "--tls-auth-clients", "no"]  # fmt: skip
 
 
-class RedisCluster:
+class RedisCluster(Entered):
     """Three masters without replicas. It is hung, killed and restarted as one; or one of ``servers`` alone."""
 
     def __init__(self) -> None:
@@ -135,16 +135,6 @@ class RedisCluster:
         """Kill it and remove its folders."""
         for server in self.servers:
             server.close()
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _introduce(self) -> None:
         """A third of the slots for each, and everybody meets the first."""

@@ -47,7 +47,27 @@ def listens(port: int) -> bool:
     return False
 
 
-class Server:
+class Entered:
+    """What is started and closed by ``with``, and closed if it cannot start."""
+
+    def start(self) -> Self:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Server(Entered):
     """One process. Subclasses say ``command()``, ``url`` and, if a listening port is not enough, ``ready()``."""
 
     program = ""                                       # looked up in PATH and beside the interpreter
@@ -155,13 +175,3 @@ class Server:
     def _signal(self, number: int) -> None:
         assert self._process is not None, "it does not run"
         os.killpg(self._process.pid, number)
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -11,23 +11,13 @@ from contextlib import contextmanager
 import pytest
 
 from tests.stores import courses
-from tests.stores.conftest import refuse
+from tests.stores.conftest import served
 from tests.stores.mooncake_server import MooncakeMaster
-from tests.stores.server import CannotStart
 
 
 @contextmanager
 def master(segment: int) -> Iterator[MooncakeMaster]:
-    own = MooncakeMaster(segment=segment)
-    try:
-        own.start()
-    except CannotStart as error:
-        own.close()
-        refuse(str(error))
-    try:
-        yield own
-    finally:
-        own.close()
+    yield from served(MooncakeMaster(segment=segment))
 
 
 @pytest.mark.slow

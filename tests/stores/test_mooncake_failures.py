@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.stores.conftest import refuse
+from tests.stores.conftest import served
 from tests.stores.mooncake_child import Child
 from tests.stores.mooncake_server import MooncakeMaster
-from tests.stores.server import CannotStart
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +21,7 @@ LAG = 0.5                                          # the loop may stand still so
 @pytest.fixture
 def master() -> Iterator[MooncakeMaster]:
     """A small store."""
-    server = MooncakeMaster(segment=64, ttl=TTL)
-    try:
-        server.start()
-    except CannotStart as error:
-        server.close()
-        refuse(str(error))
-    yield server
-    server.close()
+    yield from served(MooncakeMaster(segment=64, ttl=TTL))
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from asynccache_backends.redis.routing import Request, Router
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
-from tests.stores.conftest import refuse
+from tests.stores.conftest import served
 from tests.stores.redis_kit import opened
 from tests.stores.redis_server import RedisServer
-from tests.stores.server import CannotStart
 from tests.stores.test_redis_connection import answers, connected, peer, silent
 
 PING = plain([command(b"PING")])
@@ -29,14 +28,7 @@ PING = plain([command(b"PING")])
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
     """Of its own: who may do what is changed."""
-    server = RedisServer()
-    try:
-        server.start()
-    except CannotStart as error:
-        server.close()
-        refuse(str(error))
-    yield server
-    server.close()
+    yield from served(RedisServer())
 
 
 @pytest.mark.asyncio
