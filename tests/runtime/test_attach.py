@@ -28,6 +28,8 @@ class Gated(MemoryBackend):
         super().__init__()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.may_close = asyncio.Event()
+        self.may_close.set()
         self.inside = self.closed_times = 0
         self.down = False
 
@@ -50,6 +52,7 @@ class Gated(MemoryBackend):
 
     async def aclose(self) -> None:
         assert not self.inside, "it is closed while somebody is inside"
+        await self.may_close.wait()
         self.closed_times += 1
 
 
@@ -318,13 +321,20 @@ async def test_pages_that_are_being_written_are_let_go_of_before_it_is_closed(sc
 @pytest.mark.asyncio
 async def test_detaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
     async with opened(settings(device=16, host=32)) as cache:
+        closing, done = 40, 41
         ends = set()
-        for number in range(40):
+        for number in range(42):
             await cache.attach_storage("gated:", name="it", backfill=number % 2 == 0)
             await serve(cache, text(2, seed=number))
+            store = scheme.opened[-1]
+            if number == closing:
+                store.may_close.clear()
             detaching = asyncio.create_task(cache.detach_storage())
-            await turns(number)
+            await (until(lambda: not cache.stores) if number == closing else turns(number))
+            if number == done:
+                await detaching
             detaching.cancel()
+            store.may_close.set()
             await asyncio.gather(detaching, return_exceptions=True)
             ends.add((detaching.cancelled(), bool(cache.stores)))
             if cache.stores:
