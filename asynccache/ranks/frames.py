@@ -9,10 +9,9 @@ and of its negation are each other's negation exactly where all ranks agree.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from functools import partial
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +24,6 @@ Words = npt.NDArray[np.int64]
 WINDOW = 64
 HEADER = 8
 FIXED = 3
-
-
-_progress: Callable[[tuple[int, int, tuple[int, ...]]], Progress] = partial(tuple.__new__, Progress)  # half the price
 
 
 class Kind(IntEnum):
@@ -57,13 +53,21 @@ class Header(NamedTuple):
 
 
 class Frames:
-    """The layout for ``pools`` pools of the whole model. Every rank must use the same."""
+    """The layout for ``pools`` pools of the whole model. Every rank must use the same.
+
+    From one step to the next hardly a row changes, so rows are kept, as they were written and as they were read: a
+    tenth of the time of a step's own work.
+    """
 
     def __init__(self, pools: int, window: int = WINDOW) -> None:
         self.pools = pools
         self.window = window
         self.row = FIXED + pools
         self.length = HEADER + window * self.row
+        self._header = Struct(f"={HEADER}q")
+        self._row = Struct(f"={self.row}q")
+        self._written: dict[int, tuple[Progress, bytes]] = {}
+        self._read: dict[bytes, tuple[int, Progress]] = {}
 
     def __repr__(self) -> str:
         return f"Frames({self.pools} pools, {self.window} operations, {self.length * 8} bytes)"
@@ -71,13 +75,17 @@ class Frames:
     def write(self, kind: Kind, health: Health, header: Header, rows: Mapping[int, Progress]) -> Words:
         """A frame; ``rows``: at most ``window`` operations, oldest first."""
         step, digest, size = header
-        flat = [kind, health, step, -step, digest, -digest, size, -size]
-        for op, (status, go_on, counts) in rows.items():
-            flat += (op, status, go_on)
-            flat += counts
-        words = np.zeros(self.length, np.int64)
-        words[: len(flat)] = array("q", flat)  # a third of the time that numpy takes for a list
-        return words
+        parts = [self._header.pack(kind, health, step, -step, digest, -digest, size, -size)]
+        written, self._written = self._written, {}
+        for op, progress in rows.items():
+            row = written.get(op)
+            if row is None or row[0] != progress:
+                row = progress, self._row.pack(op, progress.status, progress.go_on, *progress.counts)
+            self._written[op] = row
+            parts.append(row[1])
+        frame = bytearray().join(parts)
+        frame += bytes(self.length * 8 - len(frame))
+        return np.frombuffer(frame, np.int64)
 
     def bad(self, health: Health, header: Header) -> Words:
         """FAIL or DIVERGED."""
@@ -86,11 +94,22 @@ class Frames:
 
     def rows(self, words: Words) -> dict[int, Progress]:
         """What a frame says of each operation."""
-        table = words[HEADER:].reshape(self.window, self.row)
-        ops: list[int] = table[:, 0].tolist()
-        size = self.window if ops[-1] else ops.index(0)
-        status, go_on, counts = (table[:size, part].tolist() for part in (1, 2, slice(FIXED, None)))
-        return dict(zip(ops, map(_progress, zip(status, go_on, map(tuple, counts), strict=True)), strict=False))
+        content = words[HEADER:].tobytes()
+        read, self._read = self._read, {}
+        found = {}
+        for start in range(0, len(content), self._row.size):
+            row = content[start : start + self._row.size]
+            entry = read.get(row) or self._parse(row)
+            op, progress = entry
+            if op == 0:
+                break
+            self._read[row] = entry
+            found[op] = progress
+        return found
+
+    def _parse(self, row: bytes) -> tuple[int, Progress]:
+        op, status, go_on, *counts = self._row.unpack(row)
+        return op, Progress(status, go_on, tuple(counts))
 
 
 def judge(words: Words, mine: Header) -> Health:

@@ -132,7 +132,7 @@ class Steps:
     def _progress(self, window: Sequence[int]) -> dict[int, Progress]:
         local = self._replica.local
         if self._links.below is None:
-            return {op: local(op) for op in window}
+            return dict(zip(window, map(local, window), strict=True))
         unheard = pending(self._frames.pools)
         return {op: fold((local(op), self._below.get(op, unheard))) for op in window}
 
