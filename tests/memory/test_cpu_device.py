@@ -239,7 +239,7 @@ async def test_an_event_that_fires_between_check_and_subscription_is_not_lost() 
         stream_event: CpuEvent = device.gate()
         thread = threading.Thread(target=stream_event.fire)
         thread.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await stream_event.wait()
         thread.join()
     await device.aclose()

@@ -87,7 +87,7 @@ async def turns(count: int = 20) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Return when ``condition`` holds, which other tasks or threads bring about."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - threads set no asyncio.Event
             await asyncio.sleep(0.0005)
 

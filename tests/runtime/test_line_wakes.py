@@ -28,7 +28,7 @@ async def test_a_prefetch_that_ends_without_a_fetch_wakes_the_head() -> None:
         # With the state loaded it shares three pages with the holder; without, as long as its prefetch runs, it needs
         # more than is free. The prefetch ends at once: the host is too small for its anchor.
         waiting = asyncio.create_task(cache.lease(text(8), states=1).__aenter__())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             lease = await waiting
         assert lease.cached == 12
         await lease.loaded()

@@ -78,7 +78,7 @@ async def test_a_failed_load_wakes_the_head() -> None:
         await turns()
         assert cache.statistics().waiting == 1
         gate.open()
-        (await asyncio.wait_for(waiting, 10)).release()
+        (await asyncio.wait_for(waiting, 60)).release()
         assert first.pages.size == 5
         first.release()
 
@@ -114,7 +114,7 @@ async def test_a_revoked_prefetch_wakes_the_next_one_and_a_lease_that_waits_for_
         first.cancel()
         storage.go.set()
         assert (await first).status is PrefetchStatus.CANCELLED
-        lease = await asyncio.wait_for(waiting, 10)
+        lease = await asyncio.wait_for(waiting, 60)
         assert lease.hits == (0, 0, 6 * PAGE)
         lease.release()
     await storage.aclose()

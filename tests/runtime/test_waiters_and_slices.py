@@ -38,7 +38,7 @@ async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told(
     assert one.cancelled()
     assert not two.done(), "the other one's future is its own"
     handle.finish(PrefetchStatus.MISS)
-    assert await asyncio.wait_for(two, 10) == PrefetchResult(PrefetchStatus.MISS, 0)
+    assert await asyncio.wait_for(two, 60) == PrefetchResult(PrefetchStatus.MISS, 0)
 
 
 @pytest.mark.asyncio
@@ -159,7 +159,7 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
             await turns()
             assert (asked, driver.lock.locked(), committing.done()) == (1, False, False)
             driver.ops.end(999, Status.DONE)
-            await asyncio.wait_for(committing, 10)
+            await asyncio.wait_for(committing, 60)
         assert asked == 2
         assert (await cache.match(text(2))).device == 2 * PAGE
 
