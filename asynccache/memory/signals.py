@@ -1,0 +1,158 @@
+"""How a thread that has done something wakes coroutines of any loop: signals, and the bells that answer them.
+
+Law: nothing here blocks a loop, and whatever is rung before a loop answers costs it one hop together.
+
+Where the mutable state lives: a signal's state and waiters under the signal's lock, a bell's list under the bell's.
+Everything may be called from any thread; ``wait`` is a coroutine of whatever loop runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+
+from asynccache.errors import CopyFailed
+
+Work = Callable[[], None]
+
+
+class Bell:
+    """Wakes coroutines of one loop. Whatever is rung before the loop answers costs one hop together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._rung: list[asyncio.Future[None]] = []
+
+    def ring(self, *futures: asyncio.Future[None]) -> None:
+        """From any thread: end ``futures`` soon."""
+        with self._lock:
+            quiet = not self._rung
+            self._rung += futures
+        if not quiet:
+            return
+        try:
+            self.loop.call_soon_threadsafe(self._answer)
+        except RuntimeError:
+            return  # the loop was closed, and its waiters went with it
+
+    def _answer(self) -> None:
+        with self._lock:
+            rung, self._rung = self._rung, []
+        for future in rung:
+            if not future.done():
+                future.set_result(None)
+
+
+class Bells:
+    """One bell for each loop that waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bells: dict[asyncio.AbstractEventLoop, Bell] = {}
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> Bell:
+        with self._lock:
+            bell = self._bells.get(loop)
+            if bell is None:
+                self._bells = {k: b for k, b in self._bells.items() if not k.is_closed()}
+                bell = self._bells[loop] = Bell(loop)
+            return bell
+
+
+class _Ring:
+    """The callback of a coroutine that waits."""
+
+    __slots__ = ("bell", "future")
+
+    def __init__(self, bell: Bell, future: asyncio.Future[None]) -> None:
+        self.bell = bell
+        self.future = future
+
+    def __call__(self) -> None:
+        self.bell.ring(self.future)
+
+
+def call_all(callbacks: Iterable[Work]) -> None:
+    """Call each; coroutines of one loop are woken by one hop, however many there are."""
+    rings: dict[Bell, list[asyncio.Future[None]]] = {}
+    for callback in callbacks:
+        if isinstance(callback, _Ring):
+            rings.setdefault(callback.bell, []).append(callback.future)
+        else:
+            callback()
+    for bell, futures in rings.items():
+        bell.ring(*futures)
+
+
+class Signal:
+    """Something that happens once, well or not. Any number of coroutines and threads may wait for it."""
+
+    def __init__(self, bells: Bells, source: str, lock: threading.Lock | None = None) -> None:
+        """``source``: the stream it belongs to, for messages. ``lock``: one that it shares with others."""
+        self._bells = bells
+        self._source = source
+        self._lock = lock or threading.Lock()
+        self._fired = False
+        self._error: Exception | None = None
+        self._callbacks: list[Work] = []
+
+    def done(self) -> bool:
+        return self._fired
+
+    async def wait(self) -> None:
+        """Return when the work before the event is done. Cancelling stops the waiting, never the work.
+
+        Raises:
+            CopyFailed: that work failed; the device's error is its cause.
+        """
+        if not self._fired:
+            await self._fires()
+        if self._error is not None:
+            raise CopyFailed(f"a copy on stream {self._source!r} failed: {self._error}") from self._error
+
+    async def _fires(self) -> None:
+        loop = asyncio.get_running_loop()
+        callback = _Ring(self._bells.of(loop), loop.create_future())
+        if not self.subscribe(callback):
+            return
+        try:
+            await callback.future
+        finally:
+            self._unsubscribe(callback)
+
+    def block(self) -> None:
+        """Hold the calling thread until the event has fired. For the threads of streams, never for a loop's."""
+        fired = threading.Event()
+        if self.subscribe(fired.set):
+            fired.wait()
+
+    def subscribe(self, callback: Work) -> bool:
+        """Have ``callback`` called from the thread that fires the event; False, and no call, if it has fired."""
+        with self._lock:
+            if not self._fired:
+                self._callbacks.append(callback)
+            return not self._fired
+
+    def _unsubscribe(self, callback: Work) -> None:
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+    def fire(self, error: Exception | None = None) -> None:
+        """The work has ended, with ``error`` or well. Firing twice does nothing."""
+        call_all(self.settle(error))
+
+    def settle(self, error: Exception | None = None) -> list[Work]:
+        """As ``fire``, for whoever fires several: who is to be called (``call_all``) is returned."""
+        with self._lock:
+            if self._fired:
+                return []
+            self._error, self._fired = error, True
+            callbacks, self._callbacks = self._callbacks, []
+        return callbacks
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._fired else "failed" if self._error else "done"
+        return f"<{type(self).__name__} of {self._source!r}: {state}>"
