@@ -103,6 +103,13 @@ class CephServer(Server):
             raise
         return self
 
+    def limit(self, size: int) -> None:
+        """How many bytes its user may store; 0: any number."""
+        who = ("--quota-scope=user", "--uid=asynccache")
+        if size:
+            self.run("radosgw-admin", "quota", "set", *who, f"--max-size={size}")
+        self.run("radosgw-admin", "quota", "enable" if size else "disable", *who)
+
     def kill(self) -> None:
         """All three."""
         super().kill()

@@ -3,10 +3,13 @@ seen, after it was checked."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.stores.failing import Seen, Trouble, check, suffer
+from tests.stores.full_proxy import DISKS, QUOTA, FullProxy
 from tests.stores.server import HOST
 from tests.stores.slow_proxy import SlowProxy
 
@@ -36,7 +39,7 @@ def redis_full(server: Any) -> Seen:
     with SlowProxy(server.port) as proxy:
         return _course(
             "redis", f"redis://{HOST}:{proxy.port}", "timeout=2&slow=0.5",
-            Trouble("full", lambda: limit("1mb"), lambda: limit("0"), seconds=5.0, opens=False),
+            Trouble("full", lambda: limit("1mb"), lambda: limit("0"), seconds=5.0, opens=False, gives=True),
             Trouble("slow", lambda: proxy.late(0.8), lambda: proxy.late(0.0)),
         )  # fmt: skip
 
@@ -50,17 +53,56 @@ def cluster(servers: Any) -> Seen:
     )  # fmt: skip
 
 
+def cluster_full(servers: Any) -> Seen:
+    """All three full: they take nothing more, and give what they have. All three slow."""
+    with _proxies(servers) as proxies:
+
+        def late(seconds: float) -> None:
+            for proxy in proxies:
+                proxy.late(seconds)
+
+        return _course(
+            "cluster", "redis://" + ",".join(f"{HOST}:{proxy.port}" for proxy in proxies), "timeout=2&slow=0.5",
+            Trouble("full", lambda: servers.say("CONFIG", "SET", "maxmemory", "1mb"),
+                    lambda: servers.say("CONFIG", "SET", "maxmemory", "0"), 5.0, opens=False, gives=True),
+            Trouble("slow", lambda: late(0.8), lambda: late(0.0)),
+        )  # fmt: skip
+
+
+@contextmanager
+def _proxies(servers: Any) -> Iterator[list[SlowProxy]]:
+    """One before each server of a cluster, which sends its clients there."""
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(SlowProxy(server.port)) for server in servers.servers]
+        servers.announce([proxy.port for proxy in proxies])
+        try:
+            yield proxies
+        finally:
+            servers.announce([0] * len(proxies))
+
+
 def s3(server: Any) -> Seen:
-    """Hung, killed and back with nothing, slow."""
-    with SlowProxy(server.port) as proxy:
+    """Hung, killed and back with nothing, full in two ways, slow."""
+    with FullProxy(server.port) as proxy:
         url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
         return _course(
             "s3", url, "timeout=3&slow=1",
             Trouble("hung", server.hang, server.resume),
             Trouble("killed", server.kill, server.start),
+            Trouble("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None), 5.0, opens=False, gives=True),
+            Trouble("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None), 5.0, opens=False, gives=True),
             Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
             environment=server.client_environment,
         )  # fmt: skip
+
+
+def ceph_full(server: Any) -> Seen:
+    """Over a real quota: it takes nothing more, and gives what it has."""
+    return _course(
+        "ceph", server.url, "timeout=3&slow=1",
+        Trouble("full", lambda: server.limit(1 << 20), lambda: server.limit(0), 5.0, opens=False, gives=True),
+        environment=server.client_environment,
+    )  # fmt: skip
 
 
 def mooncake(server: Any) -> Seen:
@@ -75,6 +117,17 @@ def mooncake(server: Any) -> Seen:
 def mooncake_full(server: Any) -> Seen:
     """Its segment is full from the first seconds on."""
     return _course("mooncake", server.url, "timeout=3&slow=1", _for_a_while("full", 8.0))
+
+
+def mooncake_slow(server: Any) -> Seen:
+    """The master slow: all of its answers are late, and they are used. The owner of the pages slow: it does nothing for
+    most of each second."""
+    with SlowProxy(server.port) as proxy:
+        return _course(
+            "mooncake", server.url.replace(f":{server.port}", f":{proxy.port}"), "timeout=3&slow=0.5",
+            Trouble("slow", lambda: proxy.late(0.7), lambda: proxy.late(0.0)),
+            Trouble("slow owner", server.owner.stutter, server.owner.steady),
+        )  # fmt: skip
 
 
 def file_full(folder: Path) -> Seen:
@@ -93,4 +146,4 @@ def file_faulty(folder: Path) -> Seen:
 
 
 def _for_a_while(name: str, seconds: float) -> Trouble:
-    return Trouble(name, lambda: None, lambda: None, seconds, opens=False)
+    return Trouble(name, lambda: None, lambda: None, seconds, opens=False, gives=True)

@@ -37,19 +37,22 @@ Standing = dict[str, Any]
 
 
 class Trouble(NamedTuple):
-    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass. ``opens``: the breaker has to open."""
+    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass. ``opens``: the breaker has to open;
+    ``gives``: pages have to come from it all the same."""
 
     name: str
     hurt: Callable[[], object]
     heal: Callable[[], object]
     seconds: float = 8.0
     opens: bool = True
+    gives: bool = False
 
 
 @dataclass
 class Phase:
     """One trouble as it was seen. ``first``, ``last``: requests by their number; ``open_first``: the first that came
-    when the breaker had been open for a moment, 0: none did. ``back``: seconds from ``heal`` to the first hit."""
+    when the breaker had been open for a moment, 0: none did. ``given``: pages from storage meanwhile. ``back``: seconds
+    from ``heal`` to the first hit."""
 
     name: str
     first: int
@@ -57,6 +60,7 @@ class Phase:
     open_first: int = 0
     back: float = 0.0
     opened: int = 0
+    given: int = 0
 
 
 @dataclass
@@ -171,6 +175,7 @@ def _endure(run: Run, trouble: Trouble) -> Phase:
             if not phase.open_first and time.monotonic() > opened + MOMENT:
                 phase.open_first = standing["timed"]
     phase.last, phase.opened = standing["timed"], standing["breaker_opened"] - before["breaker_opened"]
+    phase.given = standing["get_pages"] - before["get_pages"]
     trouble.heal()
     healed = time.monotonic()
     run.hits()
@@ -197,6 +202,7 @@ def check(seen: Seen, troubles: Sequence[Trouble]) -> None:
     for phase, trouble in zip(seen.phases, troubles, strict=True):
         assert phase.last > phase.first, f"no request was served while it was {phase.name}"
         assert phase.opened or not trouble.opens, f"the breaker did not open while it was {phase.name}"
+        assert phase.given or not trouble.gives, f"nothing came from storage while it was {phase.name}"
         assert seen.p99(phase) < LONGEST, f"requests waited while it was {phase.name}"
 
 
@@ -219,7 +225,7 @@ def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
             "times_without_l3": round(whole / base, 2),
             "times_without_l3_open": None if opened is None else round(opened / base, 2),
             "hits_back_after_s": round(phase.back, 1),
-            "breaker_opened": phase.opened,
+            "breaker_opened": phase.opened, "pages_given": phase.given,
         }
     return {"store": seen.store, "p99_without_l3_ms": round(base * 1e3, 1), "requests": seen.report["requests"],
             "verified_pages": seen.report["verify"]["pages"], "mismatches": seen.report["verify"]["mismatches"],

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.stores import courses
+from tests.stores.ceph_server import CephServer
 from tests.stores.failing import Seen, alone, figures, table
 from tests.stores.mooncake_server import MooncakeMaster
 from tests.stores.redis_server import RedisCluster, RedisServer
@@ -21,15 +23,18 @@ from tests.stores.s3_server import MotoServer
 
 Course = tuple[Callable[[], Any], Callable[[Any], Seen]]
 
-COURSES: Mapping[str, tuple[Course, ...]] = {
+COURSES: dict[str, tuple[Course, ...]] = {
     "redis": ((RedisServer, courses.redis), (RedisServer, courses.redis_full)),
-    "cluster": ((RedisCluster, courses.cluster),),
+    "cluster": ((RedisCluster, courses.cluster), (RedisCluster, courses.cluster_full)),
     "s3": ((MotoServer, courses.s3),),
     "mooncake": (
         (lambda: MooncakeMaster(segment=256), courses.mooncake),
+        (lambda: MooncakeMaster(segment=256), courses.mooncake_slow),
         (lambda: MooncakeMaster(segment=16), courses.mooncake_full),
     ),
 }
+if shutil.which(CephServer.program):
+    COURSES["ceph"] = ((CephServer, courses.ceph_full),)
 
 
 def runs(name: str) -> Iterator[Seen]:

@@ -131,6 +131,24 @@ class RedisCluster(Entered):
             server.start()
         self._wait()
 
+    def say(self, *words: str | int) -> None:
+        """One command, to each."""
+        for server in self.servers:
+            server.say(*words)
+
+    def announce(self, ports: Sequence[int]) -> None:
+        """Clients are to find each server at one of these ports, and not at its own; 0: at its own again. Return when
+        every server says so of all of them."""
+        for server, port in zip(self.servers, ports, strict=True):
+            server.say("CONFIG", "SET", "cluster-announce-bus-port", server.port + BUS)
+            server.say("CONFIG", "SET", "cluster-announce-port", port)
+        shown = [port or server.port for server, port in zip(self.servers, ports, strict=True)]
+        until = time.monotonic() + 20
+        while not all(f":{port}\r" in server.say("CLUSTER", "SLOTS") for server in self.servers for port in shown):
+            if time.monotonic() > until:
+                raise CannotStart("the servers of the cluster do not hear of each other's ports")
+            time.sleep(0.02)
+
     def close(self) -> None:
         """Kill it and remove its folders."""
         for server in self.servers:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import Self
 
 HOST = "127.0.0.1"
 READY_WITHIN = 30.0
+HUNG = 0.8
 
 
 class CannotStart(Exception):
@@ -78,6 +80,8 @@ class Server(Entered):
         self.port = port or free_port()
         self.folder = Path(tempfile.mkdtemp(prefix=f"asynccache-{type(self).__name__.lower()}-"))
         self._process: subprocess.Popen[bytes] | None = None
+        self._stuttering: threading.Thread | None = None
+        self._steady = threading.Event()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(port={self.port}, pid={self.pid})"
@@ -146,6 +150,7 @@ class Server(Entered):
 
     def kill(self) -> None:
         """SIGKILL, to all that it started; return when it is gone. Its folder stays."""
+        self.steady()
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
@@ -159,6 +164,26 @@ class Server(Entered):
     def resume(self) -> None:
         """Undo ``hang``."""
         self._signal(signal.SIGCONT)
+
+    def stutter(self) -> None:
+        """Hung for ``HUNG`` seconds of each second, until ``steady``."""
+        self._steady.clear()
+        self._stuttering = threading.Thread(target=self._stutter, daemon=True)
+        self._stuttering.start()
+
+    def steady(self) -> None:
+        """Undo ``stutter``."""
+        self._steady.set()
+        if self._stuttering is not None:
+            self._stuttering.join()
+        self._stuttering = None
+
+    def _stutter(self) -> None:
+        while not self._steady.is_set():
+            self.hang()
+            self._steady.wait(HUNG)
+            self.resume()
+            self._steady.wait(1.0 - HUNG)
 
     def restart(self, *, empty: bool = False) -> None:
         """Kill it and start it again at the same port; ``empty``: with nothing of what it held."""

@@ -59,7 +59,7 @@ class SlowProxy:
         except OSError:
             writer.close()
             return
-        there = asyncio.create_task(self._pump(reader, their_writer, late=False))
+        there = asyncio.create_task(self._forward(reader, their_writer, writer))
         back = asyncio.create_task(self._pump(their_reader, writer, late=True))
         try:
             await asyncio.wait((there, back), return_when=asyncio.FIRST_COMPLETED)
@@ -68,6 +68,12 @@ class SlowProxy:
                 task.cancel()
             for one in (writer, their_writer):
                 one.close()
+
+    async def _forward(
+        self, reader: asyncio.StreamReader, theirs: asyncio.StreamWriter, ours: asyncio.StreamWriter
+    ) -> None:
+        """What the client at ``ours`` says goes to the server at ``theirs``."""
+        await self._pump(reader, theirs, late=False)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, late: bool) -> None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The stress tool on a cluster of three that hangs, and that is killed and comes back with nothing."""
+"""The stress tool on a cluster of three that hangs, is killed and comes back with nothing, is full and is slow."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ from tests.stores import courses
 @pytest.mark.slow
 def test_a_cluster_hung_and_killed(redis_cluster: Any) -> None:
     courses.cluster(redis_cluster)
+
+
+@pytest.mark.slow
+def test_a_cluster_full_and_slow(redis_cluster: Any) -> None:
+    courses.cluster_full(redis_cluster)

@@ -1,4 +1,5 @@
-"""The stress tool on a Mooncake master that hangs, is killed and comes back with nothing, and on one that is full.
+"""The stress tool on a Mooncake master that hangs, is killed and comes back with nothing, and is slow, as is the owner
+of its memory, and on one that is full.
 
 Each course has a master of its own: what is done to it here is felt by every client.
 """
@@ -24,6 +25,12 @@ def master(segment: int) -> Iterator[MooncakeMaster]:
 def test_a_mooncake_master_hung_and_killed() -> None:
     with master(256) as server:
         courses.mooncake(server)
+
+
+@pytest.mark.slow
+def test_a_slow_mooncake_master_and_a_slow_owner() -> None:
+    with master(256) as server:
+        courses.mooncake_slow(server)
 
 
 @pytest.mark.slow

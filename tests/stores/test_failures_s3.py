@@ -1,4 +1,5 @@
-"""The stress tool on an S3 server that hangs, is killed and comes back empty, and is slow."""
+"""The stress tool on an S3 server that hangs, is killed and comes back empty, is full, and is slow; and on Ceph's own,
+where it is installed, over its quota."""
 
 from __future__ import annotations
 
@@ -10,5 +11,10 @@ from tests.stores import courses
 
 
 @pytest.mark.slow
-def test_an_s3_server_hung_killed_and_slow(s3_server: Any) -> None:
+def test_an_s3_server_hung_killed_full_and_slow(s3_server: Any) -> None:
     courses.s3(s3_server)
+
+
+@pytest.mark.slow
+def test_ceph_over_its_quota(ceph_server: Any) -> None:
+    courses.ceph_full(ceph_server)

@@ -12,8 +12,18 @@ import pytest
 from asynccache_backends.object_store import ObjectBackend
 
 from asynccache.errors import Unavailable
-from asynccache.storage import HEADER_BYTES, RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, parse_url
+from asynccache.storage import (
+    HEADER_BYTES,
+    RECORD_SCHEMA,
+    CheckedStore,
+    PageKey,
+    Record,
+    Result,
+    StoreLayout,
+    parse_url,
+)
 from asynccache.testing.backend_suite import content
+from tests.stores.full_proxy import DISKS, QUOTA, FullProxy, Refusal
 from tests.stores.object_store_kit import bare, fill, get, open_at, opened, put, some_keys, until_hit
 from tests.stores.s3_server import MotoServer
 
@@ -163,6 +173,40 @@ async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: 
         await fill(store, keys, LARGE)
         assert await get(store, keys, LARGE) == [HIT] * 8
         assert store.stats()["timeouts"] == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refusal", [QUOTA, DISKS], ids=["quota", "disks"])
+async def test_a_full_server_refuses_pages_and_serves_what_it_has(
+    s3_server: MotoServer, url: str, refusal: Refusal
+) -> None:
+    with FullProxy(s3_server.port) as proxy:
+        async with opened(url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
+            old, new = some_keys("old", 8), some_keys("new", 8)
+            await fill(store, old, LARGE)
+            proxy.full(refusal)
+            assert await put(store, new, LARGE) == [FAILED] * 8
+            asked = [proxy.refused]
+            for n in range(20):
+                assert await put(store, some_keys(f"more {n}", 1), LARGE) == [FAILED]
+                asked.append(proxy.refused)
+            assert len(set(asked)) < 21, "it is left alone for a moment"
+            assert await put(store, old, LARGE) == [HIT] * 8
+            assert await get(store, old, LARGE) == [HIT] * 8
+            stats = store.stats()
+            assert stats["refused_pages"] == 28
+            assert stats["failed_calls"] == stats["timeouts"] == stats["breaker_opened"] == 0
+            proxy.full(None)
+            await until_stored(store, new)
+            assert await get(store, new, LARGE) == [HIT] * 8
+
+
+async def until_stored(store: CheckedStore, keys: list[PageKey]) -> None:
+    """Put them until they are taken."""
+    end = time.monotonic() + 20
+    while FAILED in await put(store, keys, LARGE):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.asyncio

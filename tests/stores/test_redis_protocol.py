@@ -7,9 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from asynccache_backends.pause import FIRST, LAST, Health, Pause
 from asynccache_backends.redis.connection import Job
 from asynccache_backends.redis.names import Names
-from asynccache_backends.redis.pause import FIRST, LAST, Health, Pause
 from asynccache_backends.redis.resp import ProtocolError, Reader, Refusal, Setting, command, joined
 from asynccache_backends.redis.routing import slot_of
 

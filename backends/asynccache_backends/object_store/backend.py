@@ -3,8 +3,9 @@
 The laws. An object is written once, under a name that is used once, and never replaced: what is read of it is right or
 is missing. HIT from a put means that the pack is stored, so there is nothing to flush. The index is this process's
 view: it may name what another process has removed (that is a MISS, and the pack is forgotten), and it learns a few
-seconds later what another has stored. Two that store one page make two copies, and the earlier one answers. Payloads
-are not verified here: ``CheckedStore`` does that.
+seconds later what another has stored. Two that store one page make two copies, and the earlier one answers. One that
+is full refuses pages for a moment without being asked, and reads go on. Payloads are not verified here:
+``CheckedStore`` does that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from asynccache.storage import (
 )
 from asynccache_backends.file.operations import Operations
 from asynccache_backends.object_store.catalog import Catalog
-from asynccache_backends.object_store.client import Client
+from asynccache_backends.object_store.client import Client, NoRoom
 from asynccache_backends.object_store.collect import Collector
 from asynccache_backends.object_store.connect import Settings, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
@@ -39,11 +40,12 @@ from asynccache_backends.object_store.names import INDEX, PACKS, Clock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
 from asynccache_backends.object_store.uploads import Piece, Uploads
+from asynccache_backends.pause import Pause
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 COUNTERS = (
-    "errors", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
+    "errors", "refused_pages", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
     "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
 )
 _CLOSING = 5.0
@@ -74,6 +76,7 @@ class ObjectBackend:
         )
         self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
         self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._room = Pause()
         self._operations = Operations(f"object store {client.shown!r}")
 
     @classmethod
@@ -137,7 +140,7 @@ class ObjectBackend:
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store new pages in packs; those that are known to be there are left alone.
+        """Store new pages in packs; those that are known to be there are left alone. FAILED: there is no room.
 
         Raises:
             Unavailable: nothing could be stored. Cancelling it returns after all that read the payloads have let go of
@@ -288,8 +291,24 @@ class ObjectBackend:
         self, put: _Put, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
         """Store the fresh pages; index and results are true when it ends, come what may."""
-        shares = self._uploads.share([records[i].payload.nbytes for i in put.fresh])
-        parts = [put.fresh[share] for share in shares]
+        try:
+            if self._room.allows(asyncio.get_running_loop().time()):
+                await self._upload(put.fresh, keys, records, results)
+            else:
+                self._catalog.counts["refused_pages"] += len(put.fresh)
+        except BaseException:
+            self._room.given_up()
+            raise
+        finally:
+            for i in put.fresh:
+                del self._writing[keys[i].key]
+            put.done.set_result(None)
+
+    async def _upload(
+        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+    ) -> None:
+        shares = self._uploads.share([records[i].payload.nbytes for i in fresh])
+        parts = [fresh[share] for share in shares]
         pieces = [
             Piece([keys[i].key for i in p], [bytes(records[i].header) for i in p], [records[i].payload for i in p])
             for p in parts
@@ -302,18 +321,20 @@ class ObjectBackend:
                 self._uploads.withdraw(piece)
             await settled([piece.free for piece in pieces])
             raise
-        finally:
-            for i in put.fresh:
-                del self._writing[keys[i].key]
-            put.done.set_result(None)
         self._take_note(pieces, parts, results)
 
     def _take_note(self, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]) -> None:
-        """Enter what became of the pieces. Raises if nothing at all was stored."""
+        """Enter what became of the pieces. Raises if nothing at all was stored, and not for want of room."""
         errors = [error for piece in pieces if (error := piece.done.result()) is not None]
         self._catalog.counts["errors"] += len(errors)
-        if len(errors) == len(pieces):
+        full = [isinstance(piece.done.result(), NoRoom) for piece in pieces]
+        self._catalog.counts["refused_pages"] += sum(len(part) for part, no in zip(parts, full, strict=True) if no)
+        if all(full):
+            self._room.failed(asyncio.get_running_loop().time())
+        elif len(errors) == len(pieces):
             raise errors[0]
+        else:
+            self._room.ended()
         for piece, part in zip(pieces, parts, strict=True):
             if piece.done.result() is None:
                 self._catalog.counts["put_bytes"] += piece.size

@@ -1,8 +1,8 @@
 """The requests that are made of a store, below one prefix, and what goes wrong with them. Knows no pack.
 
 A request that fails has been tried again by the client library, twice at most and with back-off: nothing here tries
-again. A missing object is ``FileNotFoundError``; anything else that goes wrong is ``Unavailable``, in one line and
-without the query of any URL, which may hold a signature.
+again. A missing object is ``FileNotFoundError``, one for which there is no room ``NoRoom``; anything else that goes
+wrong is ``Unavailable``, in one line and without the query of any URL, which may hold a signature.
 
 Cancelling an await here ends the request: the library drops it within milliseconds, and with it what it had borrowed.
 """
@@ -25,7 +25,14 @@ LIST_CHUNK = 1000
 
 _QUERY = re.compile(r"\?[^\s'\")]*")
 _BEYOND = re.compile(r"\b416 |InvalidRange|range was invalid|Invalid range")    # the library has no error of its own
+_FULL = re.compile(                                    # nor for these, and each kind of server says it in its own way
+    r"QuotaExceeded|StorageFull|InsufficientStorage|status code: 507|No space left on device|Disk quota exceeded"
+)
 _LONGEST = 300
+
+
+class NoRoom(Unavailable):
+    """The store is there and takes nothing more."""
 
 
 class Meta(NamedTuple):
@@ -76,7 +83,11 @@ class Client:
 
     async def created(self, request: asyncio.Future[Any]) -> None:
         """Wait for a ``put``. A name is used once, so if the object is there already, an earlier try of this very
-        request had put it there."""
+        request had put it there.
+
+        Raises:
+            NoRoom: the store is full. Unavailable: anything else.
+        """
         from obstore.exceptions import AlreadyExistsError
 
         try:
@@ -84,7 +95,7 @@ class Client:
         except AlreadyExistsError:
             return
         except Exception as error:
-            raise Unavailable(self._said(error)) from None
+            raise (NoRoom if _FULL.search(str(error)) else Unavailable)(self._said(error)) from None
 
     async def read(self, path: str, start: int, length: int) -> Any:
         """A range of an object, as a buffer; shorter if the object ends earlier. Cancelling it is safe.

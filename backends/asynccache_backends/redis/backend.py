@@ -27,11 +27,11 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
 )
+from asynccache_backends.pause import Pause
 from asynccache_backends.redis.catalog import Catalog
 from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.names import Names
 from asynccache_backends.redis.node import Lane
-from asynccache_backends.redis.pause import Pause
 from asynccache_backends.redis.resp import Refusal, Setting
 from asynccache_backends.redis.routing import LOST, Request, Router
 from asynccache_backends.redis.settings import Settings, settings_of

@@ -12,9 +12,9 @@ from enum import IntEnum
 from typing import Any
 
 from asynccache.errors import BackendError, Timeout, Unavailable
+from asynccache_backends.pause import Health, Pause
 from asynccache_backends.redis.connecting import ConnectFailed, connect
 from asynccache_backends.redis.connection import Connection, Job
-from asynccache_backends.redis.pause import Health, Pause
 from asynccache_backends.redis.settings import Address, Settings
 
 
