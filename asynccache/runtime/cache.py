@@ -460,6 +460,13 @@ class AsyncCache:
         return "the cache is closing" if machine.draining else None
 
     @property
+    def in_flight(self) -> bool:
+        """Whether transfers have not ended yet. Several ranks: the same on all of them between two steps, and as long
+        as it is so they go on stepping, whether a request runs or not."""
+        machine = self._opened()
+        return bool(machine.lockstep.in_flight() if machine.lockstep is not None else len(machine.driver.ops))
+
+    @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
         attached = self._store.attached if self._store is not None else ()

@@ -253,6 +253,12 @@ class Lease:
 
     # loads
 
+    @property
+    def loading(self) -> bool:
+        """Whether ``loaded`` would have to wait. Several ranks: the same on all of them between two steps."""
+        ops = self._machine.driver.ops
+        return any(op in ops for op in self._held().loads)
+
     async def loaded(self) -> None:
         """Return when every page of the lease is on the device. Cancelling it stops the waiting only.
 

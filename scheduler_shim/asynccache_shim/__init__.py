@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from asynccache_shim.board import Settings
 from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Model, Sampling, Work
+from asynccache_shim.orders import Orders
 from asynccache_shim.request import Finish, Limits, Matched, Request, State
 from asynccache_shim.scheduler import Scheduler
+from asynccache_shim.streams import connect_orders
 
 __all__ = [
     "NO_TOKEN",
@@ -18,10 +20,12 @@ __all__ = [
     "Limits",
     "Matched",
     "Model",
+    "Orders",
     "Request",
     "Sampling",
     "Scheduler",
     "Settings",
     "State",
     "Work",
+    "connect_orders",
 ]

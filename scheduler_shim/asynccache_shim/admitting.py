@@ -6,6 +6,8 @@ Laws:
   line waits for backups and other users of the cache, with a chunk that fits; it gives way to whoever ranks before it.
 * Nobody gives up what is cached of it because room for load_back is a moment away.
 * Who was retracted does not come back before pages were given back.
+* Several ranks: nobody waits for pages in a task or in the cache's line. What did not fit is tried again after each
+  step, as long as anything is in flight; loads are looked at after each step, too.
 """
 
 from __future__ import annotations
@@ -81,6 +83,8 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
     users of the cache are in the way; or else the smallest."""
     if job.over or await _try(board, job, offers):
         return not job.over
+    if board.lockstep:
+        return await _admit_last(board, job, offers[-1])
     try:
         if not board.cache.statistics().leases:
             with suppress(CacheFull):
@@ -89,6 +93,18 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
     except CacheFull as error:
         board.drop(job, Finish.FAILED, error)
         return False
+
+
+async def _admit_last(board: Board, job: Job, terms: Offer) -> bool:
+    """Several ranks: what could make room may still be under way; if nothing is, in with the smallest chunk, and
+    without what is cached of it if need be, or never."""
+    if board.cache.in_flight or board.cache.statistics().leases:
+        return False
+    if await _try(board, job, [terms], shorter=True):
+        return True
+    if not board.cache.in_flight:
+        board.drop(job, Finish.FAILED, CacheFull("the pages cannot be had: nothing is in flight that could free them"))
+    return False
 
 
 async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
@@ -131,10 +147,10 @@ async def _wait_in_line(job: Job, lease: Lease) -> bool:
     return True
 
 
-async def _try(board: Board, job: Job, offers: list[Offer]) -> bool:
+async def _try(board: Board, job: Job, offers: list[Offer], *, shorter: bool = False) -> bool:
     for terms in offers:
         try:
-            lease = await _lease(board, job, terms, wait=False, shorter=False).__aenter__()
+            lease = await _lease(board, job, terms, wait=False, shorter=shorter).__aenter__()
         except CacheFull:
             continue
         if job.over:
@@ -155,7 +171,18 @@ def _lease(board: Board, job: Job, terms: Offer, *, wait: bool, shorter: bool) -
 def _entered(board: Board, job: Job, lease: Lease) -> None:
     job.entered(lease, board.shape.page_size, board.shape.has_mamba)
     board.hold(job)
-    job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
+    if not board.lockstep:
+        job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
+
+
+async def note_loaded(board: Board) -> None:
+    """Whoever needs no load_back is RUNNING now; several ranks: and whose load_back has ended."""
+    if not board.lockstep:
+        await asyncio.sleep(0)
+        return
+    for job in list(board.held.values()):
+        if job.request.state is State.LOADING and job.lease is not None and not job.lease.loading:
+            await _loaded(board, job, job.lease)
 
 
 async def _loaded(board: Board, job: Job, lease: Lease) -> None:

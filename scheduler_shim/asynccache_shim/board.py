@@ -32,11 +32,13 @@ class Settings:
 
 class Board:
     """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet;
-    ``alone``: who waits in the cache's line, while nobody holds pages."""
+    ``alone``: who waits in the cache's line, while nobody holds pages. ``lockstep``: whether there are several ranks;
+    then nothing here may depend on what finishes when, and only the scheduler's own task calls the cache."""
 
-    def __init__(self, cache: AsyncCache, settings: Settings) -> None:
+    def __init__(self, cache: AsyncCache, settings: Settings, lockstep: bool = False) -> None:
         self.cache = cache
         self.settings = settings
+        self.lockstep = lockstep
         self.shape: Shape = shape_of(cache.config)
         if settings.max_running < 1 or settings.step_tokens < settings.max_running + self.shape.page_size:
             raise ConfigError(

@@ -107,11 +107,14 @@ class Request:
         return f"Request({len(self.tokens)} tokens, {len(self.output)} generated, {end.value})"
 
     def abort(self) -> None:
-        """The caller wants no more of it. Its stream ends at once; what it holds goes back once no step uses it."""
-        if self.finish is None:
+        """The caller wants no more of it. Its stream ends at once (several ranks: before their next step); what it
+        holds goes back once no step uses it."""
+        if self.finish is not None:
+            return
+        if self._aborted is None:
             self.end(Finish.ABORTED)
-            if self._aborted is not None:
-                self._aborted()
+        else:
+            self._aborted()
 
     def __aiter__(self) -> AsyncIterator[int]:
         """The output from its first token on, for any number of readers. Cancelling a reader aborts nothing."""
@@ -142,7 +145,7 @@ class Request:
     # for the scheduler
 
     def submitted(self, aborted: Callable[[], None]) -> None:
-        """It is a scheduler's from now on, which is told if it is aborted."""
+        """It is a scheduler's from now on, which is told if it is to be aborted, and ends it."""
         if self.state is not State.NEW:
             raise ConfigError("request: it is submitted once")
         self.state = State.WAITING

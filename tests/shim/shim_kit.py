@@ -77,7 +77,9 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
 class PatternModel:
     """Verifies what it reads, writes what it must, and keeps no state of its own but what it counts."""
 
-    def __init__(self, cache: AsyncCache, window: int = 0) -> None:
+    def __init__(self, cache: AsyncCache, window: int = 0, salt: int = 0) -> None:
+        """``salt``: what other ranks' bytes differ in."""
+        self._salt = salt
         self._pools = {name: [_words(pool.layer(i)) for i in range(LAYERS)] for name, pool in cache.pools.items()}
         self._window = window
         self.computed = 0
@@ -115,7 +117,7 @@ class PatternModel:
 
     def _part(self, name: str, table: Any, values: Words, read: Any, write: Any) -> None:
         for layer, words in enumerate(self._pools[name]):
-            salt = np.uint64(1000 * layer + len(name))
+            salt = np.uint64(10_000 * self._salt + 1000 * layer + len(name))
             for which, verify in ((read, True), (write, False)):
                 pages = table[which // PAGE]
                 assert (pages >= 0).all(), f"{name}: no page at {which[pages < 0]}"
@@ -127,7 +129,7 @@ class PatternModel:
 
     def _state(self, work: Work, values: Words) -> None:
         for layer, words in enumerate(self._pools["mamba"]):
-            salt = np.uint64(layer + 100)
+            salt = np.uint64(10_000 * self._salt + layer + 100)
             slot = int(work.states[0])
             if work.start:
                 assert words[slot, 0] == values[work.start - 1] ^ salt, "mamba: wrong state"

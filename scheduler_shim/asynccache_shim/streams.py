@@ -1,0 +1,202 @@
+"""Orders over TCP: rank 0 listens, every other rank connects to it.
+
+Laws:
+* A frame is a length and so many bytes, of which the first says what it is; one of no bytes is a *beat*, which says
+  that the sender's event loop is alive.
+  Each end sends one four times in ``timeout`` and hears of the other at least once in it, also while nobody has
+  anything to say and whatever the model is busy with; so an idle group stands for as long as its processes do.
+* A stream that ends without a ``_BYE`` is a rank that is gone. What failed once stays failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from asynccache import RankFailure
+from asynccache.ranks import Ranks
+
+TIMEOUT = 30.0
+GRACE = 2.0
+
+_LENGTH = 8
+_SECRET = 16
+_BEAT, _ORDER, _BYE = b"", b"o", b"b"
+
+
+async def connect_orders(ranks: Ranks, host: str = "127.0.0.1", *, timeout: float = TIMEOUT) -> StreamOrders:
+    """Connect the schedulers of all ranks; every rank calls it, between opening its cache and making its scheduler.
+
+    ``host``: an address of rank 0's machine that the others reach; only rank 0's counts. ``timeout``: seconds of
+    silence that are a failure. Cancelling it leaves the others to wait in vain.
+
+    Raises:
+        RankFailure: not all ranks came.
+        OSError: the address cannot be used.
+    """
+    if ranks.rank == 0:
+        return await _lead(ranks, host, timeout)
+    return await _follow(ranks, timeout)
+
+
+async def _lead(ranks: Ranks, host: str, timeout: float) -> StreamOrders:
+    secret = secrets.token_bytes(_SECRET)
+    came: dict[int, _Wire] = {}
+    complete = asyncio.Event()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(timeout):
+                said = await reader.readexactly(_SECRET + _LENGTH)
+            rank = int.from_bytes(said[_SECRET:], "little")
+            if secrets.compare_digest(said[:_SECRET], secret) and rank not in came:
+                came[rank] = _Wire(rank, reader, writer)
+                if len(came) == ranks.topology.ranks - 1:
+                    complete.set()
+                return
+        writer.close()  # a stranger
+
+    server = await asyncio.start_server(greet, host, 0)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        await ranks.gather(json.dumps([host, port, secret.hex()]).encode())
+        if ranks.topology.ranks > 1:
+            async with asyncio.timeout(timeout):
+                await complete.wait()
+    except TimeoutError:
+        missing = sorted(set(range(1, ranks.topology.ranks)) - set(came))
+        raise RankFailure(f"ranks {missing} did not connect within {timeout:g} s") from None
+    finally:
+        server.close()
+    return StreamOrders(ranks, [came[rank] for rank in sorted(came)], timeout)
+
+
+async def _follow(ranks: Ranks, timeout: float) -> StreamOrders:
+    host, port, secret = json.loads((await ranks.gather(b""))[0])
+    try:
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        raise RankFailure(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
+    writer.write(bytes.fromhex(secret) + ranks.rank.to_bytes(_LENGTH, "little"))
+    return StreamOrders(ranks, [_Wire(0, reader, writer)], timeout)
+
+
+class _Wire:
+    """A stream to one rank."""
+
+    def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.rank = rank
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, content: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(len(content).to_bytes(_LENGTH, "little") + content)
+
+    async def receive(self) -> bytes:
+        length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
+        return await self._reader.readexactly(length)
+
+    def end(self) -> None:
+        """Nothing more comes from here."""
+        if self._writer.can_write_eof() and not self._writer.is_closing():
+            with suppress(OSError):
+                self._writer.write_eof()
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+class StreamOrders:
+    """``Orders`` of one rank; ``connect_orders`` makes it."""
+
+    def __init__(self, ranks: Ranks, wires: Sequence[_Wire], timeout: float) -> None:
+        self.leads = ranks.rank == 0
+        self.gather = ranks.gather
+        self._wires = wires
+        self._timeout = timeout
+        self._orders: deque[bytes] = deque()
+        self._failure: RankFailure | None = None
+        self._lost: Callable[[RankFailure], None] | None = None
+        self._news = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._readers = [loop.create_task(self._read(wire), name=f"orders-{wire.rank}") for wire in wires]
+        self._beats = loop.create_task(self._beat(), name="orders-beats")
+
+    def __repr__(self) -> str:
+        return f"StreamOrders({len(self._wires)} wires{', ' if self._failure else ''}{self._failure or ''})"
+
+    def watch(self, lost: Callable[[RankFailure], None]) -> None:
+        """See ``Orders``."""
+        self._lost = lost
+        if self._failure is not None:
+            lost(self._failure)
+
+    def send(self, order: bytes) -> None:
+        """See ``Orders``."""
+        for wire in self._wires:
+            wire.send(_ORDER + order)
+
+    async def receive(self) -> bytes:
+        """See ``Orders``."""
+        while not self._orders:
+            if self._failure is not None:
+                raise RankFailure(*self._failure.args)
+            self._news.clear()
+            await self._news.wait()
+        return self._orders.popleft()
+
+    async def aclose(self, *, well: bool) -> None:
+        """See ``Orders``. Waits ``GRACE`` seconds at most for the others to leave, too, so that nothing is cut off
+        which is still on its way."""
+        self._lost = None
+        self._beats.cancel()
+        try:
+            for wire in self._wires:
+                if well:
+                    wire.send(_BYE)
+                wire.end()
+            if self._readers:
+                await asyncio.wait(self._readers, timeout=GRACE)
+        finally:
+            for task in self._readers:
+                task.cancel()
+            for wire in self._wires:
+                wire.abort()
+        await asyncio.gather(self._beats, *self._readers, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._timeout / 4)
+            for wire in self._wires:
+                wire.send(_BEAT)
+
+    async def _read(self, wire: _Wire) -> None:
+        """To the end of the stream."""
+        try:
+            while (content := await self._next(wire)) != _BYE:
+                if content != _BEAT:
+                    self._orders.append(content[1:])
+                    self._news.set()
+            self._fail(f"rank {wire.rank} has left", quietly=True)
+        except TimeoutError:
+            self._fail(f"rank {wire.rank} was silent for {self._timeout:g} s")
+        except (OSError, asyncio.IncompleteReadError):
+            self._fail(f"rank {wire.rank} closed the connection")
+
+    async def _next(self, wire: _Wire) -> bytes:
+        async with asyncio.timeout(self._timeout):
+            return await wire.receive()
+
+    def _fail(self, reason: str, *, quietly: bool = False) -> None:
+        """``quietly``: what has come is still to be read; there is no more."""
+        if self._failure is None:
+            self._failure = RankFailure(reason)
+            if self._lost is not None and not quietly:
+                self._lost(self._failure)
+        self._news.set()
