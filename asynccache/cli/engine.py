@@ -58,11 +58,14 @@ class Verdict(NamedTuple):
 
 
 class Engine:
-    """Owns the threads and the patterns. One per cache, closed with it."""
+    """Owns the threads and the patterns. One per cache, closed with it. ``threads`` 1: jobs run in order, like kernels
+    on a stream."""
 
-    def __init__(self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate]) -> None:
+    def __init__(
+        self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate], threads: int = THREADS
+    ) -> None:
         self._gate = gate
-        self._threads = ThreadPoolExecutor(THREADS, "engine")
+        self._threads = ThreadPoolExecutor(threads, "engine")
         self._pools: dict[ComponentKind, list[_Pool]] = {kind: [] for kind in ComponentKind}
         for spec in specs:
             if spec.bytes_per_page:
@@ -108,6 +111,11 @@ class Lane:
         self._engine = engine
         self.work: Event | None = None
 
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Have these pages filled; nobody waits, and what goes wrong shows in the bytes."""
+        if any(len(piece.ids) for piece in pieces):
+            _, self.work = self._engine.submit(lambda: self._engine.write(pieces))
+
     async def write(self, pieces: Sequence[Piece]) -> None:
         """Fill these pages. Cancelling leaves the job running: ``work`` tells when it is over."""
         await self._run(pieces, lambda: self._engine.write(pieces))
@@ -125,6 +133,11 @@ class Lane:
         await asyncio.wrap_future(future)
 
 
+def _part(spec: PoolSpec) -> str:
+    """What sets a pool's bytes apart: those of another rank are wrong."""
+    return spec.name if spec.shard == "replicated" else f"{spec.name}/{spec.shard}"
+
+
 class _Pool:
     """One pool with a pattern per layer."""
 
@@ -132,7 +145,10 @@ class _Pool:
         self.name = spec.name
         self._layers = [layers.layer(i) for i in range(spec.layers)]
         size = spec.bytes_per_page // spec.layers
-        self._patterns = [Pattern(spec.name, i, size, layer.device) for i, layer in enumerate(self._layers)]
+        self._patterns = [
+            Pattern(_part(spec), number, size, layer.device)
+            for number, layer in zip(spec.model_layers, self._layers, strict=True)
+        ]
         self._slice = max(1, CALL_BYTES // size)
 
     def write(self, piece: Piece) -> None:

@@ -26,6 +26,7 @@ from asynccache.redaction import shown
 COMPONENTS = ("full", "swa", "mamba")
 WORKLOADS = ("mixed", "chat", "shared", "agent", "random")
 LOOPS = ("uvloop", "asyncio")
+MOST_RANKS = 64
 
 Size = int | Literal["all"]
 
@@ -68,12 +69,22 @@ class Settings:
     eviction: str
     seed: int
     loop: str | None
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    rank_timeout: float = 30.0
+    rank_delay: float = 0.0
     serve: int | None = None
     config: str | None = None
     json: str | None = None
     report: str | None = None
     quiet: bool = False
     cache: CacheConfig | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes run the caches."""
+        return self.tp * self.cp * self.pp
 
     def plain(self) -> dict[str, object]:
         """As plain values, for the JSON: without secrets."""
@@ -233,6 +244,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
     Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
     Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
+    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks: a process, a cache and a part of each page each"),
+    Option("cp", _integer(1), _both(1), "N", "context parallel ranks, the same way"),
+    Option("pp", _integer(1), _both(1), "N", "pipeline stages: each rank has its stage's layers"),
+    Option("rank-timeout", _positive, _both(30.0), "SECONDS", "a rank that is silent for so long is gone"),
+    Option("rank-delay", _not_negative, _both(0.0), "MS",
+           "each rank dawdles up to MS milliseconds before each step, by a seed of its own"),
     Option("serve", _port, _both(None), "PORT",
            "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT while it runs; 0: any port"),
     Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
@@ -347,4 +364,16 @@ def _checked(settings: Settings) -> Settings:
     if settings.storage is not None and settings.host_tokens == 0:
         where = shown("storage", settings.storage)
         raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
+    if settings.ranks > 1:
+        _check_ranks(settings)
     return settings
+
+
+def _check_ranks(settings: Settings) -> None:
+    count = f"there are {settings.ranks} ranks, --tp {settings.tp} --cp {settings.cp} --pp {settings.pp}"
+    if settings.ranks > MOST_RANKS:
+        raise ConfigError(f"{count}: this command runs {MOST_RANKS} at most")
+    if settings.serve is not None:
+        raise ConfigError(f"--serve={settings.serve} looks into one cache, and {count}")
+    if settings.report is not None:
+        raise ConfigError(f"--report={settings.report} draws one cache, and {count}; use --json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,7 @@ from asynccache.cli.request import Request, Tokens
 from asynccache.cli.tally import Tally
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, LoadFailed
+from asynccache.memory.device import Event
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
@@ -59,7 +60,7 @@ class Server:
         self._rate = settings.prefill_tokens_per_s
         self._looks_twice = settings.command == "stress"
 
-    async def serve(self, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def serve(self, request: Request, places: AbstractAsyncContextManager[object] | None = None) -> None:
         """Return when the request has its output. ``places``: it has arrived, and enters when it gets one of these.
 
         Cancelling leaves the cache as if the request had never been.
@@ -116,11 +117,9 @@ class Server:
         decode = len(text.tokens) - text.prompt
         reserved = decode // 2 if request.number % 3 == 0 else decode
         began = time.monotonic()
-        async with self._cache.lease(
-            text.tokens[: text.prompt], new_tokens=reserved, extra_key=request.extra_key, prefetch=handle,
-        ) as lease:
+        async with self._lease(request, text, reserved, handle) as lease:
             try:
-                await lease.loaded()
+                await self._arrived(lease)
                 wait = time.monotonic() - began
                 self._tally.verdict(request, await lane.verify(list(self._expected(lease, text, lease.cached))))
                 await self._prefill(request, text, lease, lane)
@@ -134,6 +133,27 @@ class Server:
             except BaseException:
                 lease.release(after=lane.work)
                 raise
+
+    def _lease(
+        self, request: Request, text: Text, new_tokens: int, handle: PrefetchHandle | None
+    ) -> AbstractAsyncContextManager[Lease]:
+        lease: Lease = self._cache.lease(
+            text.tokens[: text.prompt], new_tokens=new_tokens, extra_key=request.extra_key, prefetch=handle,
+        )
+        return lease
+
+    async def _arrived(self, lease: Lease) -> None:
+        """Return when the pages are on the device."""
+        await lease.loaded()
+
+    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Piece]) -> Event | None:
+        """Fill these pages; an event if that is not over yet."""
+        await lane.write(pieces)
+        return None
+
+    async def _iterate(self) -> None:
+        """Let others have their turn."""
+        await asyncio.sleep(0)
 
     def _note_path(self, text: Text, end: int) -> None:
         prompt = text.prompt // self._page
@@ -159,9 +179,9 @@ class Server:
             pieces = list(self._fresh(lease, text, position, end))
             if due:
                 pieces += self._states(lease, text, end)
-            await lane.write(pieces)
+            ready = await self._compute(request, lane, pieces)
             checkpoint = (end, int(lease.states[1])) if due else None
-            await lease.commit(text.tokens[: prompt if end == whole else end], checkpoint=checkpoint)
+            await lease.commit(text.tokens[: prompt if end == whole else end], ready, checkpoint)
             if (request.number + number) % 2:
                 lease.adopt(after=lane.work)
             position = end
@@ -200,12 +220,12 @@ class Server:
                 self._tally.cut_short += 1
                 break
             lease.advance(end)
-            await asyncio.sleep(0)
+            await self._iterate()
             position = end
         self._tally.output_tokens += position - text.prompt
-        await lane.write(list(self._fresh(lease, text, text.prompt, position)))
+        ready = await self._compute(request, lane, list(self._fresh(lease, text, text.prompt, position)))
         if self._insert_outputs and position > text.prompt:
-            await lease.commit(text.tokens[:position])
+            await lease.commit(text.tokens[:position], ready)
         return position
 
     async def _room(self, request: Request, lease: Lease, room: int, end: int) -> int:

@@ -21,6 +21,7 @@ from asynccache.cli.capacity import capacity
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
+from asynccache.cli.faulty import device_faults, open_faulty
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
 from asynccache.cli.presses import Next, Presses
@@ -38,10 +39,8 @@ from asynccache.core import audit
 from asynccache.core.cache import CacheCore
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.faults import Faults
 from asynccache.metrics import Exposed
-from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout, take_options
-from asynccache.testing.faulty_backend import FaultyBackend
+from asynccache.storage import StorageBackend
 
 DURATION = 20.0
 _SESSIONS_PER_PLACE = 4
@@ -64,8 +63,8 @@ def execute(settings: Settings, presses: Presses | None = None) -> int:
     if settings.report is not None:
         output.check_writable(settings.report, "--report")
     display = choose(settings.quiet)
-    session = Session(settings, display, presses)
-    with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
+    session = _session(settings)(settings, display, presses)
+    with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
         with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # who does not want to wait goes without it
@@ -73,6 +72,14 @@ def execute(settings: Settings, presses: Presses | None = None) -> int:
     with presses.meaning(Next.WAITS):
         result["interrupted"] = presses.count > 0
         return _told(settings, session, result)
+
+
+def _session(settings: Settings) -> type[Session]:
+    if settings.ranks == 1:
+        return Session
+    from asynccache.cli.ranked.session import RankedSession
+
+    return RankedSession
 
 
 def _told(settings: Settings, session: Session, result: report.Report) -> int:
@@ -95,7 +102,12 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
     return _INTERRUPTED if result["interrupted"] else 0
 
 
-def _loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Of the loop that ``--loop`` names; None: asyncio's own.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     if name == "asyncio":
         return asyncio.SelectorEventLoop
     try:
@@ -140,7 +152,7 @@ class Session:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
-        device = CpuDevice(faults=self._device_faults())
+        device = CpuDevice(faults=device_faults(self._settings.faults, self._settings.seed))
         try:
             found = await self._serve(config, device, source)
         finally:
@@ -154,7 +166,7 @@ class Session:
         stores: list[tuple[StorageBackend, dict[str, str]]] = []
         try:
             if self._settings.faults:
-                await self._open_faulty(config, stores)
+                await open_faulty(config, self._settings.faults, self._settings.seed, stores)
                 config = replace(config, storage=None, storage_options={})
             return await self._serve_from(AsyncCache(config, device=device), stores, device, source)
         finally:
@@ -206,20 +218,6 @@ class Session:
         config = configure(self._settings, trace, found)
         check_fits(self._settings, config, trace)
         return config
-
-    def _device_faults(self) -> Faults:
-        share = self._settings.faults
-        return Faults(seed=self._settings.seed, delayed=share / 2, failing=share / 4)
-
-    async def _open_faulty(self, config: CacheConfig, stores: list[tuple[StorageBackend, dict[str, str]]]) -> None:
-        """The backends, which fail now and then, and how the cache is to use each; added to ``stores`` as they open."""
-        for number, storage in enumerate(config.stores):
-            url = parse_url(storage, config.storage_options)
-            _, own = take_options(url)
-            common = {name: value for name, value in url.options.items() if name not in own.options}
-            backend = await backend_class(url.scheme).open(own, store_layout(config.pools()))
-            faulty = FaultyBackend(backend, self._settings.faults, self._settings.seed + number)
-            stores.append((faulty, {"name": url.scheme, **common}))
 
     async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
         settings = self._settings

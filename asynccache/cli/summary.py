@@ -12,6 +12,7 @@ from asynccache.cli.report import Report
 from asynccache.cli.text import bar, milliseconds, number, percent, size
 
 _ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+_COLUMNS = 80
 _GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
@@ -19,6 +20,8 @@ def summary(report: Report, *, color: bool = False) -> str:
     """The text, with ANSI colours or without."""
     lines = [*_verdict(report), "", *_hits(report), "", *_first_token(report), "", *_moved(report), "",
              *_rest(report)]
+    if "ranks" in report:
+        lines += ["", *_ranks(report)]
     text = "\n".join(lines)
     return text if color else _without_color(text)
 
@@ -109,7 +112,24 @@ def _rest(report: Report) -> Iterator[str]:
     yield _row("loop lag", f"p50 {milliseconds(lag['p50'])} · p99 {milliseconds(lag['p99'])} · "
                f"p99.9 {milliseconds(lag['p999'])} · max {milliseconds(lag['max'])}")
     yield _row("", f"waiting for a core: p99.9 {milliseconds(report['run_queue_ms']['p999'])}")
-    yield _row("process", f"{report['cpu_s']:.1f} s of CPU · {size(report['rss_bytes'])} of memory at most")
+    name = "processes" if "ranks" in report else "process"
+    yield _row(name, f"{report['cpu_s']:.1f} s of CPU · {size(report['rss_bytes'])} of memory at most")
+
+
+def _ranks(report: Report) -> Iterator[str]:
+    """One line for each rank of several."""
+    shape, compared = report["topology"], report["compared"]
+    yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}; the same after each of "
+                 f"{number(compared['ticks'])} iterations, {number(compared['steps'])} steps")
+    yield f"  {_DIM}{'':<20}{'pages verified':>15}{'wrong':>7}{'moved':>11}{'lag p99':>11}{'CPU':>8}{_PLAIN}"
+    for rank in report["ranks"]:
+        name = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})"
+        if "verify" not in rank:
+            yield f"  {name:<20}{_RED}{rank['lost'] or 'never said a word'}{_PLAIN}"[:_COLUMNS]
+            continue
+        verify, lag = rank["verify"], rank["loop_lag_ms"]["p99"]
+        yield (f"  {name:<20}{number(verify['pages']):>15}{number(verify['mismatches']):>7}"
+               f"{size(sum(rank['moved_bytes'].values())):>11}{milliseconds(lag):>11}{rank['cpu_s']:>6.1f} s")
 
 
 def _row(name: str, text: str) -> str:

@@ -198,7 +198,7 @@ class TraceSource:
         line = self._trace[number]
         return Request(
             number=number, length=line.input_length, output_length=line.output_length,
-            prompt=_prompt(line), output=_output(number, line.output_length),
+            prompt=prompt_of(line), output=output_of(number, line.output_length),
             at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
         )
 
@@ -206,9 +206,11 @@ class TraceSource:
         """Requests of a trace do not wait for one another."""
 
 
-def _prompt(line: TraceRequest) -> Callable[[], Tokens]:
+def prompt_of(line: TraceRequest) -> Callable[[], Tokens]:
+    """Makes the prompt of a line."""
     return lambda: block_tokens(line.blocks, line.input_length)
 
 
-def _output(number: int, length: int) -> Callable[[], Tokens]:
+def output_of(number: int, length: int) -> Callable[[], Tokens]:
+    """Makes the output of request ``number``."""
     return lambda: stream_tokens(_OUTPUT_STREAM + number, 0, length)

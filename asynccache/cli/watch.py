@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
     from asynccache.runtime.stats import StageStats
 
-_SHORT = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+SHORT = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 
 
 class Watch:
@@ -38,26 +38,13 @@ class Watch:
         elapsed = self._meter.elapsed()
         lag = spread(self._meter.recent(), 1e3)
         return Snapshot(
-            title=self._title(), clock=self._clock(elapsed), progress=self._progress(elapsed), served=tally.served,
-            running=driver.running, cancelled=tally.cancelled, failed=tally.failed,
+            title=title(self._settings), clock=clock(elapsed, self._duration),
+            progress=progress(elapsed, self._duration, tally.requests, driver.total),
+            served=tally.served, running=driver.running, cancelled=tally.cancelled, failed=tally.failed,
             rate=tally.served / elapsed if elapsed else 0.0, tokens=tally.tokens,
             hits=(tally.device, tally.host, tally.storage), verified=tally.verified, mismatches=tally.mismatches,
             tiers=self._tiers(), stages=self._rates(), lag=(lag.p99, lag.max), memory=peak_rss(), note=self.note,
         )
-
-    def _title(self) -> str:
-        settings = self._settings
-        what = settings.workload if settings.trace is None else settings.trace.rsplit("/", 1)[-1]
-        return f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}"
-
-    def _clock(self, elapsed: float) -> str:
-        return f"{elapsed:.0f} s" if self._duration is None else f"{elapsed:.0f} of {self._duration:.0f} s"
-
-    def _progress(self, elapsed: float) -> float | None:
-        shares = [] if self._duration is None else [elapsed / self._duration]
-        if self._driver.total:
-            shares.append(self._driver.tally.requests / self._driver.total)
-        return min(1.0, max(shares)) if shares else None
 
     def _tiers(self) -> tuple[tuple[str, float], ...]:
         statistics = self._cache.statistics()
@@ -72,7 +59,26 @@ class Watch:
         before, last = self._last
         self._last = now, moved
         seconds = max(now - before, 1e-3)
-        return tuple((_SHORT.get(name, name), (count - last.get(name, 0)) / seconds) for name, count in moved.items())
+        return tuple((SHORT.get(name, name), (count - last.get(name, 0)) / seconds) for name, count in moved.items())
+
+
+def title(settings: Settings) -> str:
+    """What is run."""
+    what = settings.workload if settings.trace is None else settings.trace.rsplit("/", 1)[-1]
+    return f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}"
+
+
+def clock(elapsed: float, duration: float | None) -> str:
+    """How long it has been running, and of how much."""
+    return f"{elapsed:.0f} s" if duration is None else f"{elapsed:.0f} of {duration:.0f} s"
+
+
+def progress(elapsed: float, duration: float | None, given: int, total: int | None) -> float | None:
+    """The share of a run that is done, as far as anybody knows."""
+    shares = [] if duration is None else [elapsed / duration]
+    if total:
+        shares.append(given / total)
+    return min(1.0, max(shares)) if shares else None
 
 
 def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:

@@ -110,7 +110,10 @@ class Publishing:
         machine, events = self._machine, unfired(*self._ready, after)
         for event in events:
             machine.mover.fence(event)
-        plan = machine.core.release(self._core, ended=ended, retire=bool(events))
+        retire = bool(events)
+        if machine.lockstep is not None:  # an event may have fired on one rank and not yet on another
+            retire = after is not None or bool(self._ready)
+        plan = machine.core.release(self._core, ended=ended, retire=retire)
         machine.driver.perform(plan, self._retiring)
         if self._retiring:
             machine.retire.put(self._retiring, events)

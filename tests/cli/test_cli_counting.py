@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from asynccache.cli import meter
-from asynccache.cli.display import Silence
+from asynccache.cli.faulty import device_faults
 from asynccache.cli.main import main
-from asynccache.cli.options import settle
-from asynccache.cli.presses import Presses
 from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
-from asynccache.cli.session import Session
 from asynccache.memory.faults import Faults
 from asynccache.testing.faulty_backend import DELAY
 
@@ -156,8 +153,7 @@ def test_the_cancel_rate_is_the_share_of_requests_that_are_cancelled(
 
 
 def test_faults_come_in_the_shares_that_help_tells() -> None:
-    session = Session(settle("stress", {"faults": "0.4", "seed": "9"}), Silence(), Presses())
-    assert session._device_faults() == Faults(seed=9, delayed=0.2, failing=0.1, delay=(0.001, 0.05))
+    assert device_faults(0.4, 9) == Faults(seed=9, delayed=0.2, failing=0.1, delay=(0.001, 0.05))
     assert DELAY == (0.001, 0.05)
 
 

@@ -21,7 +21,7 @@ from asynccache.cli.engine import Engine
 from asynccache.cli.options import Settings, add_arguments, settle
 from asynccache.cli.presses import Presses
 from asynccache.cli.request import Source
-from asynccache.cli.session import Session, _loop_factory
+from asynccache.cli.session import Session, loop_factory
 
 COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
            "timeouts", "failed_calls", "failed_pages", "refused_calls", "crowded_calls")  # fmt: skip
@@ -60,7 +60,7 @@ def main() -> None:
     with Presses() as presses:
         session = Watched(settings, choose(True), presses)
         threading.Thread(target=_answer, args=(session,), daemon=True).start()
-        with asyncio.Runner(loop_factory=_loop_factory(settings.loop)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             report = runner.run(session.run())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _say({**report, **session.latencies(), "trace": session.trace})
