@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import mmap
 import socket
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from fcntl import ioctl
+from termios import FIONREAD
+from typing import Any
 
 import pytest
 from asynccache_backends.redis.connecting import ConnectFailed, connect
@@ -238,6 +242,126 @@ async def test_silence_is_a_time_out(script: Script) -> None:
         assert connection.closed
     del job
     assert is_free(record)
+
+
+class Clock:
+    """``loop``, but for its time, which stands still until it is set."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._now = 0.0
+        self._timers: dict[Timer, Callable[[], object]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        timer = Timer(when, self._timers)
+        self._timers[timer] = callback
+        return timer
+
+    def set(self, now: float) -> None:
+        """What is due by then is done, each when it is due."""
+        while due := [timer for timer in self._timers if timer.when <= now]:
+            timer = min(due, key=lambda timer: timer.when)
+            self._now = max(self._now, timer.when)
+            self._timers.pop(timer)()
+        self._now = now
+
+
+class Timer:
+    def __init__(self, when: float, timers: dict[Timer, Callable[[], object]]) -> None:
+        self.when = when
+        self._timers = timers
+
+    def cancel(self) -> None:
+        self._timers.pop(self, None)
+
+
+def on_a_clock(connection: Connection) -> Clock:
+    connection._loop = clock = Clock(connection._loop)  # type: ignore[assignment]
+    return clock
+
+
+@pytest.mark.asyncio
+async def test_silence_is_counted_from_the_last_byte_that_was_sent() -> None:
+    asked = asyncio.Event()
+
+    async def hears(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        asked.set()
+        await silent(reader, writer)
+
+    async with connected(hears, stall=8.0) as connection:
+        clock = on_a_clock(connection)
+        request = asyncio.ensure_future(connection.ask(PING))
+        await asyncio.wait_for(asked.wait(), 20)
+        clock.set(7.9)
+        assert not connection.closed
+        clock.set(8.0)
+        with pytest.raises(Timeout, match="silent for 8 s"):
+            await request
+
+
+@pytest.mark.asyncio
+async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
+    gate = asyncio.Event()
+
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        await gate.wait()
+        writer.write(b"+PO")
+        await silent(reader, writer)
+
+    async with connected(half, stall=8.0) as connection:
+        clock = on_a_clock(connection)
+        request = asyncio.ensure_future(connection.ask(PING))
+        await asyncio.sleep(0)
+        clock.set(7.0)
+        gate.set()
+        await soon(lambda: connection._moved_at == 7.0)
+        clock.set(14.9)
+        assert not connection.closed
+        clock.set(15.0)
+        with pytest.raises(Timeout, match="silent for 8 s"):
+            await request
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_wake_nobody_are_seen_all_the_same() -> None:
+    """One reply of six: too few to wake for, and not the end of the silence by more than an eighth."""
+    said = asyncio.Event()
+
+    async def first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        writer.write(b"+OK\r\n")
+        await writer.drain()
+        said.set()
+        await silent(reader, writer)
+
+    async with connected(first, stall=8.0) as connection:
+        clock = on_a_clock(connection)
+        request = asyncio.ensure_future(connection.ask(Job([b"SET x\r\n"] * 6, [None] * 6, 6, 5)))
+        await asyncio.wait_for(said.wait(), 20)
+        await soon(lambda: arrived(connection) == 5)
+        assert connection._reader.missing == 6
+        clock.set(1.0)
+        assert connection._reader.missing == 5
+        clock.set(8.9)
+        assert not connection.closed
+        clock.set(9.0)
+        with pytest.raises(Timeout, match="silent for 8 s"):
+            await request
+
+
+def arrived(connection: Connection) -> int:
+    """Bytes that the kernel holds for it."""
+    count = array("i", [0])
+    ioctl(connection._fd, FIONREAD, count)
+    return count[0]
 
 
 @pytest.mark.asyncio

@@ -24,6 +24,8 @@ from asynccache_backends.redis.resp import Buffer, Command, ProtocolError, Reade
 TURN_BYTES = 1 << 20
 """Moved in one turn of the loop at most, in each direction: 0.2-0.5 ms."""
 MOST_BUFFERS = 64
+UNSEEN_LOOKS = 8
+"""How often, in ``stall`` seconds, it is looked for bytes that are too few to wake anybody."""
 
 ASKING = command(b"ASKING")
 
@@ -70,8 +72,9 @@ class Connection:
         self._next = 0
         self._out: deque[Buffer] = deque()
         self._done: asyncio.Future[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._writing = False
-        self._moved = 0
+        self._moved_at = 0.0
         self._loop.add_reader(self._fd, self._readable)
 
     def __repr__(self) -> str:
@@ -89,9 +92,10 @@ class Connection:
         if self.closed:
             raise Unavailable(f"{self._name}: the connection is closed")
         self._done = self._loop.create_future()
-        self._watch = self._loop.call_later(self._stall, self._check, self._moved)
+        self._moved_at = self._loop.time()
         try:
             self._begin(job)
+            self._watch = self._loop.call_at(self._next_look(), self._look)
             await self._done
             return self._reader.replies
         except BaseException:
@@ -99,7 +103,8 @@ class Connection:
             self.close()
             raise
         finally:
-            self._watch.cancel()
+            if self._watch is not None:
+                self._watch.cancel()
             self._end()
 
     def close(self, why: BackendError | None = None) -> None:
@@ -146,7 +151,8 @@ class Connection:
         except OSError as error:
             self._lost(error)
             return
-        self._moved += sent
+        if sent:
+            self._moved_at = self._loop.time()
         self._want_writing(bool(self._out))
 
     def _send(self) -> int:
@@ -177,8 +183,9 @@ class Connection:
             self._lost(error)
         except BackendError as error:
             self.close(error)
+        if received:
+            self._moved_at = self._loop.time()
         if not self.closed:
-            self._moved += received
             self._after_reading(received)
 
     def _receive(self) -> int:
@@ -215,12 +222,18 @@ class Connection:
     def _lost(self, error: OSError) -> None:
         self.close(Unavailable(f"{self._name}: connection lost: {error}"))
 
-    def _check(self, moved: int) -> None:
-        """Runs every ``stall`` seconds of a request. A few replies that nobody was woken for are life, too."""
-        if moved == self._moved and self._job.shortest:
+    def _next_look(self) -> float:
+        """When it may have been silent for long enough. Bytes that nobody is woken for are to be seen soon after they
+        came."""
+        silent = self._moved_at + self._stall
+        return min(silent, self._loop.time() + self._stall / UNSEEN_LOOKS) if self._job.shortest else silent
+
+    def _look(self) -> None:
+        """Whether it has been silent for too long. A few replies that nobody was woken for are life, too."""
+        if self._job.shortest:
             self._link.call_at(1)
             self._readable()
-        if moved == self._moved:
+        if self._loop.time() >= self._moved_at + self._stall:
             self.close(Timeout(f"{self._name}: silent for {self._stall:g} s"))
-        else:
-            self._watch = self._loop.call_later(self._stall, self._check, self._moved)
+        elif not self.closed:
+            self._watch = self._loop.call_at(self._next_look(), self._look)
