@@ -120,11 +120,15 @@ class PoolSpec:
         """For each of the pool's layers the layer of the model that it belongs to."""
         return self.covers or tuple(range(self.layers))
 
-    def on_rank(self, rank: int, ranks: int) -> PoolSpec:
-        """The pool as rank ``rank`` of ``ranks`` holds it: a part of every page, or all of it, stored by the first."""
-        if self.replicated or ranks == 1:
-            return replace(self, writes=rank == 0)
-        return replace(self, shard=f"tp {rank}/{ranks}")
+    def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
+        """The pool as tp rank ``rank`` of ``ranks`` holds it, in its place among context parallel ranks and pipeline
+        stages: a part of every page, or all of it, stored by the first. ``covers`` says which stage it is, if given."""
+        parts = [] if self.replicated else [("tp", rank, ranks), ("cp", *cp)]
+        if not self.covers:
+            parts.append(("pp", *pp))
+        label = " ".join(f"{name} {number}/{count}" for name, number, count in parts if count > 1)
+        writes = not self.replicated or (rank == 0 and cp[0] == 0)
+        return replace(self, shard=label or self.shard, writes=writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,10 +32,10 @@ class Ranks(Protocol):
         ...
 
 
-def shard(ranks: Ranks) -> tuple[int, int]:
-    """Which part of every page of its layers a rank holds, of how many."""
+def shard(ranks: Ranks) -> tuple[int, int, tuple[int, int], tuple[int, int]]:
+    """Which part of every page a rank holds: its number and the count, by tp, cp and pp."""
     topology, place = ranks.topology, ranks.topology.place(ranks.rank)
-    return place.tp + topology.tp * place.cp, topology.tp * topology.cp
+    return place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp)
 
 
 def is_clocked(ranks: Ranks) -> bool:

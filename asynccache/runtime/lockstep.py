@@ -171,7 +171,7 @@ class LockstepPhase(Transfer):
     async def meet(self, counts: Counts) -> Counts:
         """See ``ranks.Phase``."""
         pools = self._lockstep.pools
-        mine = tuple(counts.get(name, start) for name, start in zip(pools, self.progress.counts, strict=True))
+        mine = tuple(counts.get(name, NEUTRAL) for name in pools)  # what this phase does not move speaks for nobody
         self.progress = Progress(FINAL, self.progress.go_on, mine)
         agreed = await self._lockstep.turns.sleep(self._met)
         return {name: count for name, count in zip(pools, agreed.counts, strict=True) if count != NEUTRAL}

@@ -324,6 +324,6 @@ class Machine:
 
 
 def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:
-    if ranks is None:
+    if ranks is None or ranks.topology.ranks == 1:  # alone there is nobody to agree with
         return None
     return Lockstep(ranks, [spec.name for spec in pools], {spec.name for spec in pools if spec.bytes_per_page})

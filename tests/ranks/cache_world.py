@@ -61,14 +61,17 @@ class Report:
 
 
 class CacheWorld:
-    """``iterations``: of each scheduler, before everything that is left is finished."""
+    """``iterations``: of each scheduler, before everything that is left is finished. ``climate``: instead of the
+    seed's."""
 
-    def __init__(self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 40) -> None:
+    def __init__(
+        self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 40, climate: Climate | None = None
+    ) -> None:
         self.loop = loop
         self.seed = seed
         self.topology = topology
         self.iterations = iterations
-        self.climate = draw_climate(seed)
+        self.climate = climate or draw_climate(seed)
         self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
         self.pages: dict[PageKey, tuple[bytes, bytes]] = {}
         self.digests: dict[int, int] = {}
@@ -143,10 +146,7 @@ class Member:
 
     async def live(self, life: int) -> None:
         """One cache from open to close. A rank that is told of another's end is done."""
-        self.script = Random(f"{self.world.seed}/script {life}")
-        self.jobs: list[Job] = []
-        ranks = self.world.net.member(self.rank)
-        self.cache = AsyncCache(self.config, device=self.device, storage=self.backend, ranks=ranks)
+        self.begin(life)
         try:
             async with self.cache:
                 await self._iterate()
@@ -159,6 +159,18 @@ class Member:
                 if job.task is not None:
                     job.task.cancel()
                     await asyncio.wait([job.task])
+
+    def begin(self, life: int) -> None:
+        """A new cache, not open yet."""
+        self.script = Random(f"{self.world.seed}/script {life}")
+        self.jobs: list[Job] = []
+        ranks = self.world.net.member(self.rank)
+        self.cache = AsyncCache(self.config, device=self.device, storage=self.backend, ranks=ranks)
+
+    def digest(self) -> int:
+        """Of all that this rank has done; alone it keeps none."""
+        lockstep = self.cache._opened().lockstep
+        return lockstep.chain.digest if lockstep is not None else 0
 
     async def _iterate(self) -> None:
         for number in range(self.world.iterations):
@@ -333,7 +345,8 @@ class Member:
             job.tokens.append(self.script.randrange(self.world.climate.alphabet))
         text = job.tokens[:end]
         self._write(job, lease, text, job.done // self.page)
-        await lease.commit(text, checkpoint=self._checkpoint(job, lease, text))
+        checkpoint = self._checkpoint(job, lease, text) if self.script.random() < 0.7 else None
+        await lease.commit(text, checkpoint=checkpoint)
         lease.adopt()
         self._verify(job, lease, end)
         job.done = end
@@ -341,6 +354,18 @@ class Member:
             lease.release(ended=self.script.random() < 0.3)
             self.said.append(text)
             self._end(job, "served")
+
+    async def compute_all(self, job: Job) -> None:
+        """Verify what was cached, and publish the rest; it is released by whoever entered it."""
+        lease, text = job.lease, job.tokens
+        assert lease is not None
+        self._verify(job, lease, lease.cached, state=True)
+        self._write(job, lease, text, lease.cached // self.page)
+        whole = text[: len(text) // self.page * self.page]
+        await lease.commit(whole, checkpoint=self._checkpoint(job, lease, whole))
+        await lease.commit(text)
+        lease.adopt()
+        self._verify(job, lease, len(text))
 
     def _abort(self, job: Job) -> None:
         if job.lease is not None:
@@ -377,7 +402,7 @@ class Member:
     def _checkpoint(self, job: Job, lease: Lease, text: list[int]) -> tuple[int, int] | None:
         if ComponentKind.MAMBA not in {c.kind for c in self.cache.core.config.components}:
             return None
-        if len(lease.states) < 2 or len(text) % self.page or self.script.random() < 0.3:
+        if len(lease.states) < 2 or len(text) % self.page:
             return None
         slot = int(lease.states[-1])
         for name in self.states:
