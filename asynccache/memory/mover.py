@@ -7,8 +7,8 @@ never blocks it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -117,6 +117,11 @@ class Mover:
             self._fences = [e for e in self._fences if not e.done()]
             self._fences_checked = len(self._fences)
 
+    def engine_stream(self, stream: object) -> Stream:
+        """``stream``, or an engine's own (torch, cupy) as one of the device's, where the device takes those."""
+        adopt: Callable[[object], Stream] = getattr(self.device, "engine_stream", _as_it_is)
+        return adopt(stream)
+
     def bytes_moved(self, moves: Sequence[Move]) -> int:
         """How many bytes these moves copy."""
         return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))
@@ -136,6 +141,10 @@ class Mover:
 
     def __repr__(self) -> str:
         return f"<Mover on {self.device!r}: {', '.join(map(repr, self.device_pools))}>"
+
+
+def _as_it_is(stream: object) -> Stream:
+    return cast("Stream", stream)
 
 
 def _hold(stream: Stream, events: Sequence[Event]) -> None:

@@ -89,7 +89,9 @@ def call_all(callbacks: Iterable[Work]) -> None:
 class Signal:
     """Something that happens once, well or not. Any number of coroutines and threads may wait for it."""
 
-    def __init__(self, bells: Bells, source: str, lock: threading.Lock | None = None) -> None:
+    def __init__(
+        self, bells: Bells, source: str, lock: threading.Lock | threading.Condition | None = None
+    ) -> None:
         """``source``: the stream it belongs to, for messages. ``lock``: one that it shares with others."""
         self._bells = bells
         self._source = source

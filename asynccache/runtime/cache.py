@@ -508,6 +508,10 @@ class AsyncCache:
 
 
 def _open_device(name: str) -> Device:
-    if name != "cpu":
-        raise ConfigError(f"device: unknown device {name!r}; one of cpu")
-    return CpuDevice()
+    if name == "cpu":
+        return CpuDevice()
+    if name.partition(":")[0] != "cuda":
+        raise ConfigError(f"device: unknown device {name!r}; one of cpu, cuda, cuda:N")
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name)

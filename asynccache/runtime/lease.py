@@ -33,7 +33,7 @@ from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.waiting import WaitingEntry
 
 if TYPE_CHECKING:
-    from asynccache.memory.device import Event, Stream
+    from asynccache.memory.device import Event
     from asynccache.runtime.machine import Machine
 
 Pages = npt.NDArray[np.int32]
@@ -298,15 +298,17 @@ class Lease:
                     await self.loaded()
         self._check_loads(core)
 
-    def wait_layer(self, stream: Stream, i: int) -> None:
-        """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there.
+    def wait_layer(self, stream: object, i: int) -> None:
+        """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there. On a GPU
+        that is a stream of torch or cupy, or anything with ``__cuda_stream__``; elsewhere a ``Stream`` of the device.
 
         Does not block the host, and does not tell of a failed load: ``loaded()`` does, before anything is published.
         """
+        own = self._machine.mover.engine_stream(stream)
         for op in self._held().loads:
             copying = self._machine.load_back.copying(op)
             if copying is not None:
-                stream.wait_event(copying.layer(i))
+                own.wait_event(copying.layer(i))
 
     # growing and shrinking
 

@@ -1,0 +1,223 @@
+"""The real driver: cupy's calls of the CUDA runtime. The only module that imports cupy.
+
+Without a GPU ``import cupy`` works and everything else raises, so ``find`` asks once and says once what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from asynccache.errors import ConfigError
+from asynccache.memory.cuda import kernels
+from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched, Spans, Towards
+from asynccache.memory.cuda.libcuda import LibCuda
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_KIND = {Towards.OUT: 2, Towards.IN: 1, Towards.WITHIN: 3}
+_NON_BLOCKING = 1
+_BLOCKING_SYNC_WITHOUT_TIMING = 1 | 2
+_PORTABLE_AND_MAPPED = 1 | 2
+
+
+class Found(NamedTuple):
+    """What there is on this machine. ``missing``: why there can be no CUDA device, in a sentence; or empty."""
+
+    cupy: str | None
+    torch_cuda: str | None
+    devices: int
+    driver: int | None
+    missing: str
+
+
+def find() -> Found:
+    """Look once; never raises."""
+    torch_cuda: str | None = torch.version.cuda
+    try:
+        cupy: Any = import_module("cupy")
+    except Exception as error:  # a broken installation raises whatever it likes
+        why = "cupy is not installed" if isinstance(error, ImportError) else f"cupy does not import: {error}"
+        return Found(None, torch_cuda, 0, None, f"{why}: pip install 'asynccache[cuda12]' or 'asynccache[cuda13]'")
+    runtime = cupy.cuda.runtime
+    driver = _or_none(runtime.driverGetVersion) or None
+    devices = _or_none(runtime.getDeviceCount) or 0
+    return Found(cupy.__version__, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda))
+
+
+def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
+    if driver is None:
+        return "there is no NVIDIA driver on this machine"
+    if not devices:
+        return "the NVIDIA driver sees no GPU"
+    if torch_cuda is None:
+        return "this build of torch is for the CPU: install one for CUDA, since pools are its tensors"
+    return ""
+
+
+def _or_none(call: Callable[[], int]) -> int | None:
+    try:
+        return call()
+    except Exception:  # CUDARuntimeError, without a class to be had before cupy is there
+        return None
+
+
+def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """cupy's errors (all are RuntimeError) as ours."""
+
+    @wraps(call)
+    def translated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            raise DriverError(str(error)) from error
+
+    return translated
+
+
+class CupyDriver:
+    """One device. ``index`` is CUDA's number of it. ``_proven``: a batch of copies was tried."""
+
+    def __init__(self, index: int) -> None:
+        found = find()
+        if found.missing:
+            raise ConfigError(f"device=cuda:{index}: {found.missing}")
+        if not 0 <= index < found.devices:
+            raise ConfigError(f"device=cuda:{index}: there are {found.devices} GPUs, counted from 0")
+        self._index = index
+        self._proven = False
+        cupy: Any = import_module("cupy")
+        self._runtime = cupy.cuda.runtime
+        self._modules = cupy.cuda.driver
+        self.use_device()
+        torch.empty(1, device=f"cuda:{index}")  # makes the context, which both share
+        self._library = LibCuda()
+        self._batches = self._library.batches
+        self._check_mapping()
+        self._kernel = self._load()
+
+    @_translated
+    def _check_mapping(self) -> None:
+        attribute = self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not self._runtime.deviceGetAttribute(attribute, self._index):
+            raise DriverError("this machine maps pinned memory at another address for the device")
+
+    @_translated
+    def _load(self) -> int:
+        module = self._modules.moduleLoadData(kernels.compile_for(self.identity().capability))
+        kernel: int = self._modules.moduleGetFunction(module, kernels.NAME)
+        return kernel
+
+    def identity(self) -> Identity:
+        properties = self._runtime.getDeviceProperties(self._index)
+        return Identity(
+            properties["name"].decode(), (properties["major"], properties["minor"]), properties["totalGlobalMem"],
+            self._runtime.deviceGetPCIBusId(self._index), self._runtime.driverGetVersion(),
+            self._runtime.runtimeGetVersion(), self._batches,
+        )  # fmt: skip
+
+    @_translated
+    def use_device(self) -> None:
+        self._runtime.setDevice(self._index)
+
+    @_translated
+    def free_memory(self) -> int:
+        free: int = self._runtime.memGetInfo()[0]
+        return free
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        with torch.cuda.device(self._index):
+            tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self._index}")
+            torch.cuda.current_stream().synchronize()
+        return tensor
+
+    @_translated
+    def malloc(self, size: int) -> int:
+        address: int = self._runtime.malloc(size)
+        return address
+
+    @_translated
+    def free(self, address: int) -> None:
+        self._runtime.free(address)
+
+    @_translated
+    def host_register(self, address: int, size: int) -> None:
+        self._runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
+
+    @_translated
+    def host_unregister(self, address: int) -> None:
+        self._runtime.hostUnregister(address)
+
+    @_translated
+    def stream_create(self) -> int:
+        stream: int = self._runtime.streamCreateWithFlags(_NON_BLOCKING)
+        return stream
+
+    @_translated
+    def stream_destroy(self, stream: int) -> None:
+        self._runtime.streamDestroy(stream)
+
+    @_translated
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._runtime.streamWaitEvent(stream, event)
+
+    @_translated
+    def event_create(self) -> int:
+        event: int = self._runtime.eventCreateWithFlags(_BLOCKING_SYNC_WITHOUT_TIMING)
+        return event
+
+    @_translated
+    def event_destroy(self, event: int) -> None:
+        self._runtime.eventDestroy(event)
+
+    @_translated
+    def event_record(self, event: int, stream: int) -> None:
+        self._runtime.eventRecord(event, stream)
+
+    def event_query(self, event: int) -> bool:
+        return self._library.event_query(event)
+
+    @_translated
+    def event_synchronize(self, event: int) -> None:
+        self._runtime.eventSynchronize(event)
+
+    @_translated
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
+        if len(spans.size) > 1 and self._batched(stream, spans):
+            return
+        copy, kind = self._runtime.memcpyAsync, _KIND[towards]
+        for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
+            copy(dst, src, size, kind, stream)
+
+    def _batched(self, stream: int, spans: Spans) -> bool:
+        """A driver that refuses the first batch is not asked again: the same copies one by one are as good."""
+        if not self._batches:
+            return False
+        try:
+            self._library.copy_batch(stream, spans)
+        except DriverError:
+            if self._proven:
+                raise
+            self._batches = False
+        self._proven = True
+        return self._batches
+
+    @_translated
+    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
+        self._runtime.memcpy2DAsync(rows.dst, rows.dst_pitch, rows.src, rows.src_pitch, rows.width, rows.height,
+                                    _KIND[towards], stream)  # fmt: skip
+
+    @_translated
+    def launch(self, stream: int, launch: Launch) -> None:
+        """The driver copies the parameters before it returns."""
+        values = np.array(launch[:9], np.uint64)  # eight bytes each: little-endian, so u32 fits too
+        places = values.ctypes.data + 8 * np.arange(9, dtype=np.uint64)
+        self._modules.launchKernel(
+            self._kernel, launch.blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream, places.ctypes.data, 0
+        )

@@ -1,0 +1,196 @@
+"""``CudaDevice``: one GPU behind the ``Device`` protocol.
+
+Law: the loop's thread pays for a queue entry per batch and no more; streams are ordered by ``wait_event`` on the device
+alone; whoever stops waiting stops no copy; and ``aclose`` returns when the device has let go of every buffer.
+
+Errors: what the driver refuses fails the batch that it belongs to. What the device reports later (an illegal address,
+say) is the end of its context: everything in flight and everything asked for from then on fails with that error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from asynccache.errors import CacheClosed, ConfigError
+from asynccache.memory import copies as batch
+from asynccache.memory.cuda.driver import Driver, DriverError
+from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
+from asynccache.memory.cuda.paths import Chooser, Settings
+from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
+from asynccache.memory.cuda.scratch import Scratch
+from asynccache.memory.cuda.streams import CudaStream, EngineStream, stream_pointer
+from asynccache.memory.cuda.submission import Submission
+from asynccache.memory.device import PageCopy, Stream
+from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.pools import available_memory, check_room
+
+
+class CudaDevice:
+    """A GPU. ``open_device`` makes one; ``driver`` is the real one or a simulated one. ``faults``: copies that are late
+    or refused on purpose."""
+
+    def __init__(
+        self, driver: Driver, name: str = "cuda:0", *, settings: Settings | None = None, chooser: Chooser | None = None,
+        faults: Faults | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.settings = settings or Settings()
+        self.chooser = chooser or Chooser(self.settings)
+        self._context = Context(driver)
+        self._fates = Fates(faults or Faults())
+        self._streams: list[CudaStream] = []
+        self._submissions: dict[CudaStream, Submission] = {}
+        self._engines: dict[int, EngineStream] = {}
+        self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
+        self._closed = False
+        self._releasing = threading.Lock()
+        self._released = False
+
+    @property
+    def driver(self) -> Driver:
+        return self._context.driver
+
+    @property
+    def failure(self) -> DriverError | None:
+        """What the device failed of. It does nothing any more after that."""
+        return self._context.failure
+
+    # streams and events
+
+    def stream(self, name: str) -> CudaStream:
+        """A new stream, with the thread that submits to it and the one that waits for it."""
+        stream = CudaStream(name, self._context)
+        self._streams.append(stream)
+        self._submissions[stream] = Submission(stream, Scratch(self.driver), self.chooser)
+        return stream
+
+    def engine_stream(self, stream: object) -> Stream:
+        """An engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's: it can
+        wait for layers, and its ``record()`` is what ``ready`` and ``after`` want. One of ours is returned as it is.
+
+        Raises:
+            ConfigError: it is no CUDA stream.
+        """
+        if isinstance(stream, CudaStream | EngineStream):
+            return stream
+        if self._closed:
+            raise CacheClosed(f"the device {self.name!r} is closed")
+        pointer = stream_pointer(stream)
+        if pointer not in self._engines:
+            self._engines[pointer] = EngineStream(f"engine-{pointer:x}", pointer, self._context)
+        return self._engines[pointer]
+
+    def gate(self) -> CudaGate:
+        """A new event to open by hand; ``aclose`` opens those that were forgotten."""
+        gate = CudaGate(self._context.bells, self._gates)
+        self._gates[gate] = None
+        return gate
+
+    # memory
+
+    def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
+        """The device tier has the GPU's memory, the host tier the machine's.
+
+        Raises:
+            ConfigError: the pools do not fit.
+        """
+        check_room(device.items(), self.driver.free_memory())
+        check_room(host.items(), available_memory())
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.driver.device_tensor(shape)
+
+    def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Pinned memory of exactly this size, for as long as the tensor lives."""
+        return pinned_tensor(self.driver, shape, Pinning(self.settings.huge_pages, self.settings.numa_node))
+
+    # copies
+
+    def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
+        parts = batch.device_to_host_parts(copies)
+        own = self._own(stream)
+        own.copy(self._submissions[own].out(parts), self._fates.draw(1), parts)
+
+    def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
+        parts = batch.host_to_device_parts(copies)
+        own = self._own(stream)
+        return own.copy(self._submissions[own].inward(parts, layers), self._fates.draw(layers), parts, layers)
+
+    def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
+        parts = batch.device_to_device_parts(copies)
+        own = self._own(stream)
+        own.copy(self._submissions[own].within(parts), self._fates.draw(1), parts)
+
+    def _own(self, stream: Stream) -> CudaStream:
+        if not isinstance(stream, CudaStream) or stream not in self._submissions:
+            raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
+        return stream
+
+    # the end
+
+    async def aclose(self) -> None:
+        """Finish all queued work, end the threads, free what is the device's own, without blocking the loop. Pools stay
+        for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the threads end by
+        themselves.
+        """
+        self._closed = True
+        for stream in self._streams:
+            stream.close()
+        for gate in list(self._gates):
+            gate.open()
+        await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        for stream in self._streams:
+            stream.join()
+        with self._releasing:
+            if not self._released:
+                self._released = True
+                self._release()
+
+    def _release(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+        if self.failure is not None:
+            return  # nothing can be given back to a context that is gone
+        self.driver.use_device()
+        for submission in self._submissions.values():
+            submission.scratch.close()
+        self._context.events.close()
+        for stream in self._streams:
+            self.driver.stream_destroy(stream.handle)
+
+    def __repr__(self) -> str:
+        state = ", failed" if self.failure is not None else ""
+        return f"<CudaDevice {self.name!r}: {len(self._streams)} streams{state}>"
+
+
+def open_device(name: str, settings: Settings | None = None, *, faults: Faults | None = None) -> CudaDevice:
+    """The GPU called ``cuda`` or ``cuda:N``. Takes some tenths of a second, in which it blocks: it compiles the kernel
+    and measures which path suits what (``Settings.calibrate``).
+
+    Raises:
+        ConfigError: there is no such GPU, or what it needs is not installed; the message says what.
+    """
+    from asynccache.memory.cuda.calibration import calibrate
+    from asynccache.memory.cuda.cupy_driver import CupyDriver
+
+    index = _index(name)
+    settings = settings or Settings()
+    try:
+        driver = CupyDriver(index)
+        chooser = Chooser(settings, calibrate(driver)) if settings.calibrate else Chooser(settings)
+    except DriverError as error:
+        raise ConfigError(f"device={name}: {error}") from error
+    return CudaDevice(driver, f"cuda:{index}", settings=settings, chooser=chooser, faults=faults)
+
+
+def _index(name: str) -> int:
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()):
+        raise ConfigError(f"device: unknown device {name!r}; one of cpu, cuda, cuda:N")
+    return int(index or 0)

@@ -1,0 +1,157 @@
+"""What the CUDA device asks of the driver: a dozen calls on integers, so that a simulated one can stand in.
+
+Law: no call waits for the device except ``event_synchronize`` (and ``host_register``, which waits for the system); each
+lets go of the GIL where it may take long. Handles and addresses are plain integers. Every call may come from any thread
+that has called ``use_device`` before. Errors are ``DriverError``, whatever they are underneath.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class DriverError(Exception):
+    """The driver refused a call, or reports that earlier work failed."""
+
+
+class Towards(Enum):
+    """Which way a copy goes."""
+
+    OUT = "device to host"
+    IN = "host to device"
+    WITHIN = "within the device"
+
+
+class Spans(NamedTuple):
+    """Copies of runs of bytes, one by one."""
+
+    dst: Addresses
+    src: Addresses
+    size: Addresses
+
+    def part(self, start: int, stop: int) -> Spans:
+        return Spans(self.dst[start:stop], self.src[start:stop], self.size[start:stop])
+
+
+class Pitched(NamedTuple):
+    """A copy of ``height`` rows of ``width`` bytes, each ``pitch`` bytes after the one before."""
+
+    dst: int
+    dst_pitch: int
+    src: int
+    src_pitch: int
+    width: int
+    height: int
+
+
+class Launch(NamedTuple):
+    """One launch of the copy kernel: row ``i`` of layer ``l`` goes from ``src_bases[l] + src_ids[i] * src_pitch`` to
+    ``dst_bases[l] + dst_ids[i] * dst_pitch``. The first four are addresses in device memory."""
+
+    dst_bases: int
+    src_bases: int
+    dst_ids: int
+    src_ids: int
+    layers: int
+    pages: int
+    width: int
+    dst_pitch: int
+    src_pitch: int
+    blocks: int
+
+
+class Identity(NamedTuple):
+    """Which device, and what it can do."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int
+    bus: str
+    driver: int
+    runtime: int
+    batches: bool
+
+
+class Driver(Protocol):
+    """A CUDA driver for one device."""
+
+    def identity(self) -> Identity:
+        """Which device this is."""
+        ...
+
+    def use_device(self) -> None:
+        """Make it the calling thread's device."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes of device memory that can be had."""
+        ...
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeroed uint8 memory on the device; it is zeroed when the call returns."""
+        ...
+
+    def malloc(self, size: int) -> int:
+        """Device memory that nobody else uses, not zeroed."""
+        ...
+
+    def free(self, address: int) -> None:
+        """Give it back. Waits for all work on the device."""
+        ...
+
+    def host_register(self, address: int, size: int) -> None:
+        """Pin host memory and map it for the device, at the same address."""
+        ...
+
+    def host_unregister(self, address: int) -> None:
+        """Undo ``host_register``."""
+        ...
+
+    def stream_create(self) -> int:
+        """A stream that does not wait for the default stream."""
+        ...
+
+    def stream_destroy(self, stream: int) -> None:
+        """Work in flight still ends."""
+        ...
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
+        ...
+
+    def event_create(self) -> int:
+        """An event without timing, for which ``event_synchronize`` sleeps."""
+        ...
+
+    def event_destroy(self, event: int) -> None: ...
+
+    def event_record(self, event: int, stream: int) -> None:
+        """After all work that ``stream`` was given so far."""
+        ...
+
+    def event_query(self, event: int) -> bool:
+        """Whether it has happened. Raises ``DriverError`` if its work failed: that is not the same as "not yet"."""
+        ...
+
+    def event_synchronize(self, event: int) -> None:
+        """Sleep until it has happened."""
+        ...
+
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
+        """Enqueue copies of runs. Sources are read in the order of the stream."""
+        ...
+
+    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
+        """Enqueue a copy of rows."""
+        ...
+
+    def launch(self, stream: int, launch: Launch) -> None:
+        """Enqueue the copy kernel."""
+        ...

@@ -1,0 +1,89 @@
+"""The two calls of the CUDA driver that cupy does not have, or does not make without holding the GIL.
+
+``cuMemcpyBatchAsync`` is asked for by the version in which it appeared (12.8): what comes is its first ABI, with
+``failIdx``, whatever the driver's own version. ``cuEventQuery`` goes past cupy because cupy holds the GIL for it, and
+the driver's lock may be held for long by somebody who pins memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from asynccache.memory.cuda.driver import DriverError, Spans
+
+LIBRARY = "libcuda.so.1"
+BATCHES_SINCE = 12080
+NOT_READY = 600
+IN_STREAM_ORDER = 1
+"""Sources are read where the stream has got to. The other order that there is for pinned memory (ANY) reads them at any
+moment, also before the backup has come that the stream was told to wait for."""
+_OVERLAP_WITH_COMPUTE = 1
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("order", ctypes.c_uint), ("src", _Location), ("dst", _Location), ("flags", ctypes.c_uint),
+    )  # fmt: skip
+
+
+class LibCuda:
+    """The library, by ctypes, which lets go of the GIL for every call."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise DriverError(f"{LIBRARY} cannot be loaded: {error}") from None
+        self._query = self._library.cuEventQuery
+        self._query.argtypes = (ctypes.c_void_p,)
+        self._batch = self._find_batch()
+
+    @property
+    def batches(self) -> bool:
+        """Whether this driver takes many copies in one call."""
+        return self._batch is not None
+
+    def _find_batch(self) -> Any:
+        found, status = ctypes.c_void_p(), ctypes.c_int()
+        find = getattr(self._library, "cuGetProcAddress_v2", None)
+        if find is None:
+            return None
+        refused = find(b"cuMemcpyBatchAsync", ctypes.byref(found), ctypes.c_int(BATCHES_SINCE), ctypes.c_uint64(0),
+                       ctypes.byref(status))  # fmt: skip
+        if refused or not found.value:
+            return None
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+        return kind(found.value)
+
+    def event_query(self, event: int) -> bool:
+        """Whether it has happened. Raises ``DriverError`` for every answer but yes and no."""
+        answer: int = self._query(event)
+        if answer in (0, NOT_READY):
+            return answer == 0
+        raise DriverError(f"cuEventQuery: {self._name(answer)}")
+
+    def copy_batch(self, stream: int, spans: Spans) -> None:
+        """Enqueue all of them by one call. Not for the default stream."""
+        count = len(spans.size)
+        if not count:
+            return
+        dst, src, size = (np.ascontiguousarray(array, np.uint64) for array in spans)
+        attributes = _Attributes(order=IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
+        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        answer = self._batch(dst.ctypes.data, src.ctypes.data, size.ctypes.data, count, ctypes.addressof(attributes),
+                             ctypes.addressof(first), 1, ctypes.addressof(failed), stream)  # fmt: skip
+        if answer:
+            raise DriverError(f"cuMemcpyBatchAsync: {self._name(answer)} at copy {failed.value} of {count}")
+
+    def _name(self, answer: int) -> str:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(ctypes.c_int(answer), ctypes.byref(text))
+        return f"{text.value.decode() if text.value else 'error'} ({answer})"

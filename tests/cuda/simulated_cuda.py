@@ -1,0 +1,390 @@
+"""A CUDA driver without a GPU: streams are queues, one thread is the device, and a missing edge is found out.
+
+Law: it is honest where that hurts. Between streams there is no order but by events, and the thread picks which stream
+goes on by a seed; a copy comes in halves; an event that was never recorded reads as complete, one that is recorded
+again stands for the later work; an error of the device is sticky; memory that was not pinned cannot be copied from.
+
+Besides, a vector clock per stream tells which work is ordered before which, by streams, by events and by what the host
+has seen to be complete. Two accesses to a byte, one of them a write, that nothing orders are a ``problem``, whatever
+order they happened to run in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import torch
+
+from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched, Spans, Towards
+
+Clock = Counter[int]
+Piece = tuple[int, int, int]  # dst, src, size
+Range = tuple[int, int]
+
+
+@dataclass
+class _Event:
+    version: int = 0
+    done: int = 0
+    clock: Clock = field(default_factory=Counter)
+
+
+@dataclass
+class _Op:
+    """Work of one stream. ``units`` does it, a bit at a time; ``ready`` tells whether it may begin."""
+
+    stream: int
+    number: int
+    clock: Clock
+    units: Iterator[None]
+    ready: Callable[[], bool]
+
+
+@dataclass
+class _Access:
+    stream: int
+    number: int
+    clock: Clock
+    start: np.ndarray
+    stop: np.ndarray
+    writes: bool
+
+
+class SimulatedCuda:
+    """``break_at``: the number of the piece of work that meets an illegal address. ``refuse_at``: numbers of calls for
+    copies that the driver refuses, which harms nothing else. ``depth``: how much a stream queues before a call blocks.
+    ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""
+
+    def __init__(
+        self, seed: int = 0, *, break_at: int | None = None, refuse_at: frozenset[int] = frozenset(),
+        depth: int | None = None, free: int = 1 << 33, pinnable: int = 1 << 33, batches: bool = True,
+    ) -> None:  # fmt: skip
+        self.problems: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self.pinned: dict[int, int] = {}
+        self.held: set[int] = set()
+        self._random = Random(seed)
+        self._break_at, self._refuse_at, self._depth = break_at, refuse_at, depth
+        self._free, self._pinnable, self._batches = free, pinnable, batches
+        self._state = threading.Condition()
+        self._streams: dict[int, deque[_Op]] = {}
+        self._clocks: dict[int, Clock] = {}
+        self._events: dict[int, _Event] = {}
+        self._seen: Clock = Counter()  # what the host knows to be complete
+        self._accesses: list[_Access] = []
+        self._memory: dict[int, torch.Tensor] = {}
+        self._broken: DriverError | None = None
+        self._threads: set[int] = set()
+        self._next = 0x1000
+        self._done = 0
+        self._copies = 0
+        self._closed = False
+        self._paused = False
+        self._thread = threading.Thread(target=self._run, name="simulated-gpu", daemon=True)
+        self._thread.start()
+
+    # for tests
+
+    def pause(self) -> None:
+        """The device does nothing from now on."""
+        with self._state:
+            self._paused = True
+
+    def resume(self) -> None:
+        """It goes on."""
+        with self._state:
+            self._paused = False
+            self.held.clear()
+            self._state.notify_all()
+
+    def hold(self, stream: int) -> None:
+        """Nothing of ``stream`` happens until ``resume``."""
+        with self._state:
+            self.held.add(stream)
+
+    def compute(
+        self, stream: int, action: Callable[[], None], *, reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """An engine's kernel: ``action``, which touches these contiguous tensors."""
+        touched = ([_range(t) for t in reads], [_range(t) for t in writes])
+
+        def units(op: _Op) -> Iterator[None]:
+            self._touch(op, *touched)
+            yield
+            action()
+
+        self._submit(stream, units)
+
+    def pending(self) -> int:
+        """Work that is queued on all streams."""
+        with self._state:
+            return sum(map(len, self._streams.values()))
+
+    def close(self) -> None:
+        """End the device's thread."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._thread.join(30)
+
+    # the protocol
+
+    def identity(self) -> Identity:
+        return Identity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, 13000, self._batches)
+
+    def use_device(self) -> None:
+        self._threads.add(threading.get_ident())
+
+    def free_memory(self) -> int:
+        return self._free
+
+    def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        size = int(np.prod(shape, dtype=np.int64))
+        tensor = torch.frombuffer(bytearray(size + 256), dtype=torch.uint8)
+        shift = -tensor.data_ptr() % 256
+        self._memory[tensor.data_ptr()] = tensor
+        return tensor[shift : shift + size].reshape(shape)
+
+    def malloc(self, size: int) -> int:
+        return self.device_tensor((size,)).data_ptr()
+
+    def free(self, address: int) -> None:
+        with self._state:
+            busy = sum(map(len, self._streams.values()))
+            if busy:
+                self.problems.append(f"device memory freed while {busy} pieces of work are queued")
+
+    def host_register(self, address: int, size: int) -> None:
+        with self._state:
+            if sum(self.pinned.values()) + size > self._pinnable:
+                raise DriverError("out of memory")
+            self.pinned[address] = size
+
+    def host_unregister(self, address: int) -> None:
+        with self._state:
+            if self.pinned.pop(address, None) is None:
+                self.problems.append("memory unpinned that was not pinned")
+
+    def stream_create(self) -> int:
+        with self._state:
+            self._check()
+            handle = self._handle()
+            self._streams[handle], self._clocks[handle] = deque(), Counter()
+            return handle
+
+    def stream_destroy(self, stream: int) -> None:
+        with self._state:
+            if self._streams.pop(stream):
+                self.problems.append("a stream was destroyed with work in it")
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        with self._state:
+            self._check()
+            state = self._events[event]
+            version = state.version
+            self._clocks[stream] |= state.clock
+            self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
+
+    def event_create(self) -> int:
+        with self._state:
+            self._check()
+            handle = self._handle()
+            self._events[handle] = _Event()
+            return handle
+
+    def event_destroy(self, event: int) -> None:
+        with self._state:
+            state = self._events.pop(event)
+            if state.done < state.version:
+                self.problems.append("an event was destroyed before it happened")
+
+    def event_record(self, event: int, stream: int) -> None:
+        with self._state:
+            self._check()
+            state = self._events[event]
+            state.version += 1
+            version = state.version
+
+            def units(op: _Op) -> Iterator[None]:
+                state.done = max(state.done, version)
+                yield
+
+            state.clock = self._enqueue(stream, units).clock
+
+    def event_query(self, event: int) -> bool:
+        with self._state:
+            self._check()
+            state = self._events[event]
+            if state.done >= state.version:
+                self._seen |= state.clock
+                return True
+            return False
+
+    def event_synchronize(self, event: int) -> None:
+        with self._state:
+            state = self._events[event]
+            version, clock = state.version, state.clock
+            while state.done < version and self._broken is None:
+                self._state.wait()
+            self._check()
+            self._seen |= clock
+
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
+        self.calls["copy"] += 1
+        self.calls["spans"] += len(spans.size)
+        pieces = list(zip(*(array.tolist() for array in spans), strict=True))
+        self._copy(stream, towards, lambda: pieces)
+
+    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
+        self.calls["pitched"] += 1
+        dst, dst_pitch, src, src_pitch, width, height = rows
+        if min(dst_pitch, src_pitch) < width:
+            raise DriverError("invalid pitch")
+        self._copy(stream, towards, lambda: [(dst + i * dst_pitch, src + i * src_pitch, width) for i in range(height)])
+
+    def launch(self, stream: int, launch: Launch) -> None:
+        """The kernel reads its tables when it runs, as the real one does."""
+        self.calls["launch"] += 1
+
+        def pieces() -> list[Piece]:
+            one = launch
+            if one.width % 16 or one.dst_pitch % 16 or one.src_pitch % 16:
+                self.problems.append(f"a kernel was launched on rows that are not aligned: {one}")
+            dst, src = (_read(address, one.layers, np.uint64) for address in (one.dst_bases, one.src_bases))
+            to, of = (_read(address, one.pages, np.int32) for address in (one.dst_ids, one.src_ids))
+            return [(d + i * one.dst_pitch, s + j * one.src_pitch, one.width)
+                    for d, s in zip(dst, src, strict=True) for i, j in zip(to, of, strict=True)]  # fmt: skip
+
+        self._copy(stream, None, pieces)
+
+    # inside
+
+    def _copy(self, stream: int, towards: Towards | None, pieces: Callable[[], list[Piece]]) -> None:
+        with self._state:
+            number, self._copies = self._copies, self._copies + 1
+        if number in self._refuse_at:
+            raise DriverError("invalid argument")
+
+        def units(op: _Op) -> Iterator[None]:
+            found = pieces()
+            self._touch(op, [(s, s + n) for _, s, n in found], [(d, d + n) for d, _, n in found])
+            self._check_kinds(towards, found)
+            for dst, src, size in found:
+                half = size // 2
+                ctypes.memmove(dst, src, half)
+                yield
+                ctypes.memmove(dst + half, src + half, size - half)
+
+        self._submit(stream, units)
+
+    def _submit(self, stream: int, units: Callable[[_Op], Iterator[None]]) -> None:
+        with self._state:
+            self._check()
+            while self._depth is not None and len(self._streams[stream]) >= self._depth and self._broken is None:
+                self._state.wait()
+            self._enqueue(stream, units)
+
+    def _enqueue(
+        self, stream: int, units: Callable[[_Op], Iterator[None]], ready: Callable[[], bool] = lambda: True
+    ) -> _Op:
+        if threading.get_ident() not in self._threads and threading.current_thread() is not threading.main_thread():
+            self.problems.append(f"{threading.current_thread().name} submits and never chose the device")
+        clock = self._clocks[stream]
+        clock |= self._seen
+        clock[stream] += 1
+        op = _Op(stream, clock[stream], clock.copy(), iter(()), ready)
+        op.units = units(op)
+        self._streams[stream].append(op)
+        self._state.notify_all()
+        return op
+
+    def _handle(self) -> int:
+        self._next += 8
+        return self._next
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise DriverError(str(self._broken))
+
+    def _run(self) -> None:
+        with self._state:
+            while not self._closed:
+                ready = [] if self._paused or self._broken else self._ready()
+                if not ready:
+                    self._state.wait()
+                    continue
+                self._go_on(self._random.choice(ready))
+                self._state.notify_all()
+                self._state.wait(0)  # whoever waits for the lock may have it
+
+    def _ready(self) -> list[deque[_Op]]:
+        return [ops for handle, ops in self._streams.items() if ops and handle not in self.held and ops[0].ready()]
+
+    def _go_on(self, ops: deque[_Op]) -> None:
+        """Some units of the first piece of work of this stream."""
+        for _ in range(self._random.randrange(1, 64)):
+            try:
+                next(ops[0].units)
+            except StopIteration:
+                ops.popleft()
+                self._done += 1
+                if self._done - 1 == self._break_at:
+                    self._broken = DriverError("an illegal memory access was encountered")
+                return
+
+    def _check_kinds(self, towards: Towards | None, pieces: Sequence[Piece]) -> None:
+        for dst, src, size in pieces:
+            for address, on_host in ((dst, towards is Towards.OUT), (src, towards is Towards.IN)):
+                kinds = ((self.pinned.items(),) if on_host else ()) if towards else (self.pinned.items(),)
+                known = [*kinds, ((a, t.numel()) for a, t in self._memory.items())] if not on_host else kinds
+                if not any(a <= address and address + size <= a + n for kind in known for a, n in kind):
+                    self.problems.append(f"a copy {towards and towards.value} touches memory that is not "
+                                         f"{'pinned' if on_host else 'on the device'}")  # fmt: skip
+
+    def _touch(self, op: _Op, reads: Sequence[Range], writes: Sequence[Range]) -> None:
+        for ranges, writing in ((reads, False), (writes, True)):
+            if ranges:
+                start, stop = np.array(ranges, np.uint64).T
+                self._access(_Access(op.stream, op.number, op.clock, start, stop, writing))
+
+    def _access(self, new: _Access) -> None:
+        for old in self._accesses:
+            if (old.writes or new.writes) and not _ordered(old, new) and _overlap(old, new):
+                self.problems.append(f"a race: work {old.number} of stream {old.stream:x} and work {new.number} of "
+                                     f"stream {new.stream:x} touch the same bytes and nothing orders them")  # fmt: skip
+        self._accesses.append(new)
+        if len(self._accesses) % 64 == 0:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Accesses that all work to come is ordered behind."""
+        clocks = [ops[0].clock if ops else self._seen for ops in self._streams.values()] + [self._seen]
+        self._accesses = [a for a in self._accesses if not all(clock[a.stream] >= a.number for clock in clocks)]
+
+
+def _ordered(a: _Access, b: _Access) -> bool:
+    return a.stream == b.stream or b.clock[a.stream] >= a.number or a.clock[b.stream] >= b.number
+
+
+def _overlap(a: _Access, b: _Access) -> bool:
+    if a.start.min() >= b.stop.max() or b.start.min() >= a.stop.max():
+        return False
+    return bool(((a.start[:, None] < b.stop[None, :]) & (b.start[None, :] < a.stop[:, None])).any())
+
+
+def _range(tensor: torch.Tensor) -> Range:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _read(address: int, count: int, dtype: type[np.generic]) -> list[int]:
+    found = ctypes.string_at(address, count * np.dtype(dtype).itemsize)
+    numbers: list[int] = np.frombuffer(found, dtype).tolist()
+    return numbers
