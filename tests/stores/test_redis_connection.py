@@ -302,6 +302,7 @@ async def test_silence_is_counted_from_the_last_byte_that_was_sent() -> None:
         clock.set(7.9)
         assert not connection.closed
         clock.set(8.0)
+        assert connection.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
 
@@ -326,6 +327,7 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         clock.set(14.9)
         assert not connection.closed
         clock.set(15.0)
+        assert connection.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
 
@@ -353,6 +355,7 @@ async def test_bytes_that_wake_nobody_are_seen_all_the_same() -> None:
         clock.set(8.9)
         assert not connection.closed
         clock.set(9.0)
+        assert connection.closed
         with pytest.raises(Timeout, match="silent for 8 s"):
             await request
 
