@@ -119,7 +119,7 @@ def _rest(report: Report) -> Iterator[str]:
 def _ranks(report: Report) -> Iterator[str]:
     """One line for each rank of several."""
     shape, compared = report["topology"], report["compared"]
-    yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}; the same after each of "
+    yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}; compared after each of "
                  f"{number(compared['ticks'])} iterations, {number(compared['steps'])} steps")
     yield f"  {_DIM}{'':<20}{'pages verified':>15}{'wrong':>7}{'moved':>11}{'lag p99':>11}{'CPU':>8}{_PLAIN}"
     for rank in report["ranks"]:

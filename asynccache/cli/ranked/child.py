@@ -130,6 +130,8 @@ class Rank:
     def _failed(self, error: BaseException, trace: str | None = None) -> None:
         if self._failure is None:
             self._failure = Failure(type(error).__name__, str(error), time.time(), trace)
+            if self._scheduler is not None:
+                self._channel.send(self._failure)
 
     # opening
 

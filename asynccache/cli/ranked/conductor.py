@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 from asynccache.cli.options import Settings
 from asynccache.cli.ranked.crew import Crew
-from asynccache.cli.ranked.messages import Answer, Arrival, Ended, Leave, Opened, Pulse, Refused, Tick
+from asynccache.cli.ranked.messages import Answer, Arrival, Ended, Failure, Leave, Opened, Pulse, Refused, Tick
 from asynccache.cli.request import Request, Source
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
 
 WINDOW = 4
 LOOK_EVERY = 16
-BUSY_PAUSE, IDLE_PAUSE = 0.001, 0.02
+BUSY_PAUSE, IDLE_PAUSE, NUDGE = 0.001, 0.02, 0.5
 STARTS = 150.0
-GRACE = 15.0
+GRACE = 5.0
 SAVING = 120.0
+CLOSING = 60.0
 _LIVES = 20.0
 
 
@@ -68,7 +69,9 @@ class Conductor:
         self._next: Request | None = None
         self._over = False
         self._changed = asyncio.Event()
-        self._began = time.monotonic()
+        self._failing: set[int] = set()
+        self._heard_at: dict[int, float] = {}
+        self._began = self._completed_at = self._failed_at = time.monotonic()
 
     @property
     def total(self) -> int | None:
@@ -113,11 +116,13 @@ class Conductor:
 
     async def run(self) -> None:
         """Return when every rank has ended, or is lost. Cancelling it leaves them as they are."""
-        self._began = time.monotonic()
+        self._began = self._completed_at = time.monotonic()
+        self._heard_at = dict.fromkeys(self._living, self._began)
         listening = asyncio.create_task(self._listen())
         try:
             await self._tick_on()
-            await self._all_end(GRACE + (self._settings.rank_timeout if self.failed else SAVING))
+            await self._saved()
+            await self._see_off()
         finally:
             listening.cancel()
             with suppress(asyncio.CancelledError):
@@ -126,20 +131,17 @@ class Conductor:
     # ticks
 
     async def _tick_on(self) -> None:
-        patience = 2 * self._settings.rank_timeout + GRACE
+        patience = 2 * self._settings.rank_timeout + GRACE    # twice: for who is told by somebody who was told
         while not self._over and not self.failed:
             if self._sent - self._complete < WINDOW:
                 self._send(self._compose())
                 await self._pause()
-            elif not await self._change(patience):
+            elif await self._change(NUDGE):
+                continue
+            elif time.monotonic() - self._completed_at < patience:
+                self._send(self._compose())    # who waits for a rank that hangs waits in a step, and is told there
+            else:
                 self._silent(patience)
-        end = time.monotonic() + self._settings.rank_timeout + GRACE
-        while self.failed and self._waited_for() and time.monotonic() < end:
-            self._send(Tick(self._sent + 1))
-            await self._change(IDLE_PAUSE)
-        if self.failed:
-            self._crew.send(Leave(), sorted(self._waited_for()))
-
     def _compose(self) -> Tick:
         number = self._sent + 1
         arrivals = tuple(map(self._pack, self._arriving()))
@@ -200,18 +202,40 @@ class Conductor:
     def _waited_for(self) -> set[int]:
         return self._living - self.ended.keys() - self.lost.keys()
 
-    async def _all_end(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self._waited_for() and time.monotonic() < end:
+    async def _saved(self) -> None:
+        """Return when all have ended, or one has failed."""
+        end = time.monotonic() + SAVING
+        while self._waited_for() and not self.failed:
             await self._change(IDLE_PAUSE)
-        for rank in sorted(self._waited_for()):
-            self._lose(rank, f"did not end within {seconds:.0f} s")
+            if time.monotonic() > end:
+                self._lose(min(self._waited_for()), f"did not end within {SAVING:.0f} s")
+
+    async def _see_off(self) -> None:
+        """Something has failed: ticks go on until those who live have noticed, in a step. Who has not noticed by then
+        is told; who says nothing is killed."""
+        patience, told = self._settings.rank_timeout + GRACE, False
+        while waited := sorted(self._waited_for()):
+            now = time.monotonic()
+            for rank in waited:
+                silence = now - self._heard_at[rank]
+                if silence > (CLOSING if rank in self._failing else patience):
+                    self._lose(rank, f"said nothing for {silence:.0f} s")
+            if not told and not self._over:
+                self._send(Tick(self._sent + 1))
+            if not told and now - self._failed_at > patience:
+                told = True
+                self._crew.send(Leave(), waited)
+            await self._change(IDLE_PAUSE)
 
     async def _listen(self) -> None:
         while True:
             rank, message = await self._crew.said.get()
+            self._heard_at[rank] = time.monotonic()
             if isinstance(message, Answer):
                 self._heard(rank, message)
+            elif isinstance(message, Failure):
+                self._failing.add(rank)
+                self._fail()
             elif isinstance(message, Ended):
                 self._end(rank, message)
             elif rank not in self.ended:
@@ -225,7 +249,7 @@ class Conductor:
             self.pulses[rank] = answer.pulse
         if answers.keys() >= self._living:
             del self._answers[answer.tick]
-            self._complete = answer.tick
+            self._complete, self._completed_at = answer.tick, time.monotonic()
             self._compare(answer.tick, answers)
 
     def _compare(self, tick: int, answers: Mapping[int, Answer]) -> None:
@@ -254,6 +278,7 @@ class Conductor:
     def _lose(self, rank: int, words: str) -> None:
         if rank not in self.lost:
             self.lost[rank] = words
+            self._crew.members[rank].process.kill()
             self._problem(f"rank {rank} {words}")
             self._fail()
 
@@ -264,7 +289,8 @@ class Conductor:
             self._lose(rank, f"did not answer for {seconds:.0f} s")
 
     def _fail(self) -> None:
-        self.failed = True
+        if not self.failed:
+            self.failed, self._failed_at = True, time.monotonic()
         self._changed.set()
 
 

@@ -1,8 +1,8 @@
 """What the command and its ranks say to each other, over a socket pair of which nobody else has an end.
 
 A message is a pickle behind its length. The first to a rank is its ``Job``; then ``Tick`` by ``Tick``, until the one
-that is ``last``, or ``Leave``. A rank says ``Opened`` or ``Refused``, then an ``Answer`` to each tick, at last
-``Ended``. Who finds the socket closed is alone.
+that is ``last``, or ``Leave``. A rank says ``Opened`` or ``Refused``, then an ``Answer`` to each tick, perhaps a
+``Failure``, at last ``Ended``. Who finds the socket closed is alone.
 """
 
 from __future__ import annotations
