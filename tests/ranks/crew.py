@@ -22,11 +22,11 @@ FILES = iter(range(10**6))
 
 
 class Member:
-    """One process."""
+    """One process, that runs ``program``."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = "tests.ranks.gloo_child") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.ranks.gloo_child"],
+            [sys.executable, "-W", "error", "-m", program],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

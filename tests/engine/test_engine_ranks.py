@@ -1,0 +1,205 @@
+"""A real model on four processes, tp 2 x pp 2: the same tokens as on one rank, and hits of every tier on every stage.
+
+One rank is transformers' own Qwen3 under the engine; the four compute with a model written by hand, heads and layers
+cut up, out of the same weights. No logit that decides is a near tie, which is asserted.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asynccache_shim import Limits, Request, Scheduler, Settings, Work
+from asynccache_shim.engine import PagedModel, describe
+from asynccache_shim.engine.sampling import draw
+
+from asynccache import AsyncCache
+from tests.engine.engine_kit import prompt
+from tests.engine.engine_models import make
+from tests.engine.engine_rank_child import PAGE, Answer
+from tests.ranks.crew import Member
+
+LIMIT = 1e-4
+MARGIN = 0.01
+DEVICE, HOST = 40, 320
+TP2_PP2 = (2, 1, 2)
+STARTS, ENDS = 120.0, 200.0
+TIMEOUT = 3.0
+SLACK = 4.0  # a loaded machine; the model's own groups hold a call for twice the time-out
+
+Rounds = list[list[tuple[list[int], int]]]
+
+
+class Model(PagedModel):
+    """Keeps the logits that it has drawn from."""
+
+    logits: dict[tuple[int, int], torch.Tensor]
+
+    def _next_token(self, work: Work) -> int:
+        last = self.compute(work)[-1]
+        if not work.sample:
+            return -1
+        self.logits[work.request_id, work.stop] = last
+        return draw(last, work.sampling, work.stop)
+
+
+@cache
+def reference() -> Any:
+    return make("qwen3", 29, num_hidden_layers=4)
+
+
+async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], dict[tuple[int, int], torch.Tensor]]:
+    """Outputs, and the logits they were drawn from, by request and position."""
+    layout = describe(reference(), PAGE)
+    async with AsyncCache(layout.cache_config(device_tokens=DEVICE * PAGE, host_tokens=HOST * PAGE)) as one:
+        model = Model(reference(), layout, one.pools)
+        model.logits = {}
+        outputs = []
+        async with Scheduler(one, model, Settings(step_tokens=48, max_running=4)) as scheduler:
+            for asked in rounds:
+                requests = [scheduler.submit(Request(tokens, Limits(new))) for tokens, new in asked]
+                outputs += [await request.done() for request in requests]
+        return outputs, model.logits
+
+
+class Crew:
+    """Four processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.weights = str(folder / "weights.pt")
+        torch.save(reference().state_dict(), self.weights)
+        self.members: list[Member] = []
+        self.life = 0
+
+    def start(self, rounds: Rounds, **more: Any) -> None:
+        """New processes, which find the stores of those before."""
+        self.life += 1
+        self.members = [Member("tests.engine.engine_rank_child") for _ in range(4)]
+        for member in self.members:
+            member.hear("ready", STARTS)
+        for rank, member in enumerate(self.members):
+            member.tell({
+                "rank": rank, "topology": TP2_PP2, "meeting": str(self.folder / f"meeting-{self.life}"),
+                "weights": self.weights, "rounds": rounds, "device": DEVICE, "host": HOST,
+                "storage": f"file:{self.folder / f'store-{rank}'}?capacity=64MiB&segment=8MiB",
+                "logits": str(self.folder / f"logits-{self.life}-{rank}.pt"), **more,
+            })  # fmt: skip
+
+    def answers(self, ranks: list[int]) -> list[Answer]:
+        return [Answer(**self.members[rank].hear("answer", ENDS)) for rank in ranks]
+
+    def logits(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Of the first rank of the last stage, which chooses."""
+        return torch.load(self.folder / f"logits-{self.life}-2.pt")  # type: ignore[no-any-return]
+
+    def end(self) -> list[int | None]:
+        """The exit statuses."""
+        members, self.members = self.members, []
+        return [member.end() for member in members]
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    crew = Crew(tmp_path)
+    try:
+        yield crew
+    finally:
+        crew.end()
+
+
+def alike(answers: list[Answer]) -> None:
+    """On every rank the same was asked, found and said."""
+    assert [answer.text for answer in answers] == [""] * 4
+    first = answers[0]
+    for answer in answers:
+        assert (answer.outputs, answer.hits, answer.digest) == (first.outputs, first.hits, first.digest)
+        assert answer.computed == first.computed
+
+
+def same_logits(theirs: dict[tuple[int, int], torch.Tensor], ours: dict[tuple[int, int], torch.Tensor]) -> None:
+    assert set(theirs) == set(ours)
+    for at, row in ours.items():
+        best = row.topk(2).values
+        assert best[0] - best[1] > MARGIN, f"a near tie at {at}: choose another seed"
+        assert (theirs[at] - row).abs().max() < LIMIT, at
+
+
+def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
+    """Two conversations: what has been said in them so far, and something new."""
+    return [([*said[i], *prompt(11, seed=100 * turn + i)], 6) for i in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_stage(crew: Crew) -> None:
+    """A first turn, a second one that hits the device, others that push both off it, a third turn that hits the host;
+    then new processes, and a fourth turn that hits storage."""
+    history: list[list[int]] = [prompt(61, seed=i) for i in range(2)]
+    rounds: Rounds = []
+    for turn in range(4):
+        asked = talks(turn, history)
+        rounds.append(asked)
+        outputs, _ = await on_one_rank(rounds)
+        history = [[*tokens, *made] for (tokens, _), made in zip(asked, outputs[-2:], strict=True)]
+        if turn == 1:
+            rounds.append([(prompt(150, seed=50 + i), 2) for i in range(4)])
+    *first, last = rounds
+
+    outputs, logits = await on_one_rank(first)
+    crew.start(first)
+    answers = crew.answers([0, 1, 2, 3])
+    alike(answers)
+    assert answers[0].outputs == outputs
+    same_logits(crew.logits(), logits)
+    hits = answers[0].hits
+    assert all(device > 0 for device, _, _ in hits[2:4])
+    assert all(host > 0 for _, host, _ in hits[8:10])
+    for answer in answers:
+        assert min(answer.stages[name] for name in ("backup_host", "load_back", "backup_storage")) > 0
+    assert crew.end() == [0] * 4
+
+    outputs, logits = await on_one_rank([last])
+    crew.start([last])
+    answers = crew.answers([0, 1, 2, 3])
+    alike(answers)
+    assert answers[0].outputs == outputs
+    same_logits(crew.logits(), logits)
+    assert all(device == host == 0 and storage > 0 for device, host, storage in answers[0].hits)
+    for answer in answers:
+        assert answer.stages["prefetch"] > 0
+        assert answer.stages["load_back"] > 0
+    assert crew.end() == [0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "how"), [(0, signal.SIGKILL), (3, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+)
+def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
+    crew: Crew, victim: int, how: signal.Signals
+) -> None:
+    rounds: Rounds = [[(prompt(61, seed=i), 8) for i in range(3)]]
+    crew.start(rounds, timeout=TIMEOUT, endless=True)
+    crew.members[0].hear("serving", ENDS)
+    struck = time.monotonic()
+    crew.members[victim].strike(how)
+    others = [rank for rank in range(4) if rank != victim]
+    for answer in crew.answers(others):
+        assert answer.error == "RankFailure", answer.text
+        assert answer.at - struck < (TIMEOUT if answer.rank == 0 else 2 * TIMEOUT) + SLACK, answer.text
+        assert set(answer.callers) == ({"RankFailure"} if answer.rank == 0 else set())
+    statuses = crew.end()
+    assert [statuses[rank] for rank in others] == [0] * 3
+
+    crew.start(rounds)
+    answers = crew.answers([0, 1, 2, 3])
+    alike(answers)
+    assert all(storage > 0 for _, _, storage in answers[0].hits)
+    assert crew.end() == [0] * 4
