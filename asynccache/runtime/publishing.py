@@ -28,7 +28,7 @@ class Publishing:
     """Mutable state: the longest key committed so far, its hashes, the ``ready`` events that may not have fired, and
     the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_machine", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_events", "_key", "_machine", "_ready", "_retiring", "_space", "order")
 
     def __init__(self, machine: Machine, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
@@ -37,6 +37,7 @@ class Publishing:
         self._space = ask.space
         self._key = ask.key
         self._chain = chain or Chain(ask.space, machine.config.page_size)
+        self._events = False
         self._ready: list[Event] = []
         self._retiring: list[int] = []
 
@@ -59,6 +60,7 @@ class Publishing:
 
     def expect(self, ready: Event) -> None:
         """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit."""
+        self._events = True
         self._ready = [*unfired(*self._ready), ready]
 
     async def publish(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> None:

@@ -2,7 +2,8 @@
 
 One seed decides everything. ``Member`` is a rank: its cache, its scheduler, and requests that arrive, are admitted,
 computed, published, aborted and released by a script that all ranks share. Must hold: equal digests after every step,
-audits, the right bytes on every rank, and at the end nothing held and nothing in flight.
+audits, the right bytes on every rank, and at the end nothing held and nothing in flight. ``Report.met`` counts what a
+world came across, so that worlds that cover less are noticed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from random import Random
 from typing import Any
 
-from asynccache.config import POOL_NAME, CacheConfig, Component
+from asynccache.config import CacheConfig, Component
 from asynccache.core import audit
-from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, LoadFailed, RankDivergence, RankFailure
 from asynccache.ranks import Topology
 from asynccache.runtime.cache import AsyncCache
@@ -24,13 +23,17 @@ from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.storage import PageKey
 from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.simulated_ranks import Fate, SimulatedRanks
-from asynccache.testing.simulated_world import Climate, WrongBytes, draw_climate
+from asynccache.testing.simulated_world import Climate, draw_climate
+from tests.ranks.engine_bytes import EngineBytes
 
 TIMEOUT = 30.0
 AUDIT_EVERY = 8
+JOBS = 6
+TRIES = 2
+KEPT = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,7 @@ class Report:
     verified: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
+    met: Counter[str] = field(default_factory=Counter)
     errors: dict[int, Exception] = field(default_factory=dict)
     told: float = 0.0
 
@@ -65,7 +69,7 @@ class CacheWorld:
     seed's."""
 
     def __init__(
-        self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 40, climate: Climate | None = None
+        self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 30, climate: Climate | None = None
     ) -> None:
         self.loop = loop
         self.seed = seed
@@ -74,10 +78,24 @@ class CacheWorld:
         self.climate = climate or draw_climate(seed)
         self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
         self.pages: dict[PageKey, tuple[bytes, bytes]] = {}
+        self.guest_pages: dict[PageKey, tuple[bytes, bytes]] = {}
         self.digests: dict[int, int] = {}
         self.report = Report()
-        self.has_store = Random(f"{seed}/store").random() < 0.8 and self.climate.config.pools()[0].host_pages > 0
+        self.has_host = self.climate.config.pools()[0].host_pages > 0
+        self.has_store = Random(f"{seed}/store").random() < 0.8 and self.has_host
+        random = Random(f"{seed}/books")
+        page, alphabet = self.climate.config.page_size, self.climate.alphabet
+        self.books = [[random.randrange(alphabet) for _ in range(10 * page)] for _ in range(3)]
         self.members = [Member(self, rank) for rank in range(topology.ranks)]
+        self._note_climate()
+
+    def _note_climate(self) -> None:
+        config, topology, met = self.climate.config, self.topology, self.report.met
+        met.update(component.kind.name for component in config.core().components)
+        met.update({name: 1 for name in ("tp", "cp", "pp") if getattr(topology, name) > 1})
+        met["sidecars"] = len(config.sidecars)
+        met["replicated"] = sum(spec.replicated for spec in self.members[0].config.pools())
+        met[config.prefetch_policy.value] = met[config.write_policy.value] = 1
 
     async def lose(self, victim: int, fate: Fate, after: float) -> Report:
         """``victim`` is killed or hangs; the others are told, each within the time-out, and close. Then a new group of
@@ -96,18 +114,21 @@ class CacheWorld:
         await asyncio.wait([lives[victim]])
         self.net.reconnect()
         self.net.fates[victim] = Fate.ALIVE
-        self.digests.clear()
-        await asyncio.gather(*(member.live(1) for member in self.members))
-        for member in self.members:
-            await member.close()
-        return self.report
+        await self._live(1)
+        return await self._end()
 
     async def run(self, lives: int = 2) -> Report:
         """Every rank, to the end; with a store a second time, which finds what the first one stored."""
         for life in range(lives if self.has_store else 1):
-            self.digests.clear()
-            await asyncio.gather(*(member.live(life) for member in self.members))
+            await self._live(life)
             self.net.reconnect()
+        return await self._end()
+
+    async def _live(self, life: int) -> None:
+        self.digests.clear()
+        await asyncio.gather(*(member.live(life) for member in self.members))
+
+    async def _end(self) -> Report:
         for member in self.members:
             await member.close()
         return self.report
@@ -120,26 +141,28 @@ class Member:
         self.world = world
         self.rank = rank
         self.place = world.topology.place(rank)
+        self.met = world.report.met
         self.local = Random(f"{world.seed}/local {rank}")
         self.config = config_of(world.climate, world.topology, rank)
         climate = world.climate
         faults = climate.faults if climate.faults.failing == 0 else replace(climate.faults, seed=world.seed + rank)
         self.device = SimulatedDevice(seed=world.seed + rank, latency=(0.0, climate.latency), faults=faults)
-        self.backend = (
-            SimulatedBackend(Random(f"{world.seed}/backend {rank}"), climate.hostility, world.pages)
-            if world.has_store else None
-        )  # fmt: skip
-        self.pools = {spec.name: spec for spec in self.config.pools() if spec.bytes_per_page}
-        self.states = [name for name, spec in self.pools.items() if spec.component is ComponentKind.MAMBA]
-        self.window = max(component.window for component in climate.config.core().components)
+        self.backend = self._store("backend", world.pages) if world.has_store else None
+        self.guest = self._store("guest", world.guest_pages)
         self.page = self.config.page_size
         self.said: list[list[int]] = [[]]
+        self.tries = 0
         self.cache: AsyncCache
+        self.bytes: EngineBytes
+
+    def _store(self, name: str, pages: dict[PageKey, tuple[bytes, bytes]]) -> SimulatedBackend:
+        return SimulatedBackend(Random(f"{self.world.seed}/{name} {self.rank}"), self.world.climate.hostility, pages)
 
     async def close(self) -> None:
-        if self.backend is not None:
-            await self.backend.aclose()
-            assert self.backend.holding == 0, "the store still holds buffers"
+        for backend in (self.backend, self.guest):
+            if backend is not None:
+                await backend.aclose()
+                assert backend.holding == 0, "the store still holds buffers"
         await self.device.aclose()
 
     # the scheduler
@@ -149,6 +172,7 @@ class Member:
         self.begin(life)
         try:
             async with self.cache:
+                self.bytes = EngineBytes(self.cache, self.config, self.place)
                 await self._iterate()
                 await self._finish()
         except (RankFailure, RankDivergence) as error:
@@ -159,6 +183,7 @@ class Member:
                 if job.task is not None:
                     job.task.cancel()
                     await asyncio.wait([job.task])
+        self.world.report.verified += self.bytes.verified
 
     def begin(self, life: int) -> None:
         """A new cache, not open yet."""
@@ -180,13 +205,17 @@ class Member:
 
     async def act(self, number: int) -> None:
         """What the script says for one iteration: the same calls on all ranks."""
-        if self.script.random() < 0.5:
+        if self.script.random() < 0.5 and len(self.jobs) < JOBS:
             self._arrive(number)
-        for job in list(self.jobs):
-            await self._advance(job)
+        await self._advance_all()
         if self.jobs and self.script.random() < 0.05:
             self._abort(self.script.choice(self.jobs))
         await self._disturb()
+
+    async def _advance_all(self) -> None:
+        self.tries = TRIES
+        for job in list(self.jobs):
+            await self._advance(job)
 
     async def _step(self) -> None:
         await self.cache.step()
@@ -199,31 +228,44 @@ class Member:
         step, digest = lockstep.steps.step_number, lockstep.chain.digest
         first = self.world.digests.setdefault(step, digest)
         assert first == digest, f"rank {self.rank}, step {step}: {lockstep.chain.last()[-8:]}"
-        if step % AUDIT_EVERY == 0:
+        number, rest = divmod(step, AUDIT_EVERY)
+        if rest == 0 and number % self.world.topology.ranks == self.rank:  # equal digests: one stands for all
             audit.check(self.cache.core)
+            ops = self.cache.core.world.ledger.ops.values()
+            self.met["split in flight"] += any(len(op.fragments) > 1 for op in ops)
 
     async def _finish(self) -> None:
         """Until every request has ended, and everything that can be saved is."""
         patience = 4000
         while self.jobs:
-            for job in list(self.jobs):
-                await self._advance(job)
+            await self._advance_all()
             await self._step()
             await asyncio.sleep(self.local.random() * 0.01)
             patience -= 1
             assert patience, f"requests do not end: {self.jobs}, {self.cache!r}"
-        for _ in range(200):  # what was kept or claimed for a while expires by steps
+        for _ in range(int(KEPT * 100) + 2):  # what was kept for a while expires by steps
             await self._step()
         await self.cache.flush()
         await self._step()
         self._nothing_is_held()
+        self._note_end()
 
     def _nothing_is_held(self) -> None:
         core = self.cache.core
         audit.check(core)
         assert not core.active_leases()
         assert not core.active_fetches()
-        assert self.cache.statistics().waiting == 0
+        statistics = self.cache.statistics()
+        assert (statistics.waiting, statistics.kept_tokens) == (0, 0)
+
+    def _note_end(self) -> None:
+        statistics = self.cache.statistics()
+        stages = statistics.stages
+        self.met["copy failed"] += stages["backup_host"].errors + stages["load_back"].errors
+        self.met["store failed"] += stages["backup_storage"].errors + stages["prefetch"].errors
+        self.met["backup dropped"] += statistics.dropped_backups
+        self.met["lost pages"] += statistics.core.lost_pages
+        self.met.update({f"prefetch {name}": count for name, count in statistics.prefetches.items()})
 
     async def _is_over(self) -> None:
         """The group has failed: whoever waited is told so, no call is taken, nothing touches a buffer any more, and
@@ -246,11 +288,11 @@ class Member:
 
     def _arrive(self, number: int) -> None:
         script, alphabet = self.script, self.world.climate.alphabet
-        known = script.choice(self.said[-8:])
-        fresh = [script.randrange(alphabet) for _ in range(script.randint(1, 8 * self.page))]
-        tokens = (known[: script.randint(0, len(known))] + fresh)[: 12 * self.page]
-        extra_key = script.choice((None, None, "tenant"))
-        handle = self.cache.prefetch(tokens, extra_key=extra_key) if script.random() < 0.5 else None
+        known = script.choice([*self.world.books, *self.world.books, *self.said[-4:]])
+        fresh = [script.randrange(alphabet) for _ in range(script.randint(1, 4 * self.page))]
+        tokens = (known[: script.randint(0, len(known) * 3 // 2)] + fresh)[: 12 * self.page]
+        extra_key = script.choice((None, None, None, "tenant"))
+        handle = self.cache.prefetch(tokens, extra_key=extra_key) if script.random() < 0.6 else None
         job = Job(number, tokens, extra_key, len(tokens) + script.randint(0, 2 * self.page), handle)
         self.jobs.append(job)
         if script.random() < 0.3:
@@ -265,7 +307,15 @@ class Member:
             return
         job.task = self.world.loop.create_task(self._enter(job), name=f"request {job.number} on {self.rank}")
         if self.local.random() < 0.2:
-            self.world.loop.call_later(self.local.random() * 0.05, job.task.cancel)
+            self.world.loop.call_later(self.local.random() * 0.02, self._cancel_locally, job)
+
+    def _cancel_locally(self, job: Job) -> None:
+        assert job.lease is not None
+        assert job.lease._waiting is not None
+        assert job.task is not None
+        if not job.lease._waiting.over:
+            self.met["local cancel"] += 1
+            job.task.cancel()
 
     async def _enter(self, job: Job) -> None:
         assert job.lease is not None
@@ -296,8 +346,11 @@ class Member:
     async def _admit(self, job: Job) -> bool:
         if job.task is not None:
             return self._granted_elsewhere(job)
-        if job.handle is not None and not job.handle.done() and self.script.random() < 0.5:
+        if job.handle is not None and not job.handle.done() and self.script.random() < 0.8:
             return False
+        if not self.tries:
+            return False
+        self.tries -= 1
         lease = self._lease(job, wait=False)
         try:
             await lease.__aenter__()
@@ -320,6 +373,7 @@ class Member:
         if not entry.over:
             return False
         job.lease._handle, job.lease._arrival = entry.handle, entry.arrival
+        self.met["granted in a step"] += 1
         self._entered(job)
         return True
 
@@ -339,35 +393,37 @@ class Member:
     async def _compute(self, job: Job, lease: Lease) -> None:
         """A chunk: verify what was cached first, write, publish; release at the end."""
         if job.done == lease.cached:
-            self._verify(job, lease, lease.cached, state=True)
-        end = min(job.total, job.done + self.script.randint(1, 3 * self.page))
+            self.bytes.verify(lease, job.extra_key, job.tokens, lease.cached, state=True)
+        end = min(job.total, job.done + self.script.randint(1, 5 * self.page))
         while len(job.tokens) < end:
             job.tokens.append(self.script.randrange(self.world.climate.alphabet))
         text = job.tokens[:end]
-        self._write(job, lease, text, job.done // self.page)
-        checkpoint = self._checkpoint(job, lease, text) if self.script.random() < 0.7 else None
-        await lease.commit(text, checkpoint=checkpoint)
-        lease.adopt()
-        self._verify(job, lease, end)
+        self.bytes.write(lease, job.extra_key, text, job.done // self.page)
+        checkpoint = self.bytes.checkpoint(lease, job.extra_key, text) if self.script.random() < 0.7 else None
+        await lease.commit(text, ready=self._event(), checkpoint=checkpoint)
+        lease.adopt(after=self._event())
+        self.bytes.verify(lease, job.extra_key, text, end)
         job.done = end
         if end == job.total:
-            lease.release(ended=self.script.random() < 0.3)
+            lease.release(after=self._event(), ended=self.script.random() < 0.3)
             self.said.append(text)
             self._end(job, "served")
 
-    async def compute_all(self, job: Job) -> None:
-        """Verify what was cached, and publish the rest; it is released by whoever entered it."""
-        lease, text = job.lease, job.tokens
-        assert lease is not None
-        self._verify(job, lease, lease.cached, state=True)
-        self._write(job, lease, text, lease.cached // self.page)
-        whole = text[: len(text) // self.page * self.page]
-        await lease.commit(whole, checkpoint=self._checkpoint(job, lease, whole))
-        await lease.commit(text)
-        lease.adopt()
-        self._verify(job, lease, len(text))
+    def _event(self) -> SimulatedGate | None:
+        """Sometimes the engine is not through yet; when it is differs by rank."""
+        if self.script.random() < 0.85:
+            return None
+        gate = self.device.gate()
+        if self.local.random() < 0.3:
+            gate.open()
+        else:
+            self.world.loop.call_later(self.local.random() * 0.03, gate.open)
+        self.met["engine's event"] += 1
+        return gate
 
     def _abort(self, job: Job) -> None:
+        waits = job.lease is not None and job.lease._waiting is not None and not job.lease._waiting.over
+        self.met["abort while it waits" if waits else "abort"] += 1
         if job.lease is not None:
             job.lease.abort()
         self._end(job, "aborted")
@@ -380,73 +436,53 @@ class Member:
         self.jobs.remove(job)
         self.world.report.ends[how] += 1
 
+    # whatever else an embedder may do
+
     async def _disturb(self) -> None:
         dice = self.script.random()
         if dice < 0.02:
             await self.cache.invalidate(self.script.choice((None, "tenant")))
-        elif dice < 0.05:
+            self.met["invalidate"] += 1
+        elif dice < 0.04:
             await self.cache.flush()
+        elif dice < 0.06:
+            kept = await self.cache.keep(self.script.choice(self.said) or [0], ttl=KEPT)
+            self.met["kept"] += kept.tokens > 0
         elif dice < 0.08:
-            await self.cache.keep(self.script.choice(self.said) or [0], ttl=0.5)
-        elif dice < 0.1:
             await self.cache.match(self.script.choice(self.said) or [0])
+        elif dice < 0.09:
+            await self._reset()
+        elif dice < 0.13 and self.world.has_host:
+            await self._change_stores()
+        elif dice < 0.17:
+            await self._idle()
 
-    # bytes
+    async def _reset(self) -> None:
+        await self.cache.reset()
+        self.met["reset"] += 1
 
-    def _tables(self, lease: Lease) -> dict[str, list[int]]:
-        return {
-            name: lease.page_table(POOL_NAME[spec.component]).tolist()
-            for name, spec in self.pools.items() if spec.component is not ComponentKind.MAMBA
-        }  # fmt: skip
+    async def _change_stores(self) -> None:
+        """A second store, or a first one, comes or goes."""
+        script = self.script
+        if "guest" in self.cache.stores:
+            await self.cache.detach_storage("guest", drain=script.random() < 0.5)
+            self.met["detach"] += 1
+            return
+        options = {"write": script.choice(("yes", "yes", "no")), "promote": script.choice(("yes", "no"))}
+        position, backfill = script.choice((None, 0)), script.random() < 0.5
+        await self.cache.attach_storage(
+            self.guest, options=options, name="guest", position=position, backfill=backfill
+        )
+        self.met["attach"] += 1
 
-    def _checkpoint(self, job: Job, lease: Lease, text: list[int]) -> tuple[int, int] | None:
-        if ComponentKind.MAMBA not in {c.kind for c in self.cache.core.config.components}:
-            return None
-        if len(lease.states) < 2 or len(text) % self.page:
-            return None
-        slot = int(lease.states[-1])
-        for name in self.states:
-            self._put(name, slot, self._content(job, text, len(text) // self.page - 1))
-        return len(text), slot
-
-    def _write(self, job: Job, lease: Lease, text: list[int], first: int) -> None:
-        for name, table in self._tables(lease).items():
-            for i in range(first, -(-len(text) // self.page)):
-                if table[i] >= 0:
-                    self._put(name, table[i], self._content(job, text, i))
-
-    def _content(self, job: Job, text: list[int], page: int) -> bytes:
-        return sha256(repr((job.extra_key, text[: (page + 1) * self.page])).encode()).digest()
-
-    def _verify(self, job: Job, lease: Lease, end: int, state: bool = False) -> None:
-        whole = end // self.page
-        for name, table in self._tables(lease).items():
-            low = 0 if self.pools[name].component is ComponentKind.FULL else max(0, end - self.window) // self.page
-            for i in range(low, whole):
-                self._check(name, table[i], self._content(job, job.tokens, i), f"page {i}")
-        for name in self.states if state and end else ():
-            self._check(name, int(lease.states[0]), self._content(job, job.tokens, whole - 1), "state")
-
-    def _row(self, content: bytes, pool: str, layer: int, size: int) -> bytes:
-        """Every rank has bytes of its own, but for what is replicated."""
-        spec = self.pools[pool]
-        part = (0, 0) if spec.replicated else (self.place.tp, self.place.cp)
-        seed = sha256(content + f"{pool}/{spec.model_layers[layer]}/{part}".encode()).digest()
-        return (seed * (size // len(seed) + 1))[:size]
-
-    def _put(self, pool: str, slot: int, content: bytes) -> None:
-        for layer in range(self.pools[pool].layers):
-            row = self.cache.pools[pool].layer(layer)[slot]
-            row.copy_(row.new_tensor(list(self._row(content, pool, layer, len(row)))))
-
-    def _check(self, pool: str, slot: int, content: bytes, what: str) -> None:
-        self.world.report.verified += 1
-        if slot < 0:
-            raise WrongBytes(f"{pool} {what} has no slot")
-        for layer in range(self.pools[pool].layers):
-            row = bytes(self.cache.pools[pool].layer(layer)[slot].tolist())
-            if row != self._row(content, pool, layer, len(row)):
-                raise WrongBytes(f"rank {self.rank}: {pool} {what}, slot {slot}, layer {layer}: {row[:8].hex()}")
+    async def _idle(self) -> None:
+        """Nothing is in flight for longer than the time-out: no message, and nobody waits for one."""
+        await self.cache.flush()
+        lockstep = self.cache._opened().lockstep
+        assert lockstep is not None
+        if not lockstep.in_flight():
+            self.met["idle stretch"] += 1
+            await asyncio.sleep(2 * TIMEOUT + self.local.random())
 
 
 def config_of(climate: Climate, topology: Topology, rank: int) -> CacheConfig:
@@ -463,3 +499,5 @@ def config_of(climate: Climate, topology: Topology, rank: int) -> CacheConfig:
         for sidecar in config.sidecars
     )
     return replace(config, components=components, sidecars=sidecars)
+
+

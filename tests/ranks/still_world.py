@@ -11,13 +11,14 @@ from typing import NamedTuple, TypeVar
 from asynccache.config import CacheConfig
 from asynccache.memory.faults import Faults
 from asynccache.ranks import Topology
-from asynccache.runtime.lease import Hits
+from asynccache.runtime.lease import Hits, Lease
 from asynccache.runtime.prefetch import PrefetchResult
 from asynccache.storage import PageKey
 from asynccache.testing.simulated_backend import HONEST
 from asynccache.testing.simulated_loop import Order, SimulatedLoop
 from asynccache.testing.simulated_world import Climate
-from tests.ranks.cache_world import CacheWorld, Job, Member
+from tests.ranks.cache_world import CacheWorld, Member
+from tests.ranks.engine_bytes import EngineBytes
 
 T = TypeVar("T")
 Pages = dict[PageKey, tuple[bytes, bytes]]
@@ -62,6 +63,7 @@ class StillWorld(CacheWorld):
 async def _lived(member: Member, script: Callable[[Member], Awaitable[T]]) -> T:
     member.begin(0)
     async with member.cache:
+        member.bytes = EngineBytes(member.cache, member.config, member.place)
         return await script(member)
 
 
@@ -80,15 +82,26 @@ async def serve(member: Member, text: list[int]) -> Served:
     result = await handle
     match = await member.cache.match(text)
     lease = member.cache.lease(text, prefetch=handle, wait=False)
-    job = Job(0, list(text), None, len(text), handle, lease)
     async with lease:
         await lease.loaded()
-        await member.compute_all(job)
+        await compute(member, lease, text)
         hits = lease.hits
     await member.cache.step()
     core = member.cache.core
     free = tuple(shelf.free for shelf in (*core.statistics().device, *core.statistics().host))
     return Served(result, hits, (member.digest(), match, free))
+
+
+async def compute(member: Member, lease: Lease, text: list[int]) -> None:
+    """Verify what was cached, and publish the rest."""
+    engine = member.bytes
+    engine.verify(lease, None, text, lease.cached, state=True)
+    engine.write(lease, None, text, lease.cached // member.page)
+    whole = text[: len(text) // member.page * member.page]
+    await lease.commit(whole, checkpoint=engine.checkpoint(lease, None, whole))
+    await lease.commit(text)
+    lease.adopt()
+    engine.verify(lease, None, text, len(text))
 
 
 def text_of(pages: int, name: str = "text", page_size: int = 4) -> list[int]:
