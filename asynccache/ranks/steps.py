@@ -7,14 +7,17 @@
 
 Laws: the replica changes by lockstep calls and by ``decide``, by nothing else. Sends are never awaited. A receive is
 posted only while a frame is due. At most ``credit`` decisions are unanswered. Bad news travels up at once and down with
-the next decision, and in the first stage it goes through the next MIN, so that a column fails at one step.
+the next decision, and in the first stage it goes through the next MIN, so that a column fails at one step. Where more
+is in flight than a frame can tell of, steps tell of it in turn: nothing waits for what hangs.
 
-Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered.
+Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered, and
+where the last window ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
 
@@ -39,7 +42,7 @@ class Replica(Protocol):
         ...
 
     def decide(self, op: int, agreed: Progress) -> None:
-        """What all ranks have reached. Called for every operation of a step's window, by rising number."""
+        """What all ranks have reached. Called for the operations of a step's window, by rising number."""
         ...
 
 
@@ -56,6 +59,7 @@ class Steps:
         self._frames = frames
         self._credit = credit
         self._below: Mapping[int, Progress] = {}
+        self._window_end = 0
         self._told_above = False
         self._error: RankFailure | RankDivergence | None = None
         self._cause = ""
@@ -79,7 +83,7 @@ class Steps:
         if self._error is not None:
             raise self._error
         self.step_number += 1
-        window = self._replica.in_flight()[: self._frames.window]
+        window = self._window()
         if not window:
             return
         while self.due >= self._credit and self.health is Health.OK:
@@ -116,7 +120,7 @@ class Steps:
                 health = Health.DIVERGED if kind == Kind.DIVERGED else Health.FAILED
                 self._bad_news(health, "a later stage said so")
                 return
-            self._below = self._frames.rows(words)
+            self._below = self._heard(self._frames.rows(words))
 
     async def reports_in(self) -> None:
         """Wait until no report is due: what a rank that ends in good health does before its reader ends."""
@@ -124,7 +128,24 @@ class Steps:
             self._changed.clear()
             await self._changed.wait()
 
+    def _heard(self, rows: Mapping[int, Progress]) -> Mapping[int, Progress]:
+        """What earlier reports said of operations that were not in this one's window still holds."""
+        ops, before = self._replica.in_flight(), self._below
+        if len(ops) <= self._frames.window:
+            return rows
+        return {op: before[op] for op in ops if op in before} | dict(rows)
+
     # one step
+
+    def _window(self) -> Sequence[int]:
+        """Everything; or as much as fits of what comes after the last window, and then from the oldest on."""
+        ops, size = self._replica.in_flight(), self._frames.window
+        if len(ops) <= size:
+            return ops
+        start = bisect_right(ops, self._window_end)
+        chosen = (*ops[start:], *ops[:start])[:size]
+        self._window_end = chosen[-1]
+        return sorted(chosen)
 
     def _header(self) -> Header:
         return Header(self.step_number, self._replica.chain.digest, len(self._replica.in_flight()))
