@@ -17,7 +17,7 @@ say is about a backend as it was then, and changes nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import NewType
 
@@ -31,6 +31,15 @@ class BreakerState(IntEnum):
     CLOSED = 0
     OPEN = 1
     HALF_OPEN = 2
+
+
+BEST_FIRST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
+
+
+def best_off(states: Iterable[float]) -> BreakerState:
+    """Of several stores' states that which lets most through: one that is being tried is nearer to serving than one
+    that is left alone. The numbers are names, and no order."""
+    return min(map(BreakerState, map(int, states)), key=BEST_FIRST.index)
 
 
 class Breaker:

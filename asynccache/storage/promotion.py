@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
@@ -99,6 +99,7 @@ class Promotions:
         self._workers = Workers(threads, "asynccache-promotion") if threads else None
         self._queue: deque[Batch] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._now: Batch | None = None
         self._forgetting = 0
         self._era = 0
         self._closed = False
@@ -166,11 +167,12 @@ class Promotions:
 
     async def _run(self) -> None:
         while self._queue:
-            batch = self._queue.popleft()
+            self._now = batch = self._queue.popleft()
             try:
                 for want in batch.wanted:
                     await self._promote(batch, want)
             finally:
+                self._now = None
                 self.ring.give(batch.span)
 
     async def _promote(self, batch: Batch, want: Wanted) -> None:
@@ -186,34 +188,43 @@ class Promotions:
 
     async def idle(self) -> None:
         """Return when nothing waits to be promoted and nothing is being promoted. Cancelling it stops the waiting."""
+        self._go_on()
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
+            self._go_on()
 
     @asynccontextmanager
-    async def forgetting(self) -> AsyncIterator[None]:
-        """Nothing is promoted meanwhile, and nothing that was read before its end is promoted later. It begins when the
-        store that was being put into has let go."""
+    async def forgetting(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
+        """None of ``keys`` (None: nothing at all) is promoted meanwhile, nor later from what was read before its end;
+        other pages that wait are. It begins when the store that one of them was being put into has let go."""
         self._forgetting += 1
         try:
-            self._drop_all()
-            await self.idle()
+            ending = self._drop(None if keys is None else frozenset(keys))
+            if ending is not None:
+                await asyncio.wait([ending])
             yield
         finally:
             self._era += 1
             self._forgetting -= 1
 
-    def _drop_all(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        while self._queue:
-            batch = self._queue.popleft()
-            self.counts["unpromoted"] += len(batch.copies)
-            self.ring.give(batch.span)
+    def _drop(self, keys: frozenset[PageKey] | None) -> asyncio.Task[None] | None:
+        """Leave out every batch that has one of ``keys``; the task that ends, if it was about one."""
+        waiting, self._queue = self._queue, deque()
+        for batch in waiting:
+            if keys is None or not keys.isdisjoint(batch.keys):
+                self.counts["unpromoted"] += len(batch.copies)
+                self.ring.give(batch.span)
+            else:
+                self._queue.append(batch)
+        if self._task is None or self._now is None or not (keys is None or not keys.isdisjoint(self._now.keys)):
+            return None
+        self._task.cancel()
+        return self._task
 
     async def aclose(self) -> None:
         """End what is under way, drop what waits. Twice is fine. Cancelling it stops the waiting."""
         self._closed = True
-        self._drop_all()
+        self._drop(None)
         await self.idle()
         if self._workers is not None:
             self._workers.close()

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asynccache.errors import ConfigError
+from asynccache.storage.breaker import best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.options import StoreOptions
@@ -228,7 +229,7 @@ class TieredStore:
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
         """Forget each key everywhere; FAILED where a store could not. Cancelling it may leave any of them deleted."""
-        async with self.promotions.forgetting():
+        async with self.promotions.forgetting(keys):
             answers = await _all([
                 attached.ask(len(keys), lambda store: store.delete(keys), Result.MISS) for attached in self._stores
             ])  # fmt: skip
@@ -281,7 +282,7 @@ class TieredStore:
             sums.update(figures)
         counts = self.promotions.counts
         promotions = {f"{name}_pages": counts[name] for name in ("promoted", "unpromoted")} if len(stores) > 1 else {}
-        return {**sums, **promotions, "breaker": min(figures["breaker"] for figures in stores)}
+        return {**sums, **promotions, "breaker": int(best_off(figures["breaker"] for figures in stores))}
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
         """What each store counts, by its name, nearest first."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from asynccache.storage import REFUSED, Breaker, BreakerState, Permit
-from asynccache.storage.breaker import Hearing
+from asynccache.storage.breaker import Hearing, best_off
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -202,3 +204,11 @@ def test_a_late_abandoned_probe_is_not_the_next_probe() -> None:
     assert_state(breaker, BreakerState.HALF_OPEN)
     breaker.success(second, 2.0)
     assert_state(breaker, BreakerState.CLOSED)
+
+
+@pytest.mark.parametrize("states", list(permutations(BreakerState)))
+def test_of_several_the_one_that_lets_most_through(states: tuple[BreakerState, ...]) -> None:
+    assert best_off(states) is BreakerState.CLOSED
+    assert best_off(map(int, states)) is BreakerState.CLOSED
+    assert best_off(state for state in states if state) is BreakerState.HALF_OPEN
+    assert best_off([BreakerState.OPEN]) is BreakerState.OPEN

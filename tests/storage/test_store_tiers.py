@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
-from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result
+from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import Ring, Wanted
 from asynccache.storage.tiers import Attached, TieredStore
@@ -219,6 +219,16 @@ async def test_sums_and_each_store_by_its_name(loop: SimulatedLoop) -> None:
 
 
 @in_world
+async def test_of_all_breakers_that_which_lets_most_through_is_shown(loop: SimulatedLoop) -> None:
+    store = tiers(Backend("near"), Backend("far"))
+    store.find("a").store.breaker.state = BreakerState.OPEN
+    for state in (BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED):
+        store.find("b").store.breaker.state = state
+        assert store.stats()["breaker"] == state
+    await store.aclose()
+
+
+@in_world
 async def test_what_came_from_afar_is_copied_to_all_that_were_asked_before(loop: SimulatedLoop) -> None:
     near, middle, far = Backend("near"), Backend("middle"), Backend("far")
     store = tiers(near, middle, far, policies=[StoreOptions("a", write=False), StoreOptions("c", promote=False)])
@@ -265,6 +275,58 @@ async def test_what_is_forgotten_is_not_promoted_any_more(loop: SimulatedLoop) -
         assert not near.pages
         assert not far.pages
     assert store.promotions.ring.room() == (0, store.promotions.ring.memory.nbytes)
+    await store.aclose()
+
+
+@in_world
+async def test_what_is_deleted_takes_nothing_else_with_it(loop: SimulatedLoop) -> None:
+    """Neither from the batches that wait nor from the one that is under way, for which nobody waits."""
+    began, gate = asyncio.Event(), asyncio.Event()
+
+    class Gated(Backend):
+        async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+            began.set()
+            await gate.wait()
+            return await super().put(keys, records)
+
+    near, far = Gated("near"), Backend("far")
+    store = tiers(near, far)
+    await checked(far).put(KEYS, payloads())
+    for part in (KEYS[:3], KEYS[3:5], KEYS[5:]):
+        assert await fetched(store, part) == [HIT] * len(part)
+    await began.wait()
+    await store.delete(KEYS[3:4])
+    gate.set()
+    await store.promotions.idle()
+    assert has(near) == [True] * 3 + [False] * 2 + [True] * 3
+    assert (store.stats()["promoted_pages"], store.stats()["unpromoted_pages"]) == (6, 2)
+    assert store.promotions.ring.room() == (0, store.promotions.ring.memory.nbytes)
+    await store.aclose()
+
+
+@in_world
+async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: SimulatedLoop) -> None:
+    """And whoever forgets waits for no more than that one."""
+    began, gate = asyncio.Event(), asyncio.Event()
+    put: list[PageKey] = []
+
+    class Target:
+        async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+            began.set()
+            await gate.wait()
+            put.extend(keys)
+            return [HIT] * len(keys)
+
+    store = tiers()
+    for key, payload in zip(KEYS[:3], payloads(KEYS[:3]), strict=True):
+        await store.promotions.offer([key], [payload], [Wanted(Target(), [0])], 0)
+    await began.wait()
+    async with store.promotions.forgetting([KEYS[0]]):
+        assert not put
+    gate.set()
+    await store.promotions.idle()
+    assert put == list(KEYS[1:3])
+    assert store.promotions.counts == {"promoted": 2, "unpromoted": 1}
     await store.aclose()
 
 

@@ -26,7 +26,7 @@ from tests.stores.object_store_kit import (
     until_hit,
 )
 
-HIT, MISS = Result.HIT, Result.MISS
+HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 SOON = "refresh=0.02"
 
 
@@ -130,6 +130,27 @@ async def test_a_page_that_a_collection_moved_is_found_where_it_is_now(tmp_path:
             await bare(one)._catalog.refresh()         # knows both the packs that are gone and the new one
         assert one.stats()["packs"] == 5
         assert await get(one, keys) == [HIT] * 8
+
+
+@pytest.mark.asyncio
+async def test_where_moved_pages_cannot_be_read_the_others_are_good_all_the_same(tmp_path: Path) -> None:
+    async with opened(folder_url(tmp_path)) as one:
+        moved = [*some_keys("0", 2), *some_keys("1", 2)]
+        await fill(one, moved[:2])
+        await fill(one, moved[2:])
+        async with opened(folder_url(tmp_path)) as two:
+            await bare(two).collect(None)
+        (pack,) = packs(tmp_path)
+        async with bare(one)._catalog.lock:
+            await bare(one)._catalog.refresh()         # knows the packs that are gone, too, and asks them first
+        stays = some_keys("stays", 2)
+        await fill(one, stays)
+        pack.unlink()
+        pack.symlink_to(pack)                          # neither missing nor to be read
+        assert await get(one, moved + stays) == [FAILED] * 4 + [HIT] * 2
+        assert one.stats()["failed_calls"] == 0
+        assert await get(one, moved) == [FAILED] * 4
+        assert one.stats()["failed_calls"] == 1
 
 
 @pytest.mark.asyncio

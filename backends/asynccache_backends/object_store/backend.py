@@ -262,9 +262,14 @@ class ObjectBackend:
     async def _elsewhere(
         self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
-        """Packs had vanished, and other packs have some of their keys: a collection had moved them. Asked once."""
+        """Packs had vanished, and other packs have some of their keys: a collection had moved them. Asked once. If that
+        fails, what was read before is good all the same."""
         found = [MISS] * len(missing)
-        await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
+        try:
+            await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
+        except Unavailable:
+            if HIT not in results:
+                raise
         for i, result in zip(missing, found, strict=True):
             results[i] = result
 
