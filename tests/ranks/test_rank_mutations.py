@@ -112,7 +112,7 @@ def test_a_receive_is_posted_only_when_a_frame_is_due(monkeypatch: Patch) -> Non
         below: Any = self._links.below
         while True:
             try:
-                self._below = self._frames.rows(await below.receive())
+                self._below = self._heard(self._frames.rows(await below.receive()))
             except RankFailure as error:
                 self._bad_news(Health.FAILED, str(error))
                 return
