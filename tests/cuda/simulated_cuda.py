@@ -69,6 +69,7 @@ class SimulatedCuda:
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.held: set[int] = set()
+        self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
         self._random = Random(seed)
         self._break_at, self._refuse_at, self._depth = break_at, refuse_at, depth
         self._free, self._pinnable, self._batches = free, pinnable, batches
@@ -275,10 +276,12 @@ class SimulatedCuda:
         def units(op: _Op) -> Iterator[None]:
             found = pieces()
             self._touch(op, [(s, s + n) for _, s, n in found], [(d, d + n) for d, _, n in found])
-            self._check_kinds(towards, found)
+            if not self._allowed(towards, found):
+                return
             for dst, src, size in found:
                 half = size // 2
                 ctypes.memmove(dst, src, half)
+                self.on_piece(op)
                 yield
                 ctypes.memmove(dst + half, src + half, size - half)
 
@@ -339,7 +342,8 @@ class SimulatedCuda:
                     self._broken = DriverError("an illegal memory access was encountered")
                 return
 
-    def _check_kinds(self, towards: Towards | None, pieces: Sequence[Piece]) -> None:
+    def _allowed(self, towards: Towards | None, pieces: Sequence[Piece]) -> bool:
+        before = len(self.problems)
         for dst, src, size in pieces:
             for address, on_host in ((dst, towards is Towards.OUT), (src, towards is Towards.IN)):
                 kinds = ((self.pinned.items(),) if on_host else ()) if towards else (self.pinned.items(),)
@@ -347,6 +351,7 @@ class SimulatedCuda:
                 if not any(a <= address and address + size <= a + n for kind in known for a, n in kind):
                     self.problems.append(f"a copy {towards and towards.value} touches memory that is not "
                                          f"{'pinned' if on_host else 'on the device'}")  # fmt: skip
+        return len(self.problems) == before
 
     def _touch(self, op: _Op, reads: Sequence[Range], writes: Sequence[Range]) -> None:
         for ranges, writing in ((reads, False), (writes, True)):

@@ -54,6 +54,8 @@ class Bench:
         """Free all of it."""
         self._stream.close()
         self._stream.join()
+        if self._context.failure is not None:
+            return  # nothing can be given back to a context that is gone
         self._scratch.close()
         self._context.events.close()
         self._driver.stream_destroy(self._stream.handle)
@@ -84,8 +86,9 @@ class Bench:
 
     def rows(self, towards: Towards, path: Path, width: int, count: int | None = None) -> Rows:
         """Layer-first on the device, page-first on the host. Neighbours for the pitched path, else shuffled pages."""
-        layers = LAYERS if count is None or count >= LAYERS else 1
-        pages = max(1, min(count or self.size // width, self.size // width) // layers)
+        fragments = max(1, min(count or self.size // width, self.size // width))
+        layers = LAYERS if fragments % LAYERS == 0 else 1
+        pages = fragments // layers
         ids = np.arange(pages)
         rng = np.random.default_rng(1)
         src, dst = (ids, ids) if path is Path.PITCHED else (rng.permutation(pages), rng.permutation(pages))

@@ -198,8 +198,12 @@ class CudaStream(_Recorder):
 class EngineStream(_Recorder):
     """An engine's own stream. Calls go to the driver at once, in the caller's thread, and are quick."""
 
+    _closed = False
+
     def record(self) -> CudaEvent:
         """An event after all work that the engine has put on its stream so far."""
+        if self._closed:
+            raise CacheClosed(f"the device of stream {self.name!r} is closed")
         event = CudaEvent(self)
         self.record_now(event)
         return event
@@ -223,6 +227,7 @@ class EngineStream(_Recorder):
 
     def close(self) -> None:
         """Record no more; the thread ends after what is recorded."""
+        self._closed = True
         self.waiter.close()
 
     def join(self) -> None:

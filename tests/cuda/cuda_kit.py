@@ -1,0 +1,67 @@
+"""What the tests of this folder share: an engine with a stream of its own, and pools on a simulated driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.streams import EngineStream
+from asynccache.memory.mover import Mover
+from tests.cuda.simulated_cuda import SimulatedCuda
+
+
+class TorchStream:
+    """Looks like ``torch.cuda.Stream``."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+
+def driver_of(device: CudaDevice) -> SimulatedCuda:
+    assert isinstance(device.driver, SimulatedCuda)
+    return device.driver
+
+
+class SimulatedEngine:
+    """Computes on a stream that the cache knows nothing of, as torch would."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.driver = driver_of(device)
+        self.torch = TorchStream(self.driver.stream_create())
+        stream = device.engine_stream(self.torch)
+        assert isinstance(stream, EngineStream)
+        self.stream = stream
+
+    @property
+    def handle(self) -> int:
+        return self.torch.cuda_stream
+
+    def write(self, rows: Sequence[torch.Tensor], value: int) -> None:
+        """Enqueue a kernel that fills these rows."""
+
+        def fill() -> None:
+            for row in rows:
+                row.fill_(value)
+
+        self.driver.compute(self.handle, fill, writes=rows)
+
+    def read(self, rows: Sequence[torch.Tensor]) -> list[bytes]:
+        """Enqueue a kernel that reads these rows; what it read will be in the list."""
+        found: list[bytes] = []
+        self.driver.compute(self.handle, lambda: found.extend(row.numpy().tobytes() for row in rows), reads=rows)
+        return found
+
+
+def layers_of(mover: Mover, slot: int, name: str = "full") -> list[torch.Tensor]:
+    """A page on the device, layer by layer."""
+    pool = mover.device_pools[name]
+    return [pool.layer(i)[slot] for i in range(pool.spec.layers)]
+
+
+def races(driver: SimulatedCuda) -> list[str]:
+    """The races that were seen; they are forgotten, so that the test may go on."""
+    found = [problem for problem in driver.problems if problem.startswith("a race")]
+    driver.problems = [problem for problem in driver.problems if problem not in found]
+    return found

@@ -1,0 +1,192 @@
+"""Bytes on every path, merged runs, and the choice between paths."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from asynccache.core.plan import Move
+from asynccache.errors import ConfigError
+from asynccache.memory.cuda import submission
+from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda.paths import PUBLISHED, Chooser, Cost, Path, Settings, Shape
+from asynccache.memory.cuda.rows import Rows, Runs, merged
+from asynccache.memory.mover import Mover
+from tests.cuda.conftest import Make
+from tests.cuda.cuda_kit import driver_of
+from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+
+OUT, IN, WITHIN = Towards
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.intp)
+
+
+def random_move(rng: np.random.Generator, src: int, dst: int) -> tuple[Move, dict[int, int]]:
+    """Some runs of neighbours and some single pages."""
+    count = int(rng.integers(1, min(src, dst)))
+    a, b = rng.permutation(src)[:count], rng.permutation(dst)[:count]
+    if rng.random() < 0.7:
+        start = int(rng.integers(0, min(src, dst) - count + 1))
+        a = b = np.arange(start, start + count)
+    return Move(0, a.astype("<i4").tobytes(), b.astype("<i4").tobytes()), dict(zip(b.tolist(), a.tolist(), strict=True))
+
+
+WAYS = [
+    Settings(out=out, inward=inward, within=within)
+    for out, inward, within in (
+        (Path.DMA, Path.DMA, Path.DMA), (Path.PITCHED, Path.PITCHED, Path.DMA),
+        (Path.KERNEL, Path.KERNEL, Path.KERNEL), (Path.STAGED, Path.KERNEL, Path.KERNEL), (None, None, None),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("size", "layers", "align"), [(64, 4, 1), (96, 1, 1), (100, 5, 1), (128, 2, 4096)])
+@pytest.mark.parametrize("settings", WAYS, ids=lambda s: f"{s.out and s.out.value}-{s.inward and s.inward.value}")
+async def test_every_path_brings_every_byte(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, settings: Settings, size: int, layers: int, align: int
+) -> None:
+    monkeypatch.setattr(submission, "STAGING_BYTES", 5 * size)  # so that staging takes several rounds
+    monkeypatch.setattr(submission, "GROUP", 7)
+    device = simulated_device(settings=settings)
+    mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
+    fill_device(mover)
+    for _ in range(6):
+        out, took = random_move(rng, 32, 48)
+        await mover.backup([out]).wait()
+        assert all(host_page(mover, "full", to) == device_page(mover, "full", of) for to, of in took.items())
+        inward, took = random_move(rng, 48, 32)
+        await mover.load([inward]).done.wait()
+        assert all(device_page(mover, "full", to) == host_page(mover, "full", of) for to, of in took.items())
+        before = {s: device_page(mover, "full", s) for s in range(16)}
+        pages = rng.permutation(16)[:5]
+        await mover.clone([Move(0, pages.astype("<i4").tobytes(), (pages + 16).astype("<i4").tobytes())]).wait()
+        assert all(device_page(mover, "full", int(p) + 16) == before[int(p)] for p in pages)
+    await device.aclose()
+    calls = driver_of(device).calls
+    aligned = size // layers % 16 == 0
+    assert settings.out is None or bool(calls["launch"]) == (aligned and settings.out in (Path.KERNEL, Path.STAGED))
+
+
+@pytest.mark.asyncio
+async def test_the_engines_tensors_may_have_any_dtype(simulated_device: Make) -> None:
+    device = simulated_device()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float16):
+        mine = [device.device_tensor((32, 16)).view(dtype) for _ in range(2)]
+        mover = Mover(device, [pool(size=32, layers=2)], device_tensors={"full": mine})
+        fill_device(mover)
+        wanted = device_page(mover, "full", 8)
+        await mover.backup([move([8], [1])]).wait()
+        await mover.load([move([1], [9])]).done.wait()
+        assert b"".join(t[9].view(torch.uint8).numpy().tobytes() for t in mine) == wanted
+    await device.aclose()
+
+
+# merging
+
+
+def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 64, src_pitch: int = 64) -> Rows:
+    bases = tuple((1 << 20 | i << 8, 2 << 20 | i << 8) for i in range(layers))
+    return Rows(OUT, bases, dst, src, dst_pitch, src_pitch, 64)
+
+
+def test_neighbours_on_both_sides_are_one_piece() -> None:
+    r = rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9))
+    spans, pitched = merged(r, Runs.of(r), pitched=True)
+    assert spans.size.tolist() == [192, 128, 64]
+    assert [int(s) - (2 << 20) for s in spans.src] == [3 * 64, 6 * 64, 9 * 64]
+    assert pitched == ()
+    assert Runs.of(r).pieces(r, pitched=False) == Runs.of(r).pieces(r, pitched=True) == 3
+
+
+def test_rows_at_a_distance_are_pitched_or_single() -> None:
+    r = rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128)
+    runs = Runs.of(r)
+    spans, pitched = merged(r, runs, pitched=True)
+    assert len(spans.size) == 2  # the page that is alone, in both layers
+    assert [(p.height, p.width, p.dst_pitch, p.src_pitch) for p in pitched] == [(4, 64, 128, 64)] * 2
+    assert len(spans.size) + len(pitched) == runs.pieces(r, pitched=True)
+    alone, none = merged(r, runs, pitched=False)
+    assert len(alone.size) == 10 == runs.pieces(r, pitched=False)
+    assert none == ()
+
+
+def test_merging_moves_what_was_asked_for() -> None:
+    rng = np.random.default_rng(5)
+    for layers, distance, pitched in product((1, 3), (64, 192), (False, True)):
+        for _ in range(20):
+            count = int(rng.integers(1, 30))
+            dst, src = (np.sort(rng.permutation(64)[:count]).astype(np.intp) for _ in range(2))
+            r = rows(dst, src, layers=layers, dst_pitch=distance)
+            spans, tall = merged(r, Runs.of(r), pitched=pitched)
+            moved: dict[int, int] = {}
+            for d, s, n in zip(*(a.tolist() for a in spans), strict=True):
+                moved |= {d + i: s + i for i in range(0, n, 64)}
+            for one in tall:
+                moved |= {one.dst + i * one.dst_pitch: one.src + i * one.src_pitch for i in range(one.height)}
+            assert moved == {b[0] + int(i) * distance: b[1] + int(j) * 64
+                             for b in r.bases for i, j in zip(dst, src, strict=True)}  # fmt: skip
+
+
+# choosing
+
+
+def shape(towards: Towards, width: int, count: int, *, aligned: bool = True, spans: int | None = None) -> Shape:
+    return Shape(towards, count, count if spans is None else spans, count, width * count, aligned, towards is OUT)
+
+
+@pytest.mark.parametrize(("towards", "kernel"), [(OUT, Path.STAGED), (IN, Path.KERNEL)])
+def test_small_fragments_go_by_the_kernel_and_large_or_merged_ones_by_the_copy_engines(
+    towards: Towards, kernel: Path
+) -> None:
+    chooser = Chooser()
+    assert chooser.choose(shape(towards, 4 << 10, 8192)) is kernel
+    assert chooser.choose(shape(towards, 2 << 20, 64)) is Path.DMA
+    assert chooser.choose(shape(towards, 4 << 10, 8192, spans=8)) is Path.DMA
+    assert chooser.choose(shape(towards, 4 << 10, 4)) is Path.DMA  # too few for a launch to pay
+    assert chooser.choose(shape(towards, 4 << 10, 8192, aligned=False)) is Path.DMA
+
+
+def test_the_choice_follows_what_was_measured() -> None:
+    slow = dict(PUBLISHED) | {(IN, Path.KERNEL): Cost(1.0, 1.0, 1.0)}
+    assert Chooser(costs=slow).choose(shape(IN, 4 << 10, 8192)) is Path.DMA
+    first, *_ = Chooser(costs=slow).explain(shape(IN, 4 << 10, 8192))
+    assert first[0] is Path.DMA
+
+
+def test_a_path_can_be_forced_where_it_is_possible() -> None:
+    chooser = Chooser(Settings(out=Path.STAGED, inward=Path.KERNEL))
+    assert chooser.choose(shape(OUT, 2 << 20, 64)) is Path.STAGED
+    assert chooser.choose(shape(IN, 2 << 20, 64, aligned=False)) is Path.DMA
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": 0}, {"inward": Path.STAGED}, {"within": Path.PITCHED}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Settings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_kernel_tables_are_used_again_only_when_the_device_has_read_them(simulated_device: Make) -> None:
+    """Many launches in flight: each has tables of its own until it is over, and later ones take them over."""
+    device = simulated_device(settings=Settings(out=Path.KERNEL))
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    fill_device(mover)
+    driver.pause()
+    events = [mover.backup([move([i], [i])]) for i in range(20)]
+    events[-1].await_submitted()  # type: ignore[attr-defined]
+    scratch = device._submissions[mover._backups].scratch  # type: ignore[index]
+    assert scratch.made == 20
+    driver.resume()
+    await asyncio.gather(*(e.wait() for e in events))
+    assert [host_page(mover, "full", s) for s in range(20)] == [device_page(mover, "full", s) for s in range(20)]
+    for i in range(20):
+        await mover.backup([move([i], [i])]).wait()
+    assert scratch.made <= 21
+    await device.aclose()

@@ -1,0 +1,277 @@
+"""The real driver, as far as it can be tested without a GPU: what it passes to the library, and what it says of a
+machine that has none."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asynccache import AsyncCache, CacheConfig, Full
+from asynccache.errors import ConfigError
+from asynccache.memory.cuda import cupy_driver, kernels, libcuda
+from asynccache.memory.cuda.calibration import Bench, calibrate
+from asynccache.memory.cuda.device import open_device
+from asynccache.memory.cuda.driver import DriverError, Spans, Towards
+from asynccache.memory.cuda.paths import PUBLISHED, Path
+from asynccache.memory.cuda.streams import stream_pointer
+from tests.cuda.simulated_cuda import SimulatedCuda
+
+ROOT = FilePath(__file__).parents[2]
+WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@WITHOUT
+def test_without_a_gpu_one_sentence_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"^device=cuda:0: .*(cupy is not installed|no NVIDIA driver|sees no GPU)"):
+        open_device("cuda:0")
+
+
+@WITHOUT
+@pytest.mark.asyncio
+async def test_a_cache_says_the_same() -> None:
+    config = CacheConfig(model="m", components=(Full(bytes_per_token=64, device_tokens=160),), device="cuda:0")
+    with pytest.raises(ConfigError, match="device=cuda:0: "):
+        async with AsyncCache(config):
+            pass
+
+
+def test_the_device_is_there_without_cupy() -> None:
+    code = ("import sys, asynccache.memory.cuda.device, asynccache.memory.cuda.cupy_driver, asynccache.runtime.cache\n"
+            "sys.exit('cupy' in sys.modules)")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+class FakeCupy:
+    __version__ = "14"
+
+    class cuda:
+        class runtime:
+            version = 13000
+            devices = 1
+
+            @classmethod
+            def driverGetVersion(cls) -> int:
+                return cls.version
+
+            @classmethod
+            def getDeviceCount(cls) -> int:
+                if not cls.devices:
+                    raise RuntimeError("cudaErrorNoDevice")
+                return cls.devices
+
+
+@pytest.mark.parametrize(("version", "devices", "torch_cuda", "says"), [
+    (0, 0, "13.0", "no NVIDIA driver"), (13000, 0, "13.0", "sees no GPU"), (13000, 1, None, "torch is for the CPU"),
+    (13000, 1, "13.0", None),
+])
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: int, devices: int, torch_cuda: str | None, says: str | None
+) -> None:
+    monkeypatch.setattr(FakeCupy.cuda.runtime, "version", version)
+    monkeypatch.setattr(FakeCupy.cuda.runtime, "devices", devices)
+    monkeypatch.setattr(cupy_driver, "import_module", lambda name: FakeCupy)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    found = cupy_driver.find()
+    assert found.missing == "" if says is None else says in found.missing
+
+
+# libcuda, on a library of our own
+
+
+class FakeLibrary:
+    """Takes the place of libcuda: ctypes functions, so that the ABI is what is tested."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.seen: dict[str, Any] = {}
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 3, ctypes.c_size_t, *(ctypes.c_void_p,) * 2,
+                                ctypes.c_size_t, *(ctypes.c_void_p,) * 2)  # fmt: skip
+        self.function = kind(self.batch)
+        self.cuEventQuery = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.query)
+        self.cuGetErrorString = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(self.text)
+        self.cuGetProcAddress_v2 = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
+        )(self.find)  # fmt: skip
+
+    def find(self, name: bytes, found: int, version: int, flags: int, status: int) -> int:
+        self.seen["asked"] = (name, version, flags)
+        ctypes.c_void_p.from_address(found).value = ctypes.cast(self.function, ctypes.c_void_p).value
+        return 0
+
+    def batch(self, dst: int, src: int, size: int, count: int, attributes: int, indices: int, kinds: int,
+              failed: int, stream: int) -> int:  # fmt: skip
+        words = [list((ctypes.c_uint64 * count).from_address(a)) for a in (dst, src, size)]
+        self.seen |= {"words": words, "kinds": kinds, "stream": stream,
+                      "attributes": list((ctypes.c_uint * 6).from_address(attributes)),
+                      "indices": ctypes.c_size_t.from_address(indices).value}  # fmt: skip
+        ctypes.c_size_t.from_address(failed).value = 2
+        return self.answer
+
+    def query(self, event: int) -> int:
+        return {8: 0, 16: 600}.get(event, 700)
+
+    def text(self, code: int, found: int) -> int:
+        ctypes.c_char_p.from_address(found).value = b"an illegal memory access was encountered"
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    fake = FakeLibrary()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
+    return fake
+
+
+def spans(count: int) -> Spans:
+    return Spans(*(np.arange(count, dtype=np.uint64) + base for base in (1 << 40, 2 << 40, 1)))
+
+
+def test_many_copies_are_one_call_with_sources_read_in_the_streams_order(library: FakeLibrary) -> None:
+    cuda = libcuda.LibCuda()
+    assert cuda.batches
+    assert library.seen["asked"] == (b"cuMemcpyBatchAsync", 12080, 0)
+    cuda.copy_batch(0x77, spans(3))
+    assert library.seen["words"] == [[(1 << 40) + i for i in range(3)], [(2 << 40) + i for i in range(3)], [1, 2, 3]]
+    assert library.seen["attributes"] == [1, 0, 0, 0, 0, 1]
+    assert (library.seen["kinds"], library.seen["indices"], library.seen["stream"]) == (1, 0, 0x77)
+    assert ctypes.sizeof(libcuda._Attributes) == 24
+    library.seen.clear()
+    cuda.copy_batch(0x77, spans(0))
+    assert library.seen == {}
+
+
+def test_a_batch_that_is_refused_says_where(library: FakeLibrary) -> None:
+    library.answer = 1
+    with pytest.raises(DriverError, match=r"illegal memory access .*\(1\) at copy 2 of 3"):
+        libcuda.LibCuda().copy_batch(0x77, spans(3))
+
+
+def test_an_event_that_failed_is_neither_done_nor_pending(library: FakeLibrary) -> None:
+    cuda = libcuda.LibCuda()
+    assert cuda.event_query(8) is True
+    assert cuda.event_query(16) is False
+    with pytest.raises(DriverError, match=r"illegal memory access .*\(700\)"):
+        cuda.event_query(24)
+
+
+def test_a_driver_that_is_too_old_takes_no_batches(library: FakeLibrary) -> None:
+    def find(name: bytes, found: int, version: int, flags: int, status: int) -> int:
+        return 500
+
+    library.cuGetProcAddress_v2 = type(library.cuGetProcAddress_v2)(find)
+    assert not libcuda.LibCuda().batches
+
+
+class Runtime:
+    """The part of cupy's runtime that copies."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, ...]] = []
+
+    def memcpyAsync(self, *arguments: int) -> None:
+        self.copies.append(arguments)
+
+
+def driver_on(library: FakeLibrary) -> tuple[cupy_driver.CupyDriver, Runtime]:
+    driver: Any = cupy_driver.CupyDriver.__new__(cupy_driver.CupyDriver)
+    driver._library, driver._runtime = libcuda.LibCuda(), Runtime()
+    driver._batches, driver._proven = True, False
+    return driver, driver._runtime
+
+
+def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(library: FakeLibrary) -> None:
+    driver, runtime = driver_on(library)
+    library.answer = 1
+    driver.copy(0x77, Towards.OUT, spans(3))
+    driver.copy(0x77, Towards.IN, spans(2))
+    assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
+
+
+def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:
+    driver, runtime = driver_on(library)
+    driver.copy(0x77, Towards.OUT, spans(3))
+    assert runtime.copies == []
+    library.answer = 700
+    with pytest.raises(DriverError):
+        driver.copy(0x77, Towards.OUT, spans(3))
+
+
+# streams of engines
+
+
+class Torch:
+    cuda_stream = 0x10
+
+
+class Cupy:
+    ptr = 0x20
+
+
+class Speaks:
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 0x30
+
+
+class SpeakssByProperty:
+    __cuda_stream__ = (0, 0x40)
+
+
+def test_streams_of_torch_cupy_and_the_protocol() -> None:
+    assert [stream_pointer(s) for s in (Torch(), Cupy(), Speaks(), SpeakssByProperty(), 0x50)] == [16, 32, 48, 64, 80]
+    with pytest.raises(ConfigError, match="no CUDA stream"):
+        stream_pointer(object())
+
+
+# calibration
+
+
+def test_every_path_is_measured_and_nothing_stays(drivers: list[SimulatedCuda]) -> None:
+    driver = SimulatedCuda()
+    drivers.append(driver)
+    costs = calibrate(driver, size=1 << 20)
+    assert costs.keys() == PUBLISHED.keys()
+    assert all(n > 0 for cost in costs.values() for n in cost)
+    assert driver.calls["launch"] > 0
+    assert driver.calls["pitched"] > 0
+    assert driver.pinned == {}
+    assert driver.pending() == 0
+
+
+def test_a_failing_device_ends_calibration(drivers: list[SimulatedCuda]) -> None:
+    driver = SimulatedCuda(break_at=3)
+    drivers.append(driver)
+    with pytest.raises(DriverError, match="illegal memory access"):
+        calibrate(driver, size=1 << 20)
+
+
+def test_rows_of_the_bench_cover_what_was_asked_for(drivers: list[SimulatedCuda]) -> None:
+    drivers.append(SimulatedCuda())
+    bench = Bench(drivers[-1], 1 << 20)
+    for towards, count in ((Towards.OUT, 64), (Towards.IN, 2), (Towards.WITHIN, 128)):
+        assert bench.rows(towards, Path.DMA, 4096, count).pieces == count
+    bench.close()
+
+
+# the kernel
+
+
+def test_the_kernel_compiles_without_a_gpu_and_moves_16_bytes_at_a_time() -> None:
+    pytest.importorskip("cupy", reason="cupy is not installed: the kernel is compiled where it is")
+    try:
+        ptx = kernels.compile_for((9, 0), machine_code=False).decode()
+    except ImportError as error:  # cupy says so where NVRTC's library is missing
+        pytest.skip(f"NVRTC is not installed: {error}")
+    assert kernels.NAME in ptx
+    assert ptx.count("ld.global.L1::no_allocate.v4.u32") == 4
+    assert ptx.count("st.global.L1::no_allocate.v4.u32") == 4
+    loads = [ptx.index(line) for line in ptx.splitlines() if "ld.global.L1::no_allocate" in line]
+    assert max(loads) < ptx.index("st.global.L1::no_allocate")  # all loads are on their way before the first store
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        assert kernels.compile_for(capability)[:4] == b"\x7fELF"

@@ -1,0 +1,268 @@
+"""Submitters and waiters: bursts, thousands in flight, errors, pools of events, buffers that stay, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asynccache.core.plan import Move
+from asynccache.errors import CacheClosed, ConfigError, CopyFailed
+from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.driver import DriverError
+from asynccache.memory.cuda.events import CudaEvent
+from asynccache.memory.cuda.paths import Path, Settings
+from asynccache.memory.mover import Mover
+from tests.cuda.conftest import Make
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of
+from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+
+pytestmark = pytest.mark.asyncio
+
+ENOUGH = 30.0
+
+
+def scattered(pages: int, seed: int = 0) -> Move:
+    """No two pages are neighbours on both sides, so nothing merges."""
+    rng = np.random.default_rng(seed)
+    src, dst = (rng.permutation(pages).astype("<i4").tobytes() for _ in range(2))
+    return Move(0, src, dst)
+
+
+class Together(SimulatedCuda):
+    """Whoever synchronizes sees the device idle: all of a burst has happened."""
+
+    def event_synchronize(self, event: int) -> None:
+        super().event_synchronize(event)
+        with self._state:
+            while any(self._streams.values()):
+                self._state.wait()
+
+
+async def test_a_burst_of_events_costs_one_hop(drivers: list[SimulatedCuda]) -> None:
+    driver = Together()
+    drivers.append(driver)
+    device, loop = CudaDevice(driver), asyncio.get_running_loop()
+    driver.pause()
+    stream = device.stream("s")
+    events = [stream.record() for _ in range(50)]
+    waiters = [asyncio.create_task(e.wait()) for e in events]
+    events[-1].await_submitted()
+    await asyncio.sleep(0)
+    bell = device._context.bells.of(loop)
+    answered, answer = [], bell._answer
+
+    def count() -> None:
+        answered.append(1)
+        answer()
+
+    bell._answer = count  # type: ignore[method-assign]
+    driver.resume()
+    await asyncio.gather(*waiters)
+    assert len(answered) == 1
+    await device.aclose()
+
+
+async def test_thousands_of_transfers_are_in_flight_and_events_are_used_again(simulated_device: Make) -> None:
+    device = simulated_device()
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    fill_device(mover)
+    driver.pause()
+    events = [mover.backup([move([i % 32], [i % 48])]) for i in range(2000)]
+    waiting = asyncio.gather(*(e.wait() for e in events))
+    events[-1].await_submitted()  # type: ignore[attr-defined]
+    assert driver.pending() >= 4000
+    assert not any(e.done() for e in events)
+    driver.resume()
+    await waiting
+    made = device._context.events.created
+    for _ in range(3):
+        await asyncio.gather(*(mover.backup([move([i % 32], [i % 48])]).wait() for i in range(500)))
+    assert device._context.events.created == made
+    await device.aclose()
+    assert len(driver._events) == 0
+
+
+async def test_a_full_queue_of_the_driver_holds_the_submitter_and_not_the_loop(simulated_device: Make) -> None:
+    device = simulated_device(depth=3)
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    fill_device(mover)
+    driver.pause()
+    events = [mover.backup([move([i], [i])]) for i in range(30)]  # would never return if the loop submitted
+    assert driver.pending() <= 3
+    driver.resume()
+    await asyncio.gather(*(e.wait() for e in events))
+    assert [host_page(mover, "full", s) for s in range(30)] == [device_page(mover, "full", s) for s in range(30)]
+    await device.aclose()
+
+
+async def test_an_error_of_the_device_fails_all_that_is_in_flight_and_all_that_follows(simulated_device: Make) -> None:
+    device = simulated_device(break_at=2)
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    engine = SimulatedEngine(device)
+    driver.pause()
+    backups = [mover.backup([move([i], [i])]) for i in range(20)]
+    load = mover.load([move([40], [9])])
+    load.wait_layer(engine.stream, 3)
+    computed = engine.stream.record()
+    driver.resume()
+    results = await asyncio.gather(*(e.wait() for e in (*backups, *load.layers, computed)), return_exceptions=True)
+    assert [type(r) for r in results[1:]].count(CopyFailed) == len(results) - 1  # the first may have been seen to end
+    assert "illegal memory access" in str(results[-1])
+    assert isinstance(device.failure, DriverError)
+    for event in (mover.backup([move([0], [0])]), *mover.load([move([0], [0])]).layers, engine.stream.record(),
+                  mover.clone([move([0], [1])], after=[backups[-1]])):  # fmt: skip
+        with pytest.raises(CopyFailed, match="illegal memory access"):
+            await event.wait()
+    async with asyncio.timeout(ENOUGH):
+        await device.aclose()
+
+
+async def test_what_the_driver_refuses_fails_its_batch_alone(simulated_device: Make) -> None:
+    device = simulated_device(refuse_at=frozenset({1}))
+    mover = Mover(device, [pool()])
+    fill_device(mover)
+    events = [mover.backup([move([i], [i])]) for i in range(3)]
+    await events[0].wait()
+    with pytest.raises(CopyFailed, match="invalid argument"):
+        await events[1].wait()
+    await events[2].wait()
+    assert device.failure is None
+    await device.aclose()
+
+
+async def test_a_refused_batch_is_not_over_before_the_device_has_let_go_of_what_it_took(simulated_device: Make) -> None:
+    """Half of it is in flight: whoever is told of the failure gives the pages to somebody else."""
+    device = simulated_device(refuse_at=frozenset({1}), settings=Settings(out=Path.DMA))
+    mover, driver = Mover(device, [pool(device_pages=1024, host_pages=1024)]), driver_of(device)
+    driver.pause()
+    event = mover.backup([scattered(1024)])  # 4,096 pieces are more than one call takes
+    assert isinstance(event, CudaEvent)
+    event.await_submitted()
+    assert isinstance(event.failure, DriverError)
+    assert driver.pending()
+    await asyncio.sleep(0.02)
+    assert not event.done()
+    driver.resume()
+    with pytest.raises(CopyFailed, match="invalid argument"):
+        await event.wait()
+    await device.aclose()
+
+
+async def test_pools_that_nobody_has_any_more_stay_until_the_device_has_let_go(simulated_device: Make) -> None:
+    device = simulated_device()
+    driver = driver_of(device)
+    mover = Mover(device, [pool(size=1 << 16)])
+    (memory,) = driver.pinned
+    driver.pause()
+    waiter = asyncio.create_task(mover.backup([move([0, 2, 4], [1, 3, 5])]).wait())
+    load = mover.load([move([10, 12, 14], [11, 13, 15])]).done
+    load.await_submitted()  # type: ignore[attr-defined]
+    waiter.cancel()
+    await asyncio.wait([waiter])
+    del mover
+    gc.collect()
+    assert memory in driver.pinned
+    driver.resume()
+    await load.wait()
+    del load, waiter
+    await device.aclose()
+    gc.collect()
+    assert driver.pinned == {}
+
+
+async def test_a_cancelled_waiter_leaves_nothing_behind_and_stops_nothing(simulated_device: Make) -> None:
+    device = simulated_device()
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    fill_device(mover)
+    driver.pause()
+    backup = mover.backup([move([4], [4])])
+    for _ in range(50):
+        task = asyncio.create_task(backup.wait())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert backup._callbacks == []  # type: ignore[attr-defined]
+    driver.resume()
+    await backup.wait()
+    assert host_page(mover, "full", 4) == device_page(mover, "full", 4)
+    await device.aclose()
+
+
+async def test_closing_ends_threads_and_streams_and_lets_transfers_finish(simulated_device: Make) -> None:
+    device = simulated_device()
+    mover, driver = Mover(device, [pool()]), driver_of(device)
+    engine = SimulatedEngine(device)
+    fill_device(mover)
+    driver.pause()
+    backups = [mover.backup([move([i], [i])]) for i in range(31)]
+    gate = device.gate()
+    held = mover.load([move([40], [31])], after=[gate])
+    closing = asyncio.create_task(device.aclose())
+    await asyncio.sleep(0.02)
+    assert not closing.done()
+    driver.resume()
+    async with asyncio.timeout(ENOUGH):
+        await closing
+    assert all(e.done() for e in (*backups, held.done, gate))
+    assert [host_page(mover, "full", s) for s in range(31)] == [device_page(mover, "full", s) for s in range(31)]
+    assert not {s.handle for s in device._streams} & driver._streams.keys()
+    with pytest.raises(CacheClosed):
+        mover.backup([move([0], [0])])
+    with pytest.raises(CacheClosed):
+        device.engine_stream(TorchStream(driver.stream_create()))
+    with pytest.raises(CacheClosed):
+        engine.stream.record()
+    names = [t.name for t in threading.enumerate()]
+    assert not [n for n in names if n in ("asynccache-backup_host", "asynccache-load_back-waiter")]
+
+
+async def test_half_of_a_copy_is_there_before_its_event(simulated_device: Make) -> None:
+    """The driver tears copies as the bus does; who does not wait sees it."""
+    device = simulated_device()
+    mover, driver = Mover(device, [pool(size=1 << 14, layers=1)]), driver_of(device)
+    fill_device(mover)
+    seen: list[bool] = []
+
+    def look(op: Any) -> None:
+        seen.append(host_page(mover, "full", 0) == device_page(mover, "full", 0))
+
+    driver.on_piece = look
+    event = mover.backup([move([0], [0])])
+    await event.wait()
+    assert seen[0] is False
+    assert host_page(mover, "full", 0) == device_page(mover, "full", 0)
+    await device.aclose()
+
+
+async def test_an_event_that_has_fired_holds_no_stream(simulated_device: Make) -> None:
+    """Its handle may stand for somebody else's work by now."""
+    device = simulated_device()
+    driver, a, b = driver_of(device), device.stream("a"), device.stream("b")
+    old = a.record()
+    await old.wait()
+    driver.hold(a.handle)
+    new = a.record()
+    new.await_submitted()
+    old.hold(b.handle)
+    await b.record().wait()
+    assert not new.done()
+    driver.resume()
+    await new.wait()
+    await device.aclose()
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1"])
+async def test_names_of_devices_that_there_are_not(name: str) -> None:
+    from asynccache.memory.cuda.device import _index
+
+    if name == "cuda:":
+        assert _index(name) == 0
+        return
+    with pytest.raises(ConfigError, match="one of cpu, cuda, cuda:N"):
+        _index(name)
