@@ -44,35 +44,50 @@ async def connect_orders(ranks: Ranks, host: str = "127.0.0.1", *, timeout: floa
 
 
 async def _lead(ranks: Ranks, host: str, timeout: float) -> StreamOrders:
-    secret = secrets.token_bytes(_SECRET)
-    came: dict[int, _Wire] = {}
-    complete = asyncio.Event()
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-            async with asyncio.timeout(timeout):
-                said = await reader.readexactly(_SECRET + _LENGTH)
-            rank = int.from_bytes(said[_SECRET:], "little")
-            if secrets.compare_digest(said[:_SECRET], secret) and rank not in came:
-                came[rank] = _Wire(rank, reader, writer)
-                if len(came) == ranks.topology.ranks - 1:
-                    complete.set()
-                return
-        writer.close()  # a stranger
-
-    server = await asyncio.start_server(greet, host, 0)
+    door = _Door(ranks.topology.ranks - 1, timeout)
+    server = await asyncio.start_server(door.greet, host, 0)
     try:
         port = server.sockets[0].getsockname()[1]
-        await ranks.gather(json.dumps([host, port, secret.hex()]).encode())
-        if ranks.topology.ranks > 1:
-            async with asyncio.timeout(timeout):
-                await complete.wait()
-    except TimeoutError:
-        missing = sorted(set(range(1, ranks.topology.ranks)) - set(came))
+        await ranks.gather(json.dumps([host, port, door.secret.hex()]).encode())
+        async with asyncio.timeout(timeout):
+            await door.complete.wait()
+    except BaseException as error:
+        for wire in door.came.values():
+            wire.abort()
+        if not isinstance(error, TimeoutError):
+            raise
+        missing = sorted(set(range(1, ranks.topology.ranks)) - set(door.came))
         raise RankFailure(f"ranks {missing} did not connect within {timeout:g} s") from None
     finally:
         server.close()
-    return StreamOrders(ranks, [came[rank] for rank in sorted(came)], timeout)
+    return StreamOrders(ranks, [door.came[rank] for rank in sorted(door.came)], timeout)
+
+
+class _Door:
+    """Where ranks come in, each of ``count`` once, who know the secret."""
+
+    def __init__(self, count: int, timeout: float) -> None:
+        self.secret = secrets.token_bytes(_SECRET)
+        self.came: dict[int, Wire] = {}
+        self.complete = asyncio.Event()
+        self._count = count
+        self._timeout = timeout
+        self._look()
+
+    def _look(self) -> None:
+        if len(self.came) == self._count:
+            self.complete.set()
+
+    async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(self._timeout):
+                said = await reader.readexactly(_SECRET + _LENGTH)
+            rank = int.from_bytes(said[_SECRET:], "little")
+            if secrets.compare_digest(said[:_SECRET], self.secret) and rank not in self.came:
+                self.came[rank] = Wire(rank, reader, writer)
+                self._look()
+                return
+        writer.close()  # a stranger
 
 
 async def _follow(ranks: Ranks, timeout: float) -> StreamOrders:
@@ -83,10 +98,10 @@ async def _follow(ranks: Ranks, timeout: float) -> StreamOrders:
     except (OSError, TimeoutError) as error:
         raise RankFailure(f"rank 0 cannot be reached at {host}:{port}: {error}") from error
     writer.write(bytes.fromhex(secret) + ranks.rank.to_bytes(_LENGTH, "little"))
-    return StreamOrders(ranks, [_Wire(0, reader, writer)], timeout)
+    return StreamOrders(ranks, [Wire(0, reader, writer)], timeout)
 
 
-class _Wire:
+class Wire:
     """A stream to one rank."""
 
     def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -115,7 +130,7 @@ class _Wire:
 class StreamOrders:
     """``Orders`` of one rank; ``connect_orders`` makes it."""
 
-    def __init__(self, ranks: Ranks, wires: Sequence[_Wire], timeout: float) -> None:
+    def __init__(self, ranks: Ranks, wires: Sequence[Wire], timeout: float) -> None:
         self.leads = ranks.rank == 0
         self.gather = ranks.gather
         self._wires = wires
@@ -152,8 +167,8 @@ class StreamOrders:
         return self._orders.popleft()
 
     async def aclose(self, *, well: bool) -> None:
-        """See ``Orders``. Waits ``GRACE`` seconds at most for the others to leave, too, so that nothing is cut off
-        which is still on its way."""
+        """See ``Orders``. ``well``: waits ``GRACE`` seconds at most for the others to leave, too, so that nothing that
+        is still on its way is cut off."""
         self._lost = None
         self._beats.cancel()
         try:
@@ -161,7 +176,7 @@ class StreamOrders:
                 if well:
                     wire.send(_BYE)
                 wire.end()
-            if self._readers:
+            if well and self._readers:
                 await asyncio.wait(self._readers, timeout=GRACE)
         finally:
             for task in self._readers:
@@ -176,7 +191,7 @@ class StreamOrders:
             for wire in self._wires:
                 wire.send(_BEAT)
 
-    async def _read(self, wire: _Wire) -> None:
+    async def _read(self, wire: Wire) -> None:
         """To the end of the stream."""
         try:
             while (content := await self._next(wire)) != _BYE:
@@ -189,7 +204,7 @@ class StreamOrders:
         except (OSError, asyncio.IncompleteReadError):
             self._fail(f"rank {wire.rank} closed the connection")
 
-    async def _next(self, wire: _Wire) -> bytes:
+    async def _next(self, wire: Wire) -> bytes:
         async with asyncio.timeout(self._timeout):
             return await wire.receive()
 

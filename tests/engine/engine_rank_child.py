@@ -18,7 +18,7 @@ import torch.distributed as dist
 from asynccache_shim import Limits, Request, Scheduler, Settings, connect_orders
 from asynccache_shim.orders import Order
 
-from asynccache import AsyncCache, CacheConfig, Full, RankDivergence, RankFailure
+from asynccache import AsyncCache, CacheConfig, Full, Hits, PrefetchPolicy, RankDivergence, RankFailure
 from asynccache.core.audit import check
 from asynccache.ranks import Topology
 from asynccache.ranks.gloo import GlooRanks, connect
@@ -48,8 +48,8 @@ class Job:
 @dataclass
 class Answer:
     """``outputs`` and ``hits``: by request, in order. ``stages``: pages that each transfer stage has moved here.
-    ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when they were told, elsewhere when
-    the scheduler had ended."""
+    ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when they were told; on the other
+    ranks, when the scheduler had ended."""
 
     rank: int
     outputs: list[list[int]] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _config(job: Job, topology: Topology) -> CacheConfig:
     )  # fmt: skip
     return CacheConfig(
         model="qwen3", components=(full,), page_size=PAGE, prefetch_threshold=PAGE, storage=job.storage,
-        prefetch_policy="wait_complete", close_deadline=60.0,
+        prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, close_deadline=60.0,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ async def _scheduled(job: Job, ranks: GlooRanks, cache: AsyncCache, group: Any, 
         answer.at = answer.at or time.monotonic()
     ended = scheduler.requests.values()
     answer.outputs = [request.output for request in ended]
-    answer.hits = [tuple(request.hits or (0, 0, 0)) for request in ended]
+    answer.hits = [request.hits or Hits(0, 0, 0) for request in ended]
     answer.computed = model.computed
     if model.logits and job.logits is not None:
         torch.save(model.logits, job.logits)
