@@ -25,6 +25,7 @@ BENCHES = {
     "tree": "the core: time and memory per operation",
     "runtime": "what an await adds to a call of the core",
     "ranks": "agreement between ranks: a step beside a bare all-reduce, messages and bytes",
+    "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"

@@ -45,6 +45,7 @@ class Settings:
     workload: str | None = None
     duration: float | None = None
     requests: int | None = None
+    steps: int | None = None
     rate: float = 0.0
     cancel_rate: float = 0.0
     faults: float = 0.0
@@ -211,8 +212,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("limit", _integer(1), {"replay": None}, "N", "the first N requests only"),
     Option("workload", _choice(*WORKLOADS), {"stress": "mixed"}, "NAME", "mixed, chat, shared, agent or random"),
     Option("duration", _positive, {"stress": None}, "SECONDS",
-           "no new request after this; 20 where --requests is not given either"),
+           "no new request after this; 20 where neither --requests nor --steps is given"),
     Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
+    Option("steps", _integer(1), {"stress": None}, "N", "no new request after N scheduler iterations (several ranks)"),
     Option("rate", _not_negative, {"stress": 40.0}, "R", "requests that arrive per second; 0: as fast as it goes"),
     Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests cancelled at a random await"),
     Option("faults", _share, {"stress": 0.0}, "P",
@@ -366,6 +368,8 @@ def _checked(settings: Settings) -> Settings:
         raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
     if settings.ranks > 1:
         _check_ranks(settings)
+    elif settings.steps is not None:
+        raise ConfigError(f"--steps={settings.steps} counts what several ranks do together; one rank has --requests")
     return settings
 
 

@@ -257,7 +257,8 @@ class Session:
 
     def _duration(self) -> float | None:
         settings = self._settings
-        if settings.command == "replay" or (settings.duration is None and settings.requests is not None):
+        ends = settings.requests is not None or settings.steps is not None
+        if settings.command == "replay" or (settings.duration is None and ends):
             return None
         return settings.duration or DURATION
 

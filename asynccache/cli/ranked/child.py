@@ -220,7 +220,7 @@ class Rank:
     async def _idle(self, cache: AsyncCache) -> None:
         """Fetches that nobody wants any more end by steps."""
         for _ in range(SETTLING_STEPS):
-            if not any(cache.core.statistics().operations.values()):
+            if not cache.in_flight:
                 return
             await cache.step()
             await asyncio.sleep(SETTLING_PAUSE)

@@ -144,6 +144,8 @@ class Conductor:
                 self._silent(patience)
     def _compose(self) -> Tick:
         number = self._sent + 1
+        if self._settings.steps is not None and number > self._settings.steps:
+            self.stop()
         arrivals = tuple(map(self._pack, self._arriving()))
         aborts = tuple(self._aborts.pop(number, ()))
         self._over = not self.running and self._is_dry()

@@ -51,12 +51,16 @@ def _slowest(times: Sequence[array[float]]) -> array[float]:
 
 
 def problems(ended: Mapping[int, Ended], total: Tally) -> None:
-    """What ranks complain about, each under its name."""
+    """What ranks complain about, each under its name, unless it is what all of them do."""
+    complaints: dict[str, list[int]] = {}
     for rank, one in sorted(ended.items()):
-        if one.failure is not None:
-            total.problem(f"rank {rank}: {one.failure.kind}: {one.failure.sentence}")
-        for sentence in one.tally.problems:
-            total.problem(f"rank {rank}: {sentence}")
+        failure = one.failure
+        for sentence in ([f"{failure.kind}: {failure.sentence}"] if failure else []) + one.tally.problems:
+            complaints.setdefault(sentence, []).append(rank)
+    for sentence, ranks in complaints.items():
+        everybody = 1 < len(ranks) == len(ended)
+        who = "every rank" if everybody else f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        total.problem(f"{who}: {sentence}")
 
 
 def all_facts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

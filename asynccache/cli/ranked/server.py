@@ -79,8 +79,8 @@ class RankedServer(Server):
                     )  # fmt: skip
                     try:
                         return await lease.__aenter__()
-                    except CacheFull:
-                        self._note_refusal(request)
+                    except CacheFull as error:
+                        self._note_refusal(request, error)
                 await turn()
         finally:
             if request.number in self._refused:
@@ -91,10 +91,10 @@ class RankedServer(Server):
             return False
         return not self._refused or self._refused[0] == request.number
 
-    def _note_refusal(self, request: Request) -> None:
-        """Raises ``CacheFull`` if nothing is under way that could make room."""
-        if not self._holding and not any(self._cache.core.statistics().operations.values()):
-            raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
+    def _note_refusal(self, request: Request, error: CacheFull) -> None:
+        """Raises ``error`` if nothing is under way that could make room."""
+        if not self._holding and not self._cache.in_flight:
+            raise error
         if not self._refused:
             self._refused.append(request.number)
 
