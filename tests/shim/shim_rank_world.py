@@ -105,7 +105,7 @@ class Report:
     """``log``: by number of step, what the first rank to take it saw. ``idle``: steps without a batch."""
 
     log: dict[tuple[int, int], Any] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     errors: dict[int, BaseException] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Watched(Scheduler):
     """Says after each step what the world compares."""
 
     def __init__(self, member: Member, orders: SimulatedOrders) -> None:
-        super().__init__(member.cache, member.model, member.world.settings, orders=orders)
+        super().__init__(member.cache, member.model, member.settings, orders=orders)
         self.member = member
         self.requests: dict[int, Request] = {}
         self.taken = 0
@@ -143,6 +143,7 @@ class Member:
         self.rank = rank
         place = world.topology.place(rank)
         self.stage = place.pp
+        self.settings = world.settings
         faults = replace(world.faults, seed=world.seed + rank)
         self.device = SimulatedDevice(seed=world.seed + rank, latency=(0.0, world.latency), faults=faults)
         self.backend = (
@@ -184,7 +185,7 @@ class Member:
         for number, request in self.scheduler.requests.items():
             assert request.finish is not None
             said = (request.output, request.finish, request.hits, request.retractions)
-            first: Any = self.world.report.outputs.setdefault((life, number), said)  # type: ignore[arg-type]
+            first = self.world.report.outputs.setdefault((life, number), said)
             assert first == said, f"rank {self.rank}, request {number}: {said}, elsewhere {first}"
 
     def compare(self, taken: int, board: Any, computed: bool) -> None:
@@ -226,7 +227,7 @@ class World:
         self.topology = topology
         self.life = 0
         self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
-        self.config: CacheConfig = _draw_config(random)
+        self.config = draw_config(seed)
         self.has_store = random.random() < 0.8
         running = random.randint(1, 5)
         self.settings = Settings(
@@ -240,7 +241,7 @@ class World:
             delay=random.choice((0.0, 0.001, 0.05)), failed=random.choice((0.0, 0.1)), wrong=random.choice((0.0, 0.1)),
             unavailable=random.choice((0.0, 0.1)), vanished=random.choice((0.0, 0.05)),
         )  # fmt: skip
-        self.asks: Sequence[Ask] = [_draw_ask(random, self.config) for _ in range(REQUESTS)]
+        self.asks: Sequence[Ask] = draw_asks(seed, self.config)
         for name, value in drawn.items():
             assert hasattr(self, name)
             setattr(self, name, value)
@@ -279,6 +280,8 @@ class World:
         self.report.told = self.loop.time() - struck
         lives[victim].cancel()
         await asyncio.wait([lives[victim]])
+        await self.members[victim].cache.aclose()  # its tasks are a process that is gone
+        self.report.errors.pop(victim, None)
         self.net.fates[victim] = Fate.ALIVE
         self.renew()
         self.life = 1
@@ -319,7 +322,9 @@ class World:
             self.report.hits[name] += getattr(request.hits, name)
 
 
-def _draw_config(random: Random) -> CacheConfig:
+def draw_config(seed: int) -> CacheConfig:
+    """The pools and policies of the world of ``seed``."""
+    random = Random(f"{seed}/config")
     full = random.randint(8, 24)
     window = random.randint(1, 4 * PAGE)
     least = -(-window // PAGE) + 2
@@ -330,6 +335,12 @@ def _draw_config(random: Random) -> CacheConfig:
         prefetch_policy=random.choice(("best_effort", "wait_complete", "timeout")),
         prefetch_timeout_base=0.05, prefetch_quota=random.choice((0.2, 1.0)), close_deadline=60.0,
     )  # fmt: skip
+
+
+def draw_asks(seed: int, config: CacheConfig | None = None) -> list[Ask]:
+    """What callers want in the world of ``seed``, in its pools or in others."""
+    random = Random(f"{seed}/asks")
+    return [_draw_ask(random, config or draw_config(seed)) for _ in range(REQUESTS)]
 
 
 def _draw_ask(random: Random, config: CacheConfig) -> Ask:

@@ -1,14 +1,29 @@
-"""Schedulers in lockstep over simulated ranks: same admissions, same retractions, same batches, same tokens."""
+"""Schedulers in lockstep over simulated ranks: same admissions, same retractions, same batches, same tokens.
+
+Mutations that must be caught: a scheduler that looks at what has ended on its own rank (fetches, loads), that drops an
+aborted request before all ranks have heard of it, that does not step while requests only wait.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
+from asynccache_shim import Batch, Finish, Limits, Request, Scheduler, Settings, State, scheduler
+from asynccache_shim.board import Board
 
+from asynccache import Lease, RankDivergence, RankFailure
+from asynccache.memory.faults import Faults
 from asynccache.ranks import Topology
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
-from tests.shim.shim_rank_world import REQUESTS, Report, World
+from asynccache.testing.simulated_backend import Hostility
+from asynccache.testing.simulated_loop import Deadlock, SimulatedLoop, simulate
+from asynccache.testing.simulated_ranks import Fate
+from tests.shim.shim_kit import PAGE, PatternModel, config, serving
+from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, draw_asks, draw_config
 
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
@@ -33,3 +48,168 @@ def test_ranks_take_the_same_steps(seed: int, topology: Topology) -> None:
     assert not report.errors
     assert sum(report.ends.values()) >= REQUESTS
     assert report.ends["failed"] == 0
+
+
+def test_the_worlds_are_worth_their_time() -> None:
+    """Hits of every tier, retractions, aborts, and steps that compute nothing."""
+    reports = [play(seed, SHAPES[seed % 3]) for seed in range(3, 7)]
+    for tier in ("device", "host", "storage"):
+        assert sum(report.hits[tier] for report in reports) > 0
+    assert sum(report.retractions for report in reports) > 0
+    assert sum(report.ends["aborted"] for report in reports) > 0
+    assert all(report.idle > 0 for report in reports)
+
+
+# one rank and several
+
+
+async def alone(seed: int, asks: Sequence[Ask]) -> list[list[int]]:
+    """What a scheduler without ranks answers, in the same pools."""
+    async with serving(draw_config(seed)) as served:
+        requests = [
+            served.scheduler.submit(Request(list(a.tokens), Limits(a.new), priority=a.priority, extra_key=a.extra_key))
+            for a in asks
+        ]
+        return [await request.done() for request in requests]
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_several_ranks_answer_as_one_does(topology: Topology) -> None:
+    asks = [replace(ask, abort=None) for ask in draw_asks(3)]
+    report = play(3, topology, asks=asks, has_store=False)
+    assert sorted(output for output, *_ in report.outputs.values()) == sorted(asyncio.run(alone(3, asks)))
+
+
+# waiting
+
+
+def stored(seed: int) -> dict[str, Any]:
+    """A store that takes a long time, and the same prompt twice, in two lives."""
+    ask = Ask(tuple(range(8 * PAGE)), 3, 0, None, 0.0, None)
+    return {
+        "config": config(24, 64, prefetch_policy="wait_complete"), "faults": Faults(), "has_store": True,
+        "hostility": Hostility(delay=5.0), "asks": [ask], "latency": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_ranks_go_on_stepping_while_a_request_only_waits_for_a_transfer(topology: Topology) -> None:
+    report = play(1, topology, **stored(1))
+    assert report.hits["storage"] == 7 * PAGE
+    assert report.idle > 1000  # a step a millisecond, while the store takes seconds
+
+
+def test_a_scheduler_that_sleeps_while_requests_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pause(self: Scheduler) -> None:
+        self._board.bell.clear()
+        await self._board.bell.wait()
+
+    monkeypatch.setattr(Scheduler, "_pause", pause)
+    with pytest.raises(Deadlock):
+        play(1, TP2, **stored(1))
+
+
+def test_an_idle_group_sends_nothing() -> None:
+    """Two requests, an hour apart: there are no steps in between but those that what is in flight needs."""
+    ask = Ask(tuple(range(8 * PAGE)), 3, 0, None, 3600.0, None)
+    report = play(1, TP2_PP2, asks=[ask, ask], has_store=False, latency=1e-3)
+    assert report.hits["device"] == 7 * PAGE
+    assert report.steps < 200
+
+
+# a rank that is gone
+
+
+@pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
+@pytest.mark.parametrize("seed", worlds(8, quick=2))
+def test_a_lost_rank_ends_every_request_and_a_new_group_begins(seed: int, fate: Fate) -> None:
+    random = Random(f"{seed}/strike")
+    topology = random.choice(SHAPES)
+    victim, after = random.randrange(topology.ranks), random.random() * 0.1
+
+    async def world(loop: SimulatedLoop) -> Report:
+        return await World(loop, seed, topology).lose(victim, fate, after)
+
+    report = simulate(world, seed)
+    assert set(report.errors) == set(range(topology.ranks)) - {victim}
+    assert {type(error) for error in report.errors.values()} == {RankFailure}
+    assert report.told < TIMEOUT + 1
+    assert report.ends["length"] > 0
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_model_that_fails_on_one_rank_ends_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = PatternModel.forward
+
+    def fails(self: PatternModel, batch: Batch) -> list[int]:
+        if self._salt == rank + 1 and len(self.batches) == 3:
+            raise OSError("out of memory")
+        return forward(self, batch)
+
+    monkeypatch.setattr(PatternModel, "forward", fails)
+    report = play(3, TP2_PP2, has_store=False)
+    assert sorted(report.errors) == [0, 1, 2, 3]
+    assert {type(error) for error in report.errors.values()} == {RankFailure}
+    assert "out of memory" in str(report.errors[rank])
+
+
+def test_settings_that_differ_are_named() -> None:
+    async def world(loop: SimulatedLoop) -> list[str]:
+        ranks = World(loop, 1, TP2)
+        ranks.members[1].settings = Settings(step_tokens=99, max_running=2)
+        ranks.members[0].settings = Settings(step_tokens=98, max_running=2)
+        ends = await asyncio.gather(*(member.live(0) for member in ranks.members), return_exceptions=True)
+        for member in ranks.members:
+            await member.close()
+        return [str(end) for end in ends]
+
+    expected = "scheduler.step_tokens differs between ranks: 98 on rank 0; 99 on rank 1"
+    assert simulate(world, 1) == [expected] * 2
+
+
+# what breaks it
+
+
+def diverges(topology: Topology, **drawn: Any) -> None:
+    """In one of some worlds: other steps, other batches, other trees, or nothing goes on."""
+    for seed in range(12):
+        try:
+            report = play(seed, topology, **drawn)
+        except (AssertionError, ExceptionGroup, Deadlock):
+            return
+        if any(isinstance(error, RankDivergence) for error in report.errors.values()):
+            return
+    raise AssertionError("nobody noticed")
+
+
+def test_loads_that_are_looked_at_on_one_rank_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loading(self: Lease) -> bool:
+        lockstep = self._machine.lockstep
+        assert lockstep is not None
+        ledger = lockstep._ledger
+        mine = [lockstep._numbers[op] for op in self._held().loads if op in lockstep._numbers]
+        return any(not ledger[number].progress.status for number in mine)
+
+    monkeypatch.setattr(Lease, "loading", property(loading))
+    diverges(TP2)
+
+
+def test_fetches_that_are_looked_at_on_one_rank_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(board: Board) -> None:
+        local = Random(f"{id(board)}")
+        for job in board.waiting.values():
+            if job.request.state is State.PREFETCHING and local.random() < 0.5:
+                job.request.state = State.WAITING
+
+    monkeypatch.setattr(scheduler, "note_fetched", note)
+    diverges(TP2)
+
+
+def test_an_abort_that_only_its_own_rank_hears_of_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(self: Scheduler, number: int) -> None:
+        job = self._board.waiting.get(number) or self._board.held.get(number)
+        if job is not None:
+            job.request.end(Finish.ABORTED)
+
+    monkeypatch.setattr(Scheduler, "_abort_everywhere", abort)
+    diverges(PP2)
