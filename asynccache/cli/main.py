@@ -31,6 +31,7 @@ BENCHES = {
 STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
 PLAN = "what each GiB of host memory or disk would save, from one pass over a recorded trace"
 EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"
+DOCTOR = "what there is for a GPU on this machine, how fast it is, and what will be used and why"
 CONFIG = "which settings hold and where they come from; whether a file can be used; what a file may say"
 BUG = 3
 _COMMANDS: dict[Literal["replay", "stress"], str] = {
@@ -101,6 +102,8 @@ def _dispatch(arguments: list[str]) -> int:
         return _bench(arguments[1:])
     if arguments[:1] == ["store"]:
         return _store(arguments[1:])
+    if arguments[:1] == ["doctor"]:
+        return _doctor(arguments[1:])
     if arguments[:1] == ["config"]:
         return _config(arguments[1:])
     if arguments[:1] == ["plan"]:
@@ -124,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("config", help=CONFIG, add_help=False)
     commands.add_parser("plan", help=PLAN, add_help=False)
     commands.add_parser("explain", help=EXPLAIN, add_help=False)
+    commands.add_parser("doctor", help=DOCTOR, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
 
@@ -151,6 +155,14 @@ def _config(arguments: list[str]) -> int:
     parser = _Parser(prog="asynccache config", description=CONFIG[0].upper() + CONFIG[1:] + ".")
     config.add_arguments(parser)
     return config.execute(parser.parse_args(arguments or ["--help"]))
+
+
+def _doctor(arguments: list[str]) -> int:
+    from asynccache.cli import doctor
+
+    parser = _Parser(prog="asynccache doctor", description=DOCTOR[0].upper() + DOCTOR[1:] + ".")
+    doctor.add_arguments(parser)
+    return doctor.execute(parser.parse_args(arguments))
 
 
 def _store(arguments: list[str]) -> int:
@@ -185,7 +197,8 @@ def _bench(arguments: list[str]) -> int:
     chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
     module: Any = import_module(f"asynccache.cli.bench_{chosen}")
     own = _Parser(prog=f"asynccache bench {chosen}", description=BENCHES[chosen] + ".", conflict_handler="resolve")
-    own.add_argument("--json", metavar="PATH|-", default="-", help="where the figures go (default: -)")
+    own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
+                     help="where the figures go (default: -)")
     own.add_argument("--report", metavar="FILE.html", help="write them as one page with plots, too")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])

@@ -193,7 +193,7 @@ class SimulatedCuda:
             self._clocks[stream] |= state.clock
             self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
 
-    def event_create(self) -> int:
+    def event_create(self, *, spins: bool = False) -> int:
         with self._state:
             self._check()
             handle = self._handle()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from asynccache.memory.cuda.driver import Driver, Towards
-from asynccache.memory.cuda.events import Context
+from asynccache.memory.cuda.events import Context, CudaEvent
 from asynccache.memory.cuda.paths import PUBLISHED, Chooser, Cost, Costs, Path, Settings
 from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
 from asynccache.memory.cuda.rows import Rows
@@ -31,58 +33,76 @@ ROUNDS = 3
 
 def calibrate(driver: Driver, size: int = SIZE) -> Costs:
     """What each path costs. Blocks; for before a cache opens."""
-    with ExitStack() as stack:
-        bench = Bench(driver, size)
-        stack.callback(bench.close)
+    with closing(Bench(driver, size)) as bench:
         return {key: bench.cost(*key) for key in PUBLISHED}
 
 
-class Bench:
-    """Two buffers of ``size`` bytes on either side, and a stream to copy between them."""
+def forced(towards: Towards, path: Path, blocks: int = Settings().blocks) -> Chooser:
+    """Always this path, where it is possible."""
+    ways = {Towards.OUT: "out", Towards.IN: "inward", Towards.WITHIN: "within"}
+    changes: dict[str, Any] = {ways[towards]: path}
+    return Chooser(replace(Settings(blocks=blocks), **changes))
 
-    def __init__(self, driver: Driver, size: int, settings: Settings | None = None) -> None:
+
+class Bench:
+    """Buffers of ``size`` bytes on either side, and streams to copy between them."""
+
+    def __init__(self, driver: Driver, size: int) -> None:
         self.size = size
-        self.settings = settings or Settings()
-        self._driver = driver
-        self._context = Context(driver)
-        self._stream = CudaStream("calibration", self._context)
-        self._scratch = Scratch(driver)
+        self.driver = driver
+        self.context = Context(driver)
         self.host = pinned_tensor(driver, (size,), Pinning())
         self.device = [driver.device_tensor((size,)) for _ in range(2)]
+        self._scratch: dict[CudaStream, Scratch] = {}
+        self.stream = self.another()
+
+    def another(self) -> CudaStream:
+        """One more stream."""
+        stream = CudaStream(f"bench-{len(self._scratch)}", self.context)
+        self._scratch[stream] = Scratch(self.driver)
+        return stream
 
     def close(self) -> None:
         """Free all of it."""
-        self._stream.close()
-        self._stream.join()
-        if self._context.failure is not None:
+        for stream in self._scratch:
+            stream.close()
+        for stream in self._scratch:
+            stream.join()
+        if self.context.failure is not None:
             return  # nothing can be given back to a context that is gone
-        self._scratch.close()
-        self._context.events.close()
-        self._driver.stream_destroy(self._stream.handle)
+        for stream, scratch in self._scratch.items():
+            scratch.close()
+            self.driver.stream_destroy(stream.handle)
+        self.context.events.close()
 
     def cost(self, towards: Towards, path: Path) -> Cost:
         """From the times of small and large fragments."""
-        small = min(self.seconds(towards, path, SMALL) for _ in range(ROUNDS))
-        large = min(self.seconds(towards, path, LARGE) for _ in range(ROUNDS))
+        small, large = self.rows(towards, path, SMALL), self.rows(towards, path, LARGE)
+        chooser = forced(towards, path)
+        seconds = [min(self.seconds(rows, chooser) for _ in range(ROUNDS)) for rows in (small, large)]
         fixed = PUBLISHED[towards, path].fixed
-        pieces = self.size // SMALL, max(1, self.size // LARGE)
-        piece = max(1e-9, (small - large) / (pieces[0] - pieces[1]))
-        return Cost(fixed, piece, max(1e-13, (large - fixed - pieces[1] * piece) / self.size))
+        piece = max(1e-9, (seconds[0] - seconds[1]) / max(1, small.pieces - large.pieces))
+        return Cost(fixed, piece, max(1e-13, (seconds[1] - fixed - large.pieces * piece) / large.size))
 
-    def seconds(self, towards: Towards, path: Path, width: int, count: int | None = None) -> float:
-        """From the first call of the driver until the last byte is there."""
-        rows = self.rows(towards, path, width, count)
-        chosen = Settings(out=path, blocks=self.settings.blocks) if towards is Towards.OUT else (
-            Settings(inward=path, blocks=self.settings.blocks) if towards is Towards.IN else
-            Settings(within=path, blocks=self.settings.blocks))  # fmt: skip
-        submission = Submission(self._stream, self._scratch, Chooser(chosen))
+    def seconds(self, rows: Rows, chooser: Chooser) -> float:
+        """From the first call of the driver until the last byte is there.
+
+        Raises:
+            DriverError: the device failed.
+        """
         began = time.perf_counter()
-        self._stream.copy(iter([submission.rows(rows)]), {}, rows)
-        event = self._stream.record()
+        event = self.submit(rows, chooser)
         event.block()
         if event.failure is not None:
             raise event.failure
         return time.perf_counter() - began
+
+    def submit(self, rows: Rows, chooser: Chooser, stream: CudaStream | None = None) -> CudaEvent:
+        """Begin to copy these rows; the event is done when they are there."""
+        stream = stream or self.stream
+        submission = Submission(stream, self._scratch[stream], chooser)
+        stream.copy(submission.all(rows), {}, rows)
+        return stream.record()
 
     def rows(self, towards: Towards, path: Path, width: int, count: int | None = None) -> Rows:
         """Layer-first on the device, page-first on the host. Neighbours for the pitched path, else shuffled pages."""

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 _KIND = {Towards.OUT: 2, Towards.IN: 1, Towards.WITHIN: 3}
 _NON_BLOCKING = 1
-_BLOCKING_SYNC_WITHOUT_TIMING = 1 | 2
+_BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
 
 
@@ -168,8 +168,9 @@ class CupyDriver:
         self._runtime.streamWaitEvent(stream, event)
 
     @_translated
-    def event_create(self) -> int:
-        event: int = self._runtime.eventCreateWithFlags(_BLOCKING_SYNC_WITHOUT_TIMING)
+    def event_create(self, *, spins: bool = False) -> int:
+        flags = _WITHOUT_TIMING | (0 if spins else _BLOCKING_SYNC)
+        event: int = self._runtime.eventCreateWithFlags(flags)
         return event
 
     @_translated

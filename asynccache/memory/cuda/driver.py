@@ -126,8 +126,8 @@ class Driver(Protocol):
         """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
         ...
 
-    def event_create(self) -> int:
-        """An event without timing, for which ``event_synchronize`` sleeps."""
+    def event_create(self, *, spins: bool = False) -> int:
+        """An event without timing, for which ``event_synchronize`` sleeps. ``spins``: for a clock, which must not."""
         ...
 
     def event_destroy(self, event: int) -> None: ...

@@ -107,6 +107,10 @@ class CudaStream(_Recorder):
         self._submit(partial(self._copy, steps, hitches, keep, events))
         return events
 
+    def call(self, work: Work) -> None:
+        """Have the submitter call ``work`` when everything before it is submitted."""
+        self._submit(work)
+
     def lend(self, give_back: Work) -> None:
         """The submitter's batch uses something that is given back when the device has let go of it."""
         self._lent.append(give_back)

@@ -31,6 +31,10 @@ class Submission:
         self._stream = stream
         self._chooser = chooser
 
+    def all(self, rows: Rows) -> Iterator[Step]:
+        """These rows, in one step."""
+        yield self.rows(rows)
+
     def out(self, parts: Sequence[Part]) -> Iterator[Step]:
         """Device to host, in one step."""
         yield [call for part in parts for call in self.rows(out_rows(part))]
