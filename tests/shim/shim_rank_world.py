@@ -210,6 +210,14 @@ class Member:
             report.steps += 1
             report.idle += not computed
 
+    async def die(self, life: asyncio.Task[None]) -> None:
+        """Its tasks are a process that is gone: they end, wherever they stand."""
+        for task in (self.scheduler._loop, life):
+            assert task is not None
+            task.cancel()
+            await asyncio.wait([task])
+        await self.cache.aclose()
+
     async def close(self) -> None:
         if self.backend is not None:
             await self.backend.aclose()
@@ -278,9 +286,7 @@ class World:
             self.gone(victim, TIMEOUT)
         await asyncio.gather(*(life for rank, life in enumerate(lives) if rank != victim))
         self.report.told = self.loop.time() - struck
-        lives[victim].cancel()
-        await asyncio.wait([lives[victim]])
-        await self.members[victim].cache.aclose()  # its tasks are a process that is gone
+        await self.members[victim].die(lives[victim])
         self.report.errors.pop(victim, None)
         self.net.fates[victim] = Fate.ALIVE
         self.renew()
