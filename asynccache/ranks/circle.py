@@ -100,6 +100,7 @@ class Circle:
     def let_go(self) -> None:
         """Nothing is called any more. Here a group of our own ends, which joins threads of torch's: a process that ends
         meanwhile is aborted. So this comes before anybody hears that closing is done."""
+        self.fail("closed here")  # the lane has ended: a call would wait for ever
         if self.own:
             del self._group
 

@@ -56,12 +56,15 @@ class Turns:
     def away(self) -> None:
         """From here on the player touches nothing that is shared."""
 
-    def play(self, work: Work) -> Work:
+    def play(self, work: Callable[[], Work]) -> Work:
         """What a player's task is to run."""
-        return work
+        return work()
 
     async def run(self) -> None:
         """Deal the turns that are earned."""
+
+    def stop(self) -> None:
+        """The cache is closed: no more are dealt, and nobody waits for the end of one."""
 
     def playing(self) -> bool:
         """Whether this task may sleep here."""
@@ -111,6 +114,7 @@ class LockstepTurns(Turns):
         self._asleep: dict[Waiter, tuple[Player, float]] = {}
         self._player: Player | None = None
         self._over = asyncio.Event()
+        self._stopped = False
 
     def __repr__(self) -> str:
         return f"LockstepTurns({len(self._asleep)} asleep, {len(self._earned)} turns to deal)"
@@ -161,7 +165,7 @@ class LockstepTurns(Turns):
             self._player = None
             self._over.set()
 
-    def play(self, work: Work) -> Work:
+    def play(self, work: Callable[[], Work]) -> Work:
         """The first turn is earned now, not when the task begins: that depends on what else is ready."""
         player = Player()
         first: Waiter = asyncio.get_running_loop().create_future()
@@ -169,16 +173,12 @@ class LockstepTurns(Turns):
         self._earned.append((first, None))
         return self._play(player, first, work)
 
-    async def _play(self, player: Player, first: Waiter, work: Work) -> None:
+    async def _play(self, player: Player, first: Waiter, work: Callable[[], Work]) -> None:
         player.task = asyncio.current_task()
         self._players[player.task] = player
         try:
-            try:
-                await self._turn(player, first, inf)
-            except BaseException:
-                work.close()
-                raise
-            await work
+            await self._turn(player, first, inf)
+            await work()
         finally:
             del self._players[player.task]
             self.away()
@@ -193,7 +193,7 @@ class LockstepTurns(Turns):
         for waiter, (_, until) in tuple(self._asleep.items()):
             if until <= self.rounds:
                 self._earned.append((waiter, _OVER))
-        while self._earned:
+        while self._earned and not self._stopped:
             waiter, value = self._earned.popleft()
             if not waiter.done() and waiter in self._asleep:
                 self._over.clear()
@@ -201,6 +201,10 @@ class LockstepTurns(Turns):
                 waiter.set_result(value)
                 await self._over.wait()
 
+    def stop(self) -> None:
+        """As ``Turns``. A player that is cancelled before it begins would never say that its turn is over."""
+        self._stopped = True
+        self._over.set()
 
     def _make_calls(self) -> None:
         due = [alarm for alarm in self._calls if alarm.round <= self.rounds]

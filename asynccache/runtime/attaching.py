@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
@@ -106,7 +107,6 @@ async def close_unattached(attached: Attached) -> None:
 async def attach(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
     """See ``AsyncCache.attach_storage``. Whoever fails or is cancelled has attached nothing."""
     store = machine.tiers()
-    machine.introduce(attached)
 
     def add() -> Plan:
         store.attach(attached, position)
@@ -116,7 +116,7 @@ async def attach(machine: Machine, attached: Attached, position: int | None, *, 
         stores = backfill and attached.options.write
         if stores or machine.announcing is not None:
             walk = machine.core.backfill(store=stores)
-            player = machine.driver.turns.play(_backfill(machine, attached, walk))
+            player = machine.driver.turns.play(partial(_backfill, machine, attached, walk))
             machine.supervisor.spawn(player, "asynccache-backfill")
         return plan
 

@@ -376,7 +376,13 @@ class AsyncCache:
 
         async def opened() -> Attached:
             layout, check = store_layout(self.config.pools()), machine.tiers().check
-            return await open_attached(storage, layout, options, lambda taken: check(taken, position))
+            attached = await open_attached(storage, layout, options, lambda taken: check(taken, position))
+            try:
+                machine.introduce(attached)
+            except BaseException:
+                await close_unattached(attached)
+                raise
+            return attached
 
         if machine.lockstep is None:
             return await opened()

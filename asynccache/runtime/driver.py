@@ -265,6 +265,7 @@ class Driver:
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
+        self.turns.stop()
 
     def closed_error(self) -> AsyncCacheError:
         """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if ranks failed."""

@@ -51,7 +51,9 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     Raises:
         ConfigError: the tokens or a term are unusable.
     """
-    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter = terms
+    tokens, new_tokens, extra_key, _, _, timeout, states, chunk, swa_chunk, shorter = terms
+    if timeout is not None and machine.lockstep is not None:
+        raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
     key = as_key(tokens)
     if not key:
         raise ConfigError("tokens: a lease needs at least one")

@@ -281,7 +281,8 @@ class Lease:
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
-        the waiting only.
+        the waiting only. Several ranks, in the task that steps: as ``wait_layer``, it does not tell of a load that
+        failed here; ``loaded()`` does, on all of them.
 
         Raises:
             LoadFailed: a load failed; release and enter again.
@@ -295,7 +296,8 @@ class Lease:
                 try:
                     await copying.layer(i).wait()
                 except CopyFailed:
-                    await self.loaded()
+                    if not self._machine.driver.stepping():
+                        await self.loaded()
         self._check_loads(core)
 
     def wait_layer(self, stream: object, i: int) -> None:

@@ -179,8 +179,9 @@ class Machine:
     def fail_waiting(self, error: Callable[[], AsyncCacheError]) -> None:
         """Every request in line gets an ``error()`` of its own."""
         self.driver.line.fail(error)
-        for waiting in self.waiting.values():
-            waiting.fail(error())
+        waiting, self.waiting = self.waiting, {}
+        for entry in waiting.values():
+            entry.fail(error())
 
     # guards
 
@@ -210,11 +211,11 @@ class Machine:
     async def serve_line(self) -> None:
         """Several ranks, in each step: whoever waits for a lease tries, first come, first served."""
         for ticket in sorted(self.waiting):
-            waiting = self.waiting[ticket]
-            if not await waiting.attempt():
+            waiting = self.waiting.get(ticket)
+            if waiting is None or not await waiting.attempt():  # the cache may have been closed meanwhile
                 return
             if waiting.over:
-                del self.waiting[ticket]
+                self.waiting.pop(ticket, None)
 
     # namespaces
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.settings import PrefetchPolicy
-from asynccache.errors import AsyncCacheError, CacheFull, ConfigError
+from asynccache.errors import AsyncCacheError, CacheFull
 from asynccache.runtime.entry import GRACE, Entry, Granted, Terms, Turn
 from asynccache.runtime.prefetch import PrefetchHandle
 
@@ -24,8 +24,6 @@ class WaitingEntry(Entry):
     """``entered``: done when it is granted, or will not be. ``over``: it is."""
 
     def __init__(self, machine: Machine, ask: Ask, terms: Terms, granted: Granted) -> None:
-        if terms.timeout is not None:
-            raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
         machine.core.check_possible(ask)
         super().__init__(machine, ask, terms)
         self.over = False
@@ -69,19 +67,20 @@ class WaitingEntry(Entry):
             self._leave()
 
     def fail(self, error: AsyncCacheError) -> None:
-        """The cache is closed."""
-        if not self.entered.done():
-            self.entered.set_exception(error)
-            self.entered.exception()  # whoever awaits it hears; nobody need
+        """The cache is closed: it is not to be granted any more."""
+        self._end(error)
 
     def _end(self, error: AsyncCacheError | None) -> None:
         self.over = True
         self._granted = error is None
         self._leave()
-        if error is not None:
-            self.fail(error)
-        elif not self.entered.done():
+        if self.entered.done():
+            return
+        if error is None:
             self.entered.set_result(None)
+        else:
+            self.entered.set_exception(error)
+            self.entered.exception()  # whoever awaits it hears; nobody need
 
     def _enter(self, grant: Grant) -> None:
         self._grant(grant)

@@ -1,16 +1,61 @@
-"""Found in review: what one rank alone meets, or what hangs, must not touch the others."""
+"""Found in review: what one rank alone meets, or what hangs, must not touch the others; and who closes leaves nobody
+waiting."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any
 
 import pytest
 
-from asynccache.ranks import Topology
+from asynccache import AsyncCache, CacheConfig, Full
+from asynccache.errors import BackendError, CacheClosed, ConfigError, LoadFailed, RankFailure, Unavailable
+from asynccache.memory.faults import Faults
+from asynccache.ranks import LockstepTurns, Topology
+from asynccache.ranks.circle import Circle
+from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_ranks import SimulatedRanks
 from tests.ranks.rank_world import WINDOW, RankWorld, Toy
 
 HANGS = range(1, WINDOW + 1)
+PAGE, LAYERS = 4, 2
+CONFIG = CacheConfig(
+    model="reviewed", page_size=PAGE,
+    components=(Full(bytes_per_token=8, device_tokens=6 * PAGE, host_tokens=32 * PAGE, layers=LAYERS),),
+)  # fmt: skip
+
+Script = Callable[[int, AsyncCache], Awaitable[Any]]
+
+
+def on_two_ranks(script: Script, faults: Faults = Faults()) -> list[Any]:  # noqa: B008
+    """What ``script`` says on each; copies of rank 1 meet ``faults``."""
+
+    async def world(loop: SimulatedLoop) -> list[Any]:
+        net = SimulatedRanks(Topology(tp=2), Random(1))
+        devices = [SimulatedDevice(seed=rank, faults=faults if rank else Faults()) for rank in range(2)]
+
+        async def lived(rank: int) -> Any:
+            cache = AsyncCache(CONFIG, device=devices[rank], ranks=net.member(rank))
+            async with cache:
+                said = await script(rank, cache)
+            return await said if isinstance(said, asyncio.Task) else said
+
+        said = list(await asyncio.gather(lived(0), lived(1)))
+        for device in devices:
+            await device.aclose()
+        return said
+
+    return simulate(world, 1)
+
+
+async def publish(cache: AsyncCache, tokens: list[int]) -> None:
+    async with cache.lease(tokens, wait=False) as lease:
+        await lease.commit(tokens)
+    await cache.flush()
 
 
 @pytest.mark.parametrize("topology", [Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=3)], ids=str)
@@ -32,3 +77,95 @@ def test_what_hangs_keeps_nothing_else_waiting(topology: Topology) -> None:
         assert sorted(decided[-WINDOW:]) == [*HANGS]
 
     simulate(world, 1)
+
+
+def test_a_layer_that_fails_on_one_rank_is_told_on_all_by_loaded_alone() -> None:
+    """The copies to the host are numbers 0 and 1, the load back is number 2."""
+    text = list(range(4 * PAGE))
+
+    async def script(rank: int, cache: AsyncCache) -> str:
+        await publish(cache, text)
+        await publish(cache, list(range(100, 100 + 5 * PAGE)))
+        async with cache.lease([*text, 1], wait=False) as lease:
+            assert lease.loading
+            await lease.layer(LAYERS - 1)
+            await cache.match(text)  # the engine goes on, with the next lockstep call
+            with pytest.raises(LoadFailed):
+                await lease.loaded()
+        return "told"
+
+    assert on_two_ranks(script, Faults(fail_at=frozenset({2}))) == ["told", "told"]
+
+
+def test_a_store_that_cannot_register_memory_on_one_rank_is_attached_on_none() -> None:
+    class Picky(SimulatedBackend):
+        def register(self, pool: str, memory: memoryview) -> None:
+            if pool == "full":
+                raise BackendError("this memory cannot be registered")
+
+    async def script(rank: int, cache: AsyncCache) -> type[Exception]:
+        backend = (Picky if rank else SimulatedBackend)(Random(rank))
+        with pytest.raises((BackendError, Unavailable)) as error:
+            await cache.attach_storage(backend)
+        await publish(cache, list(range(2 * PAGE)))
+        assert not cache.stores
+        return error.type
+
+    assert on_two_ranks(script) == [Unavailable, BackendError]
+
+
+def test_who_waits_when_the_cache_closes_is_not_granted_a_lease_afterwards() -> None:
+    caches: list[AsyncCache] = []
+
+    async def enter(lease: Any) -> type[Exception]:
+        with pytest.raises(CacheClosed) as error:
+            await lease.__aenter__()
+        return error.type
+
+    async def script(rank: int, cache: AsyncCache) -> asyncio.Task[type[Exception]]:
+        text = list(range(5 * PAGE))
+        async with cache.lease(text, wait=False) as held:
+            waiting = asyncio.get_running_loop().create_task(enter(cache.lease(list(range(100, 100 + 4 * PAGE)))))
+            await cache.step()
+            await held.commit(text)  # so that closing has something to save, and steps
+        caches.append(cache)
+        return waiting
+
+    assert on_two_ranks(script) == [CacheClosed, CacheClosed]
+    for cache in caches:
+        assert not cache.core.active_leases()
+        assert cache.statistics().waiting == 0
+
+
+def test_a_lease_has_no_time_out_of_its_own_whether_it_waits_or_not() -> None:
+    async def script(rank: int, cache: AsyncCache) -> None:
+        for wait in (True, False):
+            with pytest.raises(ConfigError, match="clocks of several ranks differ"):
+                async with cache.lease([1], wait=wait, timeout=1.0):
+                    pass
+
+    on_two_ranks(script)
+
+
+def test_a_turn_of_a_player_that_was_cancelled_before_it_began_is_not_waited_for_when_the_cache_closes() -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        turns = LockstepTurns()
+        player = loop.create_task(turns.play(lambda: asyncio.sleep(0)))
+        dealing = loop.create_task(turns.run())
+        loop.call_soon(turns.stop)
+        player.cancel()
+        await dealing
+        await asyncio.wait([player])
+
+    for seed in range(10):
+        simulate(world, seed)
+
+
+def test_nothing_is_called_in_a_group_whose_connections_were_closed_here() -> None:
+    """Also where the group is the embedder's and stays open: the thread that made its calls has ended."""
+    group: Any = object()
+    circle = Circle(group, (0, 1), 0, 1.0, own=False)
+    circle.check()
+    circle.let_go()
+    with pytest.raises(RankFailure, match="closed here"):
+        circle.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -60,7 +61,7 @@ class PrefetchStage:
         """Begin to serve ``handle``."""
         self.handles[handle] = None
         handle.began = self._clock()
-        if self._spawn(self._driver.turns.play(self._serve(handle)), "asynccache-prefetch") is None:
+        if self._spawn(self._driver.turns.play(partial(self._serve, handle)), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
     def skip(self, handle: PrefetchHandle, reason: str) -> None:
