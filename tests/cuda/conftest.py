@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.device import CudaDevice, open_device
+from asynccache.memory.cuda.paths import Chooser, Settings
+from asynccache.memory.faults import Faults
+from tests.cuda.gpu import GPU
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 Make = Callable[..., CudaDevice]
@@ -34,7 +37,33 @@ def simulated_device(drivers: list[SimulatedCuda]) -> Make:
     return make
 
 
+@pytest.fixture(scope="session")
+def opened_gpu() -> CudaDevice:
+    """Opened once: that compiles the kernel and measures the paths."""
+    return open_device("cuda:0")
+
+
 @pytest.fixture
-def make_device(simulated_device: Make) -> Make:
+def gpu_device(request: pytest.FixtureRequest) -> Make:
+    """Makes devices on the first GPU."""
+    opened: CudaDevice = request.getfixturevalue("opened_gpu")
+
+    def make(faults: Faults | None = None, settings: Settings | None = None) -> CudaDevice:
+        chooser = Chooser(settings or Settings(), opened.chooser.costs)
+        return CudaDevice(opened.driver, settings=settings, chooser=chooser, faults=faults)
+
+    return make
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda:0", marks=GPU)])
+def device_name(request: pytest.FixtureRequest) -> str:
+    """What a test runs on: the simulated driver, and the first GPU where there is one."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def make_device(request: pytest.FixtureRequest, device_name: str) -> Make:
     """For the tests that every device has to pass."""
-    return simulated_device
+    make: Make = request.getfixturevalue("simulated_device" if device_name == "simulated" else "gpu_device")
+    return make

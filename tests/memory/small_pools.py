@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
@@ -40,13 +41,15 @@ def fill_device(mover: Mover, seed: int = 7) -> None:
     """Every byte of every device pool is random."""
     rng = np.random.default_rng(seed)
     for p in mover.device_pools.values():
-        for array in p.arrays:
-            array[:] = rng.integers(0, 256, array.shape, np.uint8)
+        for i in range(p.spec.layers if p.spec.bytes_per_page else 0):
+            layer = p.layer(i)
+            layer.copy_(torch.from_numpy(rng.integers(0, 256, tuple(layer.shape), np.uint8)))
 
 
 def device_page(mover: Mover, name: str, slot: int) -> bytes:
     """A device page as the host would hold it: layer after layer."""
-    return b"".join(array[slot].tobytes() for array in mover.device_pools[name].arrays)
+    p = mover.device_pools[name]
+    return b"".join(p.layer(i)[slot].cpu().numpy().tobytes() for i in range(p.spec.layers))
 
 
 def host_page(mover: Mover, name: str, slot: int) -> bytes:

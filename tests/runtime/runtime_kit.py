@@ -132,7 +132,7 @@ def holds(cache: AsyncCache, name: str, slot: int, page_hash: bytes) -> bool:
     """Whether a device page has the bytes that belong there."""
     pool = cache.pools[name]
     return all(
-        np.array_equal(pool.layer(layer)[slot].numpy(), value(page_hash, name, layer, pool.layer(layer).shape[1]))
+        np.array_equal(pool.layer(layer)[slot].cpu().numpy(), value(page_hash, name, layer, pool.layer(layer).shape[1]))
         for layer in range(LAYERS)
     )
 

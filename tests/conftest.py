@@ -1,0 +1,41 @@
+"""``pytest --device cuda:0`` runs every test that makes a CPU device on a GPU; ``--device simulated-cuda`` on the CUDA
+device with a simulated driver, which needs none, and looks for races besides.
+
+The name ``CpuDevice`` stands for the other device then, wherever a test or the cache itself makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", metavar="cpu|cuda:N|simulated-cuda",
+                     help="what stands behind the devices that tests make")  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name: str = config.getoption("--device")
+    if name != "cpu":
+        from asynccache.errors import ConfigError
+        from asynccache.memory import cpu
+        from tests.cuda.instead import device_class
+
+        try:
+            setattr(cpu, "CpuDevice", device_class(name))  # noqa: B010  before anybody imports it
+        except ConfigError as error:
+            raise pytest.UsageError(f"--device {name}: {error}") from None
+
+
+@pytest.fixture(autouse=True)
+def _no_races(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The simulated drivers of this test saw nothing wrong."""
+    yield
+    if request.config.getoption("--device") == "simulated-cuda":
+        from tests.cuda import instead
+
+        problems: list[Any] = instead.end_drivers()
+        assert problems == []

@@ -1,0 +1,137 @@
+"""On a GPU: every path's bytes, an engine in torch, many transfers, and the commands. ``make test-gpu`` runs it with
+the tests of the runtime, the scheduler and the sidecars on the same device."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from asynccache.cli import bench_cuda
+from asynccache.cli.main import main
+from asynccache.core.plan import Move
+from asynccache.memory.cuda import submission
+from asynccache.memory.cuda.paths import Path, Settings
+from asynccache.memory.cuda.scratch import STAGING_BYTES
+from asynccache.memory.mover import Mover
+from tests.cuda.conftest import Make
+from tests.cuda.gpu import GPU
+from tests.cuda.test_cuda_copies import WAYS, random_move
+from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+
+pytestmark = GPU
+
+LONG = 200_000_000
+"""Cycles: about a tenth of a second."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("size", "layers", "align"), [
+    (64, 4, 1), (96, 1, 1), (100, 5, 1), (128, 2, 4096), (3 << 20, 3, 4096), (8208 * 3, 3, 1),
+])
+@pytest.mark.parametrize("settings", WAYS, ids=lambda s: f"{s.out and s.out.value}-{s.inward and s.inward.value}")
+async def test_every_path_brings_every_byte(
+    gpu_device: Make, monkeypatch: pytest.MonkeyPatch, settings: Settings, size: int, layers: int, align: int
+) -> None:
+    monkeypatch.setattr(submission, "STAGING_BYTES", min(STAGING_BYTES, 5 * size))
+    device = gpu_device(settings=settings)
+    mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
+    fill_device(mover)
+    for _ in range(4):
+        out, took = random_move(rng, 32, 48)
+        await mover.backup([out]).wait()
+        assert all(host_page(mover, "full", to) == device_page(mover, "full", of) for to, of in took.items())
+        inward, took = random_move(rng, 48, 32)
+        await mover.load([inward]).done.wait()
+        assert all(device_page(mover, "full", to) == host_page(mover, "full", of) for to, of in took.items())
+        pages = rng.permutation(16)[:5]
+        before = [device_page(mover, "full", int(p)) for p in pages]
+        await mover.clone([Move(0, pages.astype("<i4").tobytes(), (pages + 16).astype("<i4").tobytes())]).wait()
+        assert [device_page(mover, "full", int(p) + 16) for p in pages] == before
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [Path.DMA, Path.STAGED, Path.KERNEL])
+async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_device: Make, path: Path) -> None:
+    device = gpu_device(settings=Settings(out=path))
+    mover, stream = Mover(device, [pool(size=1 << 16)]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    engine = mover.engine_stream(stream)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+        for i in range(mover.layers):
+            mover.device_pools["full"].layer(i).fill_(7)
+    written = engine.record()
+    backup = mover.backup([move([3], [5])], after=[written])
+    assert not backup.done()
+    await backup.wait()
+    assert host_page(mover, "full", 5) == bytes([7]) * (1 << 16)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", [Path.DMA, Path.KERNEL])
+async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(gpu_device: Make, path: Path) -> None:
+    device = gpu_device(settings=Settings(inward=path))
+    mover = Mover(device, [pool(size=8 << 20, layers=8, device_pages=32, host_pages=32)])
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    engine = mover.engine_stream(stream)
+    host = mover.host_pools["full"]
+    for page in range(32):
+        host.page(page)[:] = bytes([page + 1]) * (8 << 20)
+    load = mover.load([move(list(range(32)), list(range(32)))])
+    sums = []
+    for i in range(mover.layers):
+        engine.wait_event(load.layers[i])
+        with torch.cuda.stream(stream):
+            sums.append(mover.device_pools["full"].layer(i).amin(dim=1))
+    await engine.record().wait()
+    assert all(s.tolist() == list(range(1, 33)) for s in sums)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16])
+async def test_an_engines_torch_tensors_are_where_loads_arrive(gpu_device: Make, dtype: torch.dtype) -> None:
+    device = gpu_device()
+    mine = [torch.zeros((32, 4096), dtype=torch.uint8, device="cuda:0").view(dtype) for _ in range(2)]
+    mover = Mover(device, [pool(size=8192, layers=2)], device_tensors={"full": mine})
+    fill_device(mover)
+    wanted = device_page(mover, "full", 8)
+    await mover.backup([move([8], [1])]).wait()
+    await mover.load([move([1], [9])]).done.wait()
+    assert b"".join(t[9].view(torch.uint8).cpu().numpy().tobytes() for t in mine) == wanted
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
+    device = gpu_device()
+    mover = Mover(device, [pool(size=1 << 14)])
+    fill_device(mover)
+    gate = device.gate()
+    events = [mover.backup([move([i % 32], [i % 48])], after=[gate] if not i else []) for i in range(5000)]
+    waiting = asyncio.gather(*(e.wait() for e in events))
+    gate.open()
+    async with asyncio.timeout(60):
+        await waiting
+    assert host_page(mover, "full", 4999 % 48) == device_page(mover, "full", 4999 % 32)
+    await device.aclose()
+
+
+def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["large_gb_s"]["device to host"] > 1
+    assert report["wake_up"]["p50_us"] < 100_000
+
+
+def test_the_benchmark_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = argparse.Namespace(device="cuda:0", buffer=0.25, rounds=1, samples=20, every_path=True, quiet=False)
+    figures = bench_cuda.run(args)
+    assert figures["copies"]["fragments"]
+    assert figures["compute"]["layer_wise"]["ratio"] > 0.5
