@@ -5,8 +5,7 @@ Ranks that hold the same tree have made the same calls in the same order; the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -38,21 +37,20 @@ def _recorded(name: str, call: Callable[..., Any], record: Callable[[str, bytes]
             result = type(error).__name__
             raise
         finally:
-            record(name, b"\0".join(_flat((args, tuple(kwargs.items()), result))))
+            record(name, b"\0".join(_flat((args, tuple(kwargs.items()), result), [])))
         return result
 
     return wrapped
 
 
-def _flat(value: object) -> Iterator[bytes]:
+def _flat(value: object, parts: list[bytes]) -> list[bytes]:
     """The bytes of a call's values; whatever is equal on two ranks gives equal bytes."""
-    if isinstance(value, bytes):
-        yield value
-    elif isinstance(value, Enum):
-        yield value.name.encode()
+    if type(value) is bytes:
+        parts.append(value)
     elif isinstance(value, (tuple, list)):
-        yield b"(%d" % len(value)
+        parts.append(b"(%d" % len(value))
         for part in value:
-            yield from _flat(part)
+            _flat(part, parts)
     else:
-        yield repr(value).encode()
+        parts.append(repr(value).encode())
+    return parts

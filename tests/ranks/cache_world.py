@@ -69,13 +69,13 @@ class CacheWorld:
     seed's."""
 
     def __init__(
-        self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 30, climate: Climate | None = None
+        self, loop: SimulatedLoop, seed: int, topology: Topology, iterations: int = 24, climate: Climate | None = None
     ) -> None:
         self.loop = loop
         self.seed = seed
         self.topology = topology
         self.iterations = iterations
-        self.climate = climate or draw_climate(seed)
+        self.climate = climate or _brisk(draw_climate(seed))
         self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
         self.pages: dict[PageKey, tuple[bytes, bytes]] = {}
         self.guest_pages: dict[PageKey, tuple[bytes, bytes]] = {}
@@ -187,6 +187,7 @@ class Member:
 
     def begin(self, life: int) -> None:
         """A new cache, not open yet."""
+        self.life = life
         self.script = Random(f"{self.world.seed}/script {life}")
         self.jobs: list[Job] = []
         ranks = self.world.net.member(self.rank)
@@ -198,7 +199,7 @@ class Member:
         return lockstep.chain.digest if lockstep is not None else 0
 
     async def _iterate(self) -> None:
-        for number in range(self.world.iterations):
+        for number in range(self.world.iterations if self.life == 0 else self.world.iterations // 2):
             await asyncio.sleep(self.local.random() * 0.01)
             await self.act(number)
             await self._step()
@@ -443,7 +444,7 @@ class Member:
         if dice < 0.02:
             await self.cache.invalidate(self.script.choice((None, "tenant")))
             self.met["invalidate"] += 1
-        elif dice < 0.04:
+        elif dice < 0.03:
             await self.cache.flush()
         elif dice < 0.06:
             kept = await self.cache.keep(self.script.choice(self.said) or [0], ttl=KEPT)
@@ -454,7 +455,7 @@ class Member:
             await self._reset()
         elif dice < 0.13 and self.world.has_host:
             await self._change_stores()
-        elif dice < 0.17:
+        elif dice < 0.15:
             await self._idle()
 
     async def _reset(self) -> None:
@@ -483,6 +484,13 @@ class Member:
         if not lockstep.in_flight():
             self.met["idle stretch"] += 1
             await asyncio.sleep(2 * TIMEOUT + self.local.random())
+
+
+def _brisk(climate: Climate) -> Climate:
+    """Everything takes some steps, and not hundreds of them."""
+    hostility = replace(climate.hostility, delay=min(0.008, climate.hostility.delay))
+    faults = replace(climate.faults, delay=(0.001, 0.015))
+    return replace(climate, hostility=hostility, faults=faults, latency=min(0.002, climate.latency))
 
 
 def config_of(climate: Climate, topology: Topology, rank: int) -> CacheConfig:

@@ -33,6 +33,7 @@ class Toy:
         self.rank = rank
         self.stage = world.topology.place(rank).pp
         self.ledger: dict[int, Progress] = {}
+        self.final_at: dict[int, int] = {}
         self.next = 1
         self.commits: list[tuple[int, int, Progress]] = []
         self.random = Random(f"{world.seed}/{rank}")
@@ -62,6 +63,8 @@ class Toy:
             new = Progress(status, 1, counts)
             assert advances(self.ledger[op], new)
             self.ledger[op] = new
+            if status != PENDING:
+                self.final_at[op] = self.steps.step_number
             if fails:
                 return
 
@@ -70,6 +73,7 @@ class Toy:
             return
         step = self.steps.step_number
         self.world.check_decision(op, agreed)
+        self.world.check_staleness(op, step)
         self.commits.append((step, op, agreed))
         self.chain.add(step, "decide", repr((op, agreed)).encode())
         del self.ledger[op]
@@ -92,6 +96,8 @@ class RankWorld:
         self.digests: dict[int, int] = {}
         self.finals: dict[int, Progress] = {}
         self.errors: dict[int, Exception] = {}
+        self.sizes: dict[int, int] = {}
+        self.stalest = 0
         self.credit = 2 * topology.pp
         for rank, toy in enumerate(self.toys):
             toy.steps = Steps(toy, self.net.links(rank), Frames(POOLS, WINDOW), credit=self.credit)
@@ -108,6 +114,18 @@ class RankWorld:
         if all(op in toy.ledger for toy in self.toys):
             whole = fold([toy.ledger[op] for toy in self.toys])
             assert agreed == whole, f"op {op}: decided {agreed}, all have {whole}"
+
+    def check_staleness(self, op: int, step: int) -> None:
+        """A decision comes no later than the next step after the last rank was through, and ``credit`` steps for each
+        stage behind the first, and one; where frames do not tell of everything, each stage may take a round more."""
+        if all(op in toy.final_at for toy in self.toys):
+            told = min(step, max(toy.final_at[op] + 1 for toy in self.toys))
+            stages = self.topology.pp
+            rounds = max(-(-self.sizes.get(k, 0) // WINDOW) for k in range(told, step + 1))
+            bound = (stages - 1) * self.credit + 1 + (stages * rounds if rounds > 1 else 0)
+            late = step - told
+            self.stalest = max(self.stalest, late if rounds == 1 else 0)
+            assert late <= bound, f"op {op}: all were through at step {told}, decided at {step}, {bound} are allowed"
 
     async def run(self) -> None:
         """Every rank in tasks of its own, to the end."""
@@ -156,6 +174,7 @@ class RankWorld:
                 await asyncio.sleep(2 * self.net.timeout)  # nothing in flight: no message, and nobody waits for one
             for _ in range(script.choice((0, 0, 0, 1, 6)) if toy.steps.step_number < self.length else 0):
                 self.act(toy)
+            self.sizes[toy.steps.step_number + 1] = len(toy.ledger)
             await toy.steps.step()
             step = toy.steps.step_number
             if self.net.fates[toy.rank] is Fate.ALIVE:

@@ -12,6 +12,9 @@ from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.simulated_ranks import Fate
 from tests.ranks.rank_world import RankWorld, Toy
 
+COMMITTING, LARGE, GONE, ODD = 220, 24, 45, 40
+STALEST: list[tuple[int, int]] = []
+
 
 def topology_of(seed: int) -> Topology:
     """Up to 8 ranks, more than one."""
@@ -19,21 +22,45 @@ def topology_of(seed: int) -> Topology:
     return Random(f"topology {seed}").choice([topology for topology in every if 1 < topology.ranks <= 8])
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_ranks_commit_the_same(seed: int) -> None:
+def large_topology_of(seed: int) -> Topology:
+    """From 9 to 32 ranks."""
+    every = [Topology(tp, cp, pp) for tp in (1, 2, 4) for cp in (1, 2) for pp in range(1, 9)]
+    return Random(f"topology {seed}").choice([topology for topology in every if 8 < topology.ranks <= 32])
+
+
+def agree(seed: int, topology: Topology, length: int = 30) -> None:
     async def world(loop: SimulatedLoop) -> None:
-        ranks = RankWorld(loop, seed, topology_of(seed))
+        ranks = RankWorld(loop, seed, topology, length=length)
         await ranks.run()
         assert not ranks.errors
         first = ranks.toys[0]
         assert len(first.commits) == first.next - 1 > 0
         assert all(toy.commits == first.commits for toy in ranks.toys)
+        STALEST.append((topology.pp, ranks.stalest))
 
     simulate(world, seed)
 
 
+@pytest.mark.parametrize("seed", range(COMMITTING))
+def test_ranks_commit_the_same(seed: int) -> None:
+    agree(seed, topology_of(seed))
+
+
+@pytest.mark.parametrize("seed", range(LARGE))
+def test_up_to_32_ranks_commit_the_same(seed: int) -> None:
+    agree(seed, large_topology_of(seed), length=12)
+
+
+def test_decisions_are_late_where_there_are_stages() -> None:
+    """What every world asserts a bound of is met: without stages nothing is late, with them it is."""
+    if len(STALEST) < COMMITTING + LARGE:
+        pytest.skip("where all worlds were played")
+    assert {late for pp, late in STALEST if pp == 1} == {0}
+    assert max(late for pp, late in STALEST if pp > 1) > 2
+
+
 @pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(GONE))
 def test_everybody_hears_of_a_rank_that_is_gone(seed: int, fate: Fate) -> None:
     async def world(loop: SimulatedLoop) -> None:
         topology = topology_of(seed)
@@ -55,7 +82,7 @@ def test_everybody_hears_of_a_rank_that_is_gone(seed: int, fate: Fate) -> None:
     simulate(world, seed)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(ODD))
 def test_a_rank_that_does_something_else_is_found(seed: int) -> None:
     class Differs(RankWorld):
         def act(self, toy: Toy) -> None:
