@@ -25,7 +25,7 @@ WINDOW = 4
 LOOK_EVERY = 16
 BUSY_PAUSE, IDLE_PAUSE, NUDGE = 0.001, 0.02, 0.5
 STARTS = 150.0
-GRACE = 5.0
+GRACE, DOUBT = 5.0, 1.0
 SAVING = 120.0
 CLOSING = 60.0
 _LIVES = 20.0
@@ -54,6 +54,7 @@ class Conductor:
         self.lost: dict[int, str] = {}
         self.stopping = False
         self.failed = False
+        self._parted = False
         self._crew = crew
         self._source = source
         self._settings = settings
@@ -214,17 +215,17 @@ class Conductor:
 
     async def _see_off(self) -> None:
         """Something has failed: ticks go on until those who live have noticed, in a step. Who has not noticed by then
-        is told; who says nothing is killed."""
+        is told; who says nothing is killed. Ranks that have parted notice soon or not at all."""
         patience, told = self._settings.rank_timeout + GRACE, False
         while waited := sorted(self._waited_for()):
             now = time.monotonic()
             for rank in waited:
                 silence = now - self._heard_at[rank]
-                if silence > (CLOSING if rank in self._failing else patience):
+                if silence > (CLOSING if told or rank in self._failing else patience):
                     self._lose(rank, f"said nothing for {silence:.0f} s")
             if not told and not self._over:
                 self._send(Tick(self._sent + 1))
-            if not told and now - self._failed_at > patience:
+            if not told and now - self._failed_at > (DOUBT if self._parted else patience):
                 told = True
                 self._crew.send(Leave(), waited)
             await self._change(IDLE_PAUSE)
@@ -262,6 +263,7 @@ class Conductor:
             if what:
                 self._problem(f"after tick {tick}, step {first.steps}, {what} of rank {rank} is another than that of "
                               f"rank {min(answers)}")
+                self._parted = True
                 self._fail()
         self.compared = Compared(self.compared.ticks + 1, self.compared.trees + (first.tree is not None))
         for number in first.ended:
