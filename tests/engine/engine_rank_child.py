@@ -171,9 +171,8 @@ def main() -> None:
     for line in sys.stdin:
         job = Job(**json.loads(line))
         answer = asyncio.run(serve(job))
+        dist.destroy_process_group()
         say({"answer": asdict(answer)})
-        if not answer.error:
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

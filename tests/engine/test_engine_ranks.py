@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,49 +69,58 @@ async def on_one_rank(rounds: Rounds) -> tuple[list[list[int]], dict[tuple[int, 
 
 
 class Crew:
-    """Four processes."""
+    """Four processes, job after job; who is gone is replaced when the next job begins. ``folder``: stores of the job,
+    one for each rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.weights = str(folder / "weights.pt")
         torch.save(reference().state_dict(), self.weights)
-        self.members: list[Member] = []
-        self.life = 0
+        self.members: dict[int, Member] = {}
+        self.jobs = 0
 
-    def start(self, rounds: Rounds, **more: Any) -> None:
-        """New processes, which find the stores of those before."""
-        self.life += 1
-        self.members = [Member("tests.engine.engine_rank_child") for _ in range(4)]
-        for member in self.members:
-            member.hear("ready", STARTS)
-        for rank, member in enumerate(self.members):
+    def begin(self, rounds: Rounds, stores: str, **more: Any) -> None:
+        self.jobs += 1
+        fresh = [rank for rank in range(4) if rank not in self.members]
+        self.members |= {rank: Member("tests.engine.engine_rank_child") for rank in fresh}
+        for rank in fresh:
+            self.members[rank].hear("ready", STARTS)
+        for rank, member in self.members.items():
             member.tell({
-                "rank": rank, "topology": TP2_PP2, "meeting": str(self.folder / f"meeting-{self.life}"),
+                "rank": rank, "topology": TP2_PP2, "meeting": str(self.folder / f"meeting-{self.jobs}"),
                 "weights": self.weights, "rounds": rounds, "device": DEVICE, "host": HOST,
-                "storage": f"file:{self.folder / f'store-{rank}'}?capacity=64MiB&segment=8MiB",
-                "logits": str(self.folder / f"logits-{self.life}-{rank}.pt"), **more,
+                "storage": f"file:{self.folder / stores}-{rank}?capacity=64MiB&segment=8MiB",
+                "logits": str(self.folder / f"logits-{self.jobs}-{rank}.pt"), **more,
             })  # fmt: skip
 
-    def answers(self, ranks: list[int]) -> list[Answer]:
+    def answers(self, ranks: Sequence[int] = range(4)) -> list[Answer]:
         return [Answer(**self.members[rank].hear("answer", ENDS)) for rank in ranks]
 
     def logits(self) -> dict[tuple[int, int], torch.Tensor]:
         """Of the first rank of the last stage, which chooses."""
-        return torch.load(self.folder / f"logits-{self.life}-2.pt")  # type: ignore[no-any-return]
+        return torch.load(self.folder / f"logits-{self.jobs}-2.pt")  # type: ignore[no-any-return]
 
-    def end(self) -> list[int | None]:
-        """The exit statuses."""
-        members, self.members = self.members, []
-        return [member.end() for member in members]
+    def remove(self, rank: int) -> None:
+        """It is gone, or will be."""
+        member = self.members.pop(rank)
+        member.process.kill()
+        member.end()
+
+    def leave(self) -> None:
+        """All of them, each by itself and well."""
+        members, self.members = self.members, {}
+        assert {rank: member.end() for rank, member in members.items()} == dict.fromkeys(members, 0)
 
 
-@pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    crew = Crew(tmp_path)
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    crew = Crew(tmp_path_factory.mktemp("engine-ranks"))
     try:
         yield crew
+        crew.leave()
     finally:
-        crew.end()
+        for rank in list(crew.members):
+            crew.remove(rank)
 
 
 def alike(answers: list[Answer]) -> None:
@@ -153,8 +162,8 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
     *first, last = rounds
 
     outputs, logits = await on_one_rank(first)
-    crew.start(first)
-    answers = crew.answers([0, 1, 2, 3])
+    crew.begin(first, "talks")
+    answers = crew.answers()
     alike(answers)
     assert answers[0].outputs == outputs
     same_logits(crew.logits(), logits)
@@ -163,11 +172,11 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
     assert all(host > 0 for _, host, _ in hits[8:10])
     for answer in answers:
         assert min(answer.stages[name] for name in ("backup_host", "load_back", "backup_storage")) > 0
-    assert crew.end() == [0] * 4
+    crew.leave()
 
     outputs, logits = await on_one_rank([last])
-    crew.start([last])
-    answers = crew.answers([0, 1, 2, 3])
+    crew.begin([last], "talks")
+    answers = crew.answers()
     alike(answers)
     assert answers[0].outputs == outputs
     same_logits(crew.logits(), logits)
@@ -175,31 +184,37 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
     for answer in answers:
         assert answer.stages["prefetch"] > 0
         assert answer.stages["load_back"] > 0
-    assert crew.end() == [0] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "how"), [(0, signal.SIGKILL), (3, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
-)
-def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
-    crew: Crew, victim: int, how: signal.Signals
-) -> None:
+def lose(crew: Crew, victim: int, how: signal.Signals) -> None:
+    """Every request ends at once, all others are told; then a new group finds what is stored."""
     rounds: Rounds = [[(prompt(61, seed=i), 8) for i in range(3)]]
-    crew.start(rounds, timeout=TIMEOUT, endless=True)
+    stores = f"lost-{victim}-{how}"
+    crew.begin(rounds, stores, timeout=TIMEOUT, endless=True)
     crew.members[0].hear("serving", ENDS)
     struck = time.monotonic()
     crew.members[victim].strike(how)
-    others = [rank for rank in range(4) if rank != victim]
-    for answer in crew.answers(others):
+    for answer in crew.answers([rank for rank in range(4) if rank != victim]):
         assert answer.error == "RankFailure", answer.text
         assert answer.at - struck < (TIMEOUT if answer.rank == 0 else 2 * TIMEOUT) + SLACK, answer.text
         assert set(answer.callers) == ({"RankFailure"} if answer.rank == 0 else set())
-    statuses = crew.end()
-    assert [statuses[rank] for rank in others] == [0] * 3
-
-    crew.start(rounds)
-    answers = crew.answers([0, 1, 2, 3])
+    crew.remove(victim)
+    crew.begin(rounds, stores)
+    answers = crew.answers()
     alike(answers)
     assert all(storage > 0 for _, _, storage in answers[0].hits)
-    assert crew.end() == [0] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "how"), [(3, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
+    crew: Crew, victim: int, how: signal.Signals
+) -> None:
+    lose(crew, victim, how)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", range(4))
+def test_each_rank_in_turn(crew: Crew, victim: int, how: signal.Signals) -> None:
+    lose(crew, victim, how)
