@@ -3,17 +3,19 @@
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer)
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
+#   CUDA      the major version that test-gpu installs cupy for: 12 or 13
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 S3       ?= moto
+CUDA     ?= 12
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test test-ranks check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test test-ranks test-gpu check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +23,7 @@ help:
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make test-ranks   ranks as processes, every topology, each rank killed and stopped in turn: some ten minutes"
+	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress; CUDA=12 or 13"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -40,6 +43,11 @@ check: lint
 
 test-ranks: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m ranks
+
+test-gpu: $(VENV)/.installed-gpu
+	$(BIN)/asynccache doctor
+	$(BIN)/python -m pytest -q -rs tests/cuda
+	$(BIN)/python -m pytest -q -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -88,3 +96,7 @@ $(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-cli
+
+$(VENV)/.installed-gpu: $(VENV)/.created pyproject.toml constraints.txt
+	$(INSTALL) -e '.[dev,cuda$(CUDA)]'
+	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-cli

@@ -35,9 +35,11 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 # Blocks with a reason on the page why they are not run: (page, first line).
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
+    ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
+    ("docs/cuda.md", "make test-gpu                                # CUDA=13 for a driver of CUDA 13"),
 }
 # Blocks that are drawings, not code.
-DRAWINGS = {"docs/design.md": 3}
+DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 3}
 PATIENCE = 120.0
 LONG = re.compile(r"\b(stress|replay|bench|make|plan|openai_server|for _ in range)\b")
 
