@@ -3,8 +3,8 @@
 Law: who waits holds nothing. A lease that must see its prefetch through (wait_complete; timeout, until then) does so
 beside the line, so that it blocks nobody, and comes in by the ticket it drew on arrival. At the head, when its pages
 could be granted, a prefetch that still runs is stopped: that is what best_effort means, and a timeout that has passed.
-It ends with the call of the store that is in flight; if the store does not answer within ``GRACE`` the lease goes in
-without it, and the pages go back when the store has let go of them.
+It ends with the call of the store that is in flight; if the store does not answer within ``GRACE``, or is left alone by
+now, the lease goes in without it, and the pages go back when the store has let go of them.
 """
 
 from __future__ import annotations
@@ -182,9 +182,11 @@ class Entry:
                 await self._line.woken(self._place)
 
     async def _stopped(self, handle: PrefetchHandle) -> None:
-        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up."""
+        """Return when ``handle``, which was told to stop, has ended, or this lease has given it up: at once if the
+        store is away, or those in line would wait for one call that hangs after the other."""
+        away = self._machine.store is not None and self._machine.store.shut
         try:
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(0.0 if away else GRACE):
                 await handle
         except TimeoutError:
             self._gave_up = True

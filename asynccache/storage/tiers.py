@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from asynccache.errors import ConfigError
-from asynccache.storage.breaker import best_off
+from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.options import StoreOptions
@@ -212,6 +212,13 @@ class TieredStore:
         """Whether each of them refuses calls now. Probes may be begun, for ``key``."""
         away = [attached.store.is_away(key) for attached in self._stores]
         return bool(away) and all(away)
+
+    @property
+    def shut(self) -> bool:
+        """The same, and nothing is begun. Not so without a store."""
+        return bool(self._stores) and all(
+            attached.store.breaker.state is not BreakerState.CLOSED for attached in self._stores
+        )
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT where any store says so, FAILED where that cannot be known. Cancelling it changes nothing."""
