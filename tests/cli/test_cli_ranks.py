@@ -105,7 +105,7 @@ def test_a_call_that_one_rank_makes_alone_is_named(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_a_tree_that_has_changed_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = odd(TP2, "tampered", tmp_path, monkeypatch)
-    assert report["problems"][0].startswith("after tick 16, step ")
+    assert report["problems"][0].startswith("after tick 10, step ")
     assert "the tree of rank 1 is another than that of rank 0" in report["problems"][0]
 
 

@@ -63,8 +63,8 @@ def _nothing() -> Tokens:
 
 
 class Tick(NamedTuple):
-    """One scheduler iteration. ``aborts``: numbers of requests. ``look``: digest the whole tree, too. ``last``: all
-    requests have ended; save everything, count, and close."""
+    """One scheduler iteration. ``aborts``: numbers of requests. ``look``: digest the tree, however large, and say what
+    the display shows. ``last``: all requests have ended; save everything, count, and close."""
 
     number: int
     arrivals: tuple[Arrival, ...] = ()

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
 
 
+SMALL_TREE = 256
+"""Nodes of a tree that is looked at in every tick: that costs about a millisecond."""
+
+
 class Scheduler:
     """Mutable state: the requests under way, in the order of their arrival."""
 
@@ -71,9 +75,10 @@ class Scheduler:
 
     def _answer(self, tick: Tick, ended: tuple[int, ...]) -> Answer:
         steps, digest = history(self._cache)
-        if not tick.look:
-            return Answer(tick.number, steps, digest, ended)
-        return Answer(tick.number, steps, digest, ended, tree_digest(self._cache.core), self._pulse())
+        core = self._cache.core
+        small = core.statistics().nodes <= SMALL_TREE
+        tree = tree_digest(core) if tick.look or small else None
+        return Answer(tick.number, steps, digest, ended, tree, self._pulse() if tick.look else None)
 
     def _pulse(self) -> Pulse:
         tally, statistics = self.tally, self._cache.statistics()

@@ -34,10 +34,13 @@ class RankedWatch:
         first = pulses[0] if pulses else _NOTHING
         served, cancelled, failed = first.counts
         settings = self._settings
+        done, total = conductor.given, conductor.total
+        if settings.steps is not None:
+            done, total = conductor.compared.ticks, settings.steps
         shape = f"{title(settings)} · tp {settings.tp} cp {settings.cp} pp {settings.pp}"
         return Snapshot(
             title=shape, clock=clock(elapsed, self._duration),
-            progress=progress(elapsed, self._duration, conductor.given, conductor.total),
+            progress=progress(elapsed, self._duration, done, total),
             served=served, running=len(conductor.running), cancelled=cancelled, failed=failed,
             rate=served / elapsed if elapsed else 0.0, tokens=first.tokens, hits=first.hits,
             verified=sum(pulse.verified for pulse in pulses), mismatches=sum(pulse.mismatches for pulse in pulses),
