@@ -142,10 +142,10 @@ class Desk:
         """With the next order.
 
         Raises:
-            TypeError: its terms cannot be sent.
+            ConfigError, TypeError: its terms cannot be sent, or the other ranks would refuse them.
         """
         arrival = Arrival(number, request)
-        encode(Order((arrival,)))
+        decode(encode(Order((arrival,))))
         self._arrivals.append(arrival)
 
     def abort(self, number: int) -> Request | None:

@@ -142,9 +142,7 @@ class Scheduler:
         number = self._count
         if self._orders is not None:
             request.submitted(lambda: self._abort_everywhere(number))
-            request.sampling = _seeded(request.sampling)
-            self._desk.submit(number, request)
-            self._board.bell.set()
+            self._submit_everywhere(number, request)
             return request
         job = Job(request, number)
         request.submitted(lambda: self._aborted(job))
@@ -154,6 +152,15 @@ class Scheduler:
             self._board.drop(job, Finish.FAILED, error)
             raise
         return request
+
+    def _submit_everywhere(self, number: int, request: Request) -> None:
+        request.sampling = _seeded(request.sampling)
+        try:
+            self._desk.submit(number, request)
+        except Exception as error:
+            request.end(Finish.FAILED, error)
+            raise
+        self._board.bell.set()
 
     def _refuse(self) -> NoReturn:
         if isinstance(self._failure, (RankFailure, RankDivergence)):

@@ -5,7 +5,8 @@ Laws:
   that the sender's event loop is alive.
   Each end sends one four times in ``timeout`` and hears of the other at least once in it, also while nobody has
   anything to say and whatever the model is busy with; so an idle group stands for as long as its processes do.
-* A stream that ends without a ``_BYE`` is a rank that is gone. What failed once stays failed.
+* A stream that ends without a ``_BYE`` is a rank that is gone; rank 0 tells the others at once. What failed once stays
+  failed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GRACE = 2.0
 
 _LENGTH = 8
 _SECRET = 16
-_BEAT, _ORDER, _BYE = b"", b"o", b"b"
+_BEAT, _ORDER, _BYE, _LOST = b"", b"o", b"b", b"l"
 
 
 async def connect_orders(ranks: Ranks, host: str = "127.0.0.1", *, timeout: float = TIMEOUT) -> StreamOrders:
@@ -195,14 +196,19 @@ class StreamOrders:
         """To the end of the stream."""
         try:
             while (content := await self._next(wire)) != _BYE:
-                if content != _BEAT:
-                    self._orders.append(content[1:])
-                    self._news.set()
+                self._take(content[:1], content[1:])
             self._fail(f"rank {wire.rank} has left", quietly=True)
         except TimeoutError:
             self._fail(f"rank {wire.rank} was silent for {self._timeout:g} s")
         except (OSError, asyncio.IncompleteReadError):
             self._fail(f"rank {wire.rank} closed the connection")
+
+    def _take(self, kind: bytes, content: bytes) -> None:
+        if kind == _ORDER:
+            self._orders.append(content)
+            self._news.set()
+        elif kind == _LOST:
+            self._fail(content.decode())
 
     async def _next(self, wire: Wire) -> bytes:
         async with asyncio.timeout(self._timeout):
@@ -212,6 +218,12 @@ class StreamOrders:
         """``quietly``: what has come is still to be read; there is no more."""
         if self._failure is None:
             self._failure = RankFailure(reason)
-            if self._lost is not None and not quietly:
-                self._lost(self._failure)
+            if not quietly:
+                self._tell(self._failure)
         self._news.set()
+
+    def _tell(self, failure: RankFailure) -> None:
+        for wire in self._wires if self.leads else ():
+            wire.send(_LOST + str(failure).encode())
+        if self._lost is not None:
+            self._lost(failure)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from asynccache_shim import Limits, Request, Scheduler, Settings
+from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings
 from asynccache_shim.orders import Order
 
 from asynccache import AsyncCache, CacheConfig, RankDivergence, RankFailure, SlidingWindow
@@ -184,7 +184,7 @@ class Member:
     def _ended(self, life: int) -> None:
         for number, request in self.scheduler.requests.items():
             assert request.finish is not None
-            said = (request.output, request.finish, request.hits, request.retractions)
+            said = (request.output, request.finish, request.hits, request.retractions, request.sampling)
             first = self.world.report.outputs.setdefault((life, number), said)
             assert first == said, f"rank {self.rank}, request {number}: {said}, elsewhere {first}"
 
@@ -314,7 +314,9 @@ class World:
 
     async def _one(self, scheduler: Scheduler, ask: Ask) -> None:
         tokens = list(ask.tokens)
-        request = Request(tokens, Limits(ask.new), priority=ask.priority, extra_key=ask.extra_key)
+        request = Request(
+            tokens, Limits(ask.new), priority=ask.priority, extra_key=ask.extra_key, sampling=Sampling(0.5)
+        )  # fmt: skip
         if ask.abort is not None:
             self.loop.call_later(ask.abort, request.abort)
         scheduler.submit(request)

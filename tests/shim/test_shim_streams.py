@@ -106,6 +106,18 @@ async def test_a_rank_that_is_gone_is_told_of_whoever_waits(gone: int) -> None:
     await leaving
 
 
+@pytest.mark.asyncio
+async def test_rank_0_tells_the_others_who_is_gone() -> None:
+    """At once, not when it leaves itself."""
+    leader, one, two = await connected(3)
+    lost: asyncio.Future[RankFailure] = asyncio.get_running_loop().create_future()
+    one.watch(lost.set_result)
+    await two.aclose(well=False)
+    async with asyncio.timeout(10):
+        assert "rank 2 closed" in str(await lost)
+    await asyncio.gather(leader.aclose(well=False), one.aclose(well=False))
+
+
 # coming together
 
 
