@@ -10,8 +10,8 @@ posted only while a frame is due. At most ``credit`` decisions are unanswered. B
 the next decision, and in the first stage it goes through the next MIN, so that a column fails at one step. Where more
 is in flight than a frame can tell of, steps tell of it in turn: nothing waits for what hangs.
 
-Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered, and
-where the last window ended.
+Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered,
+where the last window ended, and what a neighbour that parted from here has done.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol
+
+import numpy as np
 
 from asynccache.errors import RankDivergence, RankFailure
 from asynccache.ranks.chain import Chain, parting, ring_words
@@ -60,6 +62,7 @@ class Steps:
         self._credit = credit
         self._below: Mapping[int, Progress] = {}
         self._window_end = 0
+        self._strange: Words | None = None
         self._told_above = False
         self._error: RankFailure | RankDivergence | None = None
         self._cause = ""
@@ -117,6 +120,7 @@ class Steps:
             self._changed.set()
             kind = int(words[0])
             if kind != Kind.REPORT:
+                self._listen(words)
                 health = Health.DIVERGED if kind == Kind.DIVERGED else Health.FAILED
                 self._bad_news(health, "a later stage said so")
                 return
@@ -161,7 +165,9 @@ class Steps:
         """The frame that decides this step: the column's, or the one from above."""
         try:
             if self._links.above is not None:
-                return await self._links.above.receive()
+                words = await self._links.above.receive()
+                self._listen(words)
+                return words
             words = self._frames.write(Kind.VECTOR, self.health, mine, progress)
             for group in self._links.groups:
                 words = await group.minimum(words)
@@ -178,11 +184,11 @@ class Steps:
             if good:
                 words = words.copy()
                 words[0] = Kind.DECIDE
-            self._send(self._links.below, words if good else frames.bad(health, mine))
+            self._send(self._links.below, words if good else self._bad(health, mine))
             self.due += 1
             self._changed.set()
         if self._links.above is not None and not self._told_above:
-            report = frames.write(Kind.REPORT, Health.OK, mine, progress) if good else frames.bad(health, mine)
+            report = frames.write(Kind.REPORT, Health.OK, mine, progress) if good else self._bad(health, mine)
             self._told_above = not good
             self._send(self._links.above, report)
 
@@ -192,6 +198,19 @@ class Steps:
 
     # bad news
 
+    def _bad(self, health: Health, mine: Header) -> Words:
+        """FAIL; or DIVERGED, with what was done here last, and by those of whom that was heard."""
+        words = self._frames.bad(health, mine)
+        if health is Health.DIVERGED:
+            ring = np.array(ring_words(self._replica.chain, self._frames.length - HEADER), np.int64)
+            words[HEADER:] = ring if self._strange is None else np.minimum(ring, self._strange)
+        return words
+
+    def _listen(self, words: Words) -> None:
+        """A neighbour may say what it has done."""
+        if words[0] == Kind.DIVERGED:
+            self._strange = words[HEADER:]
+
     def _bad_news(self, health: Health, cause: str) -> None:
         """A stage below has failed: those above are told at once, in place of the next report."""
         self.health = health
@@ -199,7 +218,7 @@ class Steps:
         self._changed.set()
         if self._links.above is not None and not self._told_above:
             self._told_above = True
-            self._send(self._links.above, self._frames.bad(health, self._header()))
+            self._send(self._links.above, self._bad(health, self._header()))
 
     async def _fail(self, health: Health) -> NoReturn:
         self.health = health
@@ -211,12 +230,13 @@ class Steps:
         raise self._error
 
     async def _parting(self) -> str:
-        """Where ranks parted. A column, which learns of it at one step, compares what its ranks did last."""
-        chain, frames = self._replica.chain, self._frames
-        if not self._links.groups:
-            return self._cause or f"another stage has done something else; here the last was {chain.last()[-1:]}"
-        words = frames.bad(Health.DIVERGED, self._header())
-        words[HEADER:] = ring_words(chain, frames.length - HEADER)
+        """Where ranks parted. A column, which learns of it at one step, compares what its ranks did last, and what
+        they have heard of stages below; a stage below, what it did with what it has heard."""
+        chain = self._replica.chain
+        if not self._links.groups and self._strange is None:
+            last = chain.at(chain.count)
+            return f"another stage has done something else; here the last was {last.what if last else 'nothing'!r}"
+        words = self._bad(Health.DIVERGED, self._header())
         try:
             for group in self._links.groups:
                 words = await group.minimum(words)

@@ -13,13 +13,13 @@ import pytest
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import BackendError, CacheClosed, ConfigError, LoadFailed, RankFailure, Unavailable
 from asynccache.memory.faults import Faults
-from asynccache.ranks import LockstepTurns, Topology
+from asynccache.ranks import Frames, LockstepTurns, Steps, Topology
 from asynccache.ranks.circle import Circle
 from asynccache.testing.simulated_backend import SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.simulated_ranks import SimulatedRanks
-from tests.ranks.rank_world import WINDOW, RankWorld, Toy
+from tests.ranks.rank_world import POOLS, WINDOW, RankWorld, Toy
 
 HANGS = range(1, WINDOW + 1)
 PAGE, LAYERS = 4, 2
@@ -77,6 +77,40 @@ def test_what_hangs_keeps_nothing_else_waiting(topology: Topology) -> None:
         assert sorted(decided[-WINDOW:]) == [*HANGS]
 
     simulate(world, 1)
+
+
+@pytest.mark.parametrize("topology", [Topology(pp=2), Topology(pp=4), Topology(tp=2, pp=2)], ids=str)
+def test_the_first_stage_names_the_entry_in_which_a_stage_parted(topology: Topology) -> None:
+    class Blind(dict[int, int]):
+        def setdefault(self, key: int, default: int = 0, /) -> int:
+            return default
+
+    class Strays(RankWorld):
+        """Frames have room for all that is remembered."""
+
+        strayed = 0
+        odd = 0
+
+        def begin(self, odd: int) -> None:
+            self.odd = odd
+            for rank, toy in enumerate(self.toys):
+                toy.steps = Steps(toy, self.net.links(rank), Frames(POOLS), credit=self.credit)
+
+        def act(self, toy: Toy) -> None:
+            super().act(toy)
+            if toy.rank == self.odd and toy.next == 6:
+                toy.chain.add(toy.steps.step_number, "stray", b"")
+                self.strayed, self.digests = toy.chain.count, Blind()
+
+    async def world(loop: SimulatedLoop) -> None:
+        ranks = Strays(loop, loop.seed, topology)
+        ranks.begin(loop.seed)
+        await ranks.run()
+        for rank in range(topology.tp):
+            assert f"entry {ranks.strayed} is where ranks part" in str(ranks.errors[rank])
+
+    for odd in (0, topology.ranks - 1):
+        simulate(world, odd)
 
 
 def test_a_layer_that_fails_on_one_rank_is_told_on_all_by_loaded_alone() -> None:
