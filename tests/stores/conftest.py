@@ -29,13 +29,13 @@ class Startable(Protocol):
 
 S = TypeVar("S", bound=Startable)
 
-BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py")
+BOTH_LOOPS = ("test_redis_conformance.py", "test_redis_connection.py", "test_object_conformance.py")
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """A client that uses sockets itself is tried on both loops."""
+    """What uses sockets itself, or is called back by threads of a library, is tried on both loops."""
     if item.path.name in BOTH_LOOPS:
         return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
@@ -88,6 +88,14 @@ def redis_cluster() -> Iterator[Any]:
 def s3_server() -> Iterator[Any]:
     """An S3 server with an empty bucket."""
     yield from started("s3_server", "MotoServer", "obstore", "object")
+
+
+@pytest.fixture(scope="module")
+def az_server() -> Iterator[Any]:
+    """Azure's blob storage with an empty container, where somebody has installed it; nowhere is it required."""
+    if shutil.which("azurite-blob") is None:
+        pytest.skip("azurite is not installed: npm install -g azurite")
+    yield from started("az_server", "Azurite", "obstore", "object")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,6 @@ LOAD = (
 START_WITHIN = 60.0
 HITS_WITHIN = 60.0
 END_WITHIN = 90.0
-MOMENT = 2.5
 LONGEST = 8.0                                          # what the prefetch policy allows, and a busy machine
 ALONE_SECONDS = 12.0
 
@@ -50,14 +50,12 @@ class Trouble(NamedTuple):
 
 @dataclass
 class Phase:
-    """One trouble as it was seen. ``first``, ``last``: requests by their number; ``open_first``: the first that came
-    when the breaker had been open for a moment, 0: none did. ``given``: pages from storage meanwhile. ``back``: seconds
-    from ``heal`` to the first hit."""
+    """One trouble as it was seen. ``first``, ``last``: requests by their number. ``given``: pages from storage
+    meanwhile. ``back``: seconds from ``heal`` to the first hit."""
 
     name: str
     first: int
     last: int = 0
-    open_first: int = 0
     back: float = 0.0
     opened: int = 0
     given: int = 0
@@ -71,10 +69,16 @@ class Seen:
     report: dict[str, Any]
     phases: list[Phase] = field(default_factory=list)
 
-    def p99(self, phase: Phase, *, opened: bool = False) -> float:
-        """Seconds to the first token of the requests of ``phase``; ``opened``: from when the breaker was open."""
-        values = self.report["first_token"][phase.open_first if opened else phase.first : phase.last]
-        return quantile(values, 0.99)
+    def waits(self, phase: Phase, *, opened: bool = False) -> list[float]:
+        """Seconds to the first token of the requests of ``phase``; ``opened``: of those that came when the breaker was
+        open, be it for a moment."""
+        which = range(phase.first, phase.last)
+        asked, changes = self.report["asked"], self.report["changes"]
+        return [self.report["first_token"][i] for i in which if not opened or bisect(changes, asked[i]) % 2]
+
+    def p99(self, phase: Phase) -> float:
+        """Of all of them."""
+        return quantile(self.waits(phase), 0.99)
 
 
 class Run:
@@ -166,14 +170,10 @@ def _endure(run: Run, trouble: Trouble) -> Phase:
     phase = Phase(trouble.name, before["timed"])
     trouble.hurt()
     end = time.monotonic() + trouble.seconds
-    standing, opened = before, 0.0
+    standing = before
     while time.monotonic() < end:
         time.sleep(0.1)
         standing = run.look()
-        if standing["breaker_opened"] > before["breaker_opened"]:
-            opened = opened or time.monotonic()
-            if not phase.open_first and time.monotonic() > opened + MOMENT:
-                phase.open_first = standing["timed"]
     phase.last, phase.opened = standing["timed"], standing["breaker_opened"] - before["breaker_opened"]
     phase.given = standing["get_pages"] - before["get_pages"]
     trouble.heal()
@@ -199,6 +199,7 @@ def check(seen: Seen, troubles: Sequence[Trouble]) -> None:
     assert report["leaks"] == {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, report["leaks"]
     assert report["failed"] == 0, report["problems"]
     assert report["requests"] == report["served"] + report["cancelled"]
+    assert report["fetched_while_open"] == 0, "a request that came when the breaker was open asked storage"
     for phase, trouble in zip(seen.phases, troubles, strict=True):
         assert phase.last > phase.first, f"no request was served while it was {phase.name}"
         assert phase.opened or not trouble.opens, f"the breaker did not open while it was {phase.name}"
@@ -217,7 +218,8 @@ def figures(seen: Seen, without: Mapping[str, Any]) -> dict[str, Any]:
     base = quantile(without["first_token"], 0.99)
     phases = {}
     for phase in seen.phases:
-        whole, opened = seen.p99(phase), seen.p99(phase, opened=True) if phase.open_first else None
+        waits = seen.waits(phase, opened=True)
+        whole, opened = seen.p99(phase), quantile(waits, 0.99) if waits else None
         phases[phase.name] = {
             "requests": phase.last - phase.first,
             "p99_ms": round(whole * 1e3, 1),

@@ -1,7 +1,8 @@
 """``asynccache stress`` in a process of its own that can be asked how it stands. ``failing`` is the other end.
 
 Its arguments are those of ``stress``. A line on its standard input is answered by a line of JSON: counters of now.
-Ctrl-C (SIGINT) ends the run as it does for a user; then the report is printed, with the latency of every request.
+Ctrl-C (SIGINT) ends the run as it does for a user; then the report is printed, with the latency of every request, when
+it asked for its pages, when the breaker was not closed, and how many prefetches were begun then.
 """
 
 from __future__ import annotations
@@ -20,11 +21,52 @@ from asynccache.cli.display import choose
 from asynccache.cli.engine import Engine
 from asynccache.cli.options import Settings, add_arguments, settle
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import Source
+from asynccache.cli.request import Request, Source
+from asynccache.cli.serving import Server
 from asynccache.cli.session import Session, loop_factory
+from asynccache.cli.tally import Tally
+from asynccache.runtime.machine import Machine
+from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.storage import Breaker, BreakerState, Permit
 
 COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
            "timeouts", "failed_calls", "failed_pages", "refused_calls", "crowded_calls")  # fmt: skip
+
+
+class Moments:
+    """``asked``: when each request asked for its pages, in the order of ``Tally.first_token``. ``changes``: when the
+    breaker was not closed any more, and when it was again, in turn. ``fetched``: prefetches begun in between."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.changes: list[float] = []
+        self.fetched = 0
+        self._came: dict[int, float] = {}
+
+    def watch(self) -> None:
+        """Hear of all that happens from now on in this process."""
+        leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Machine.prefetch
+
+        async def came(server: Server, request: Request, *rest: Any) -> None:
+            self._came[request.number] = time.monotonic()
+            await leased(server, request, *rest)
+
+        def ready(tally: Tally, request: Request, *rest: Any) -> None:
+            self.asked.append(self._came[request.number])
+            prompt(tally, request, *rest)
+
+        def entered(breaker: Breaker, state: BreakerState) -> Permit:
+            if (state is BreakerState.CLOSED) is bool(len(self.changes) % 2):
+                self.changes.append(time.monotonic())
+            return enter(breaker, state)
+
+        def fetching(machine: Machine, space: bytes, key: bytes) -> PrefetchHandle:
+            handle = prefetch(machine, space, key)
+            self.fetched += bool(len(self.changes) % 2) and not handle.done()
+            return handle
+
+        Machine.prefetch = fetching  # type: ignore[assignment, method-assign]
+        Server._leased, Tally.prompt, Breaker._enter = came, ready, entered  # type: ignore[assignment, method-assign]
 
 
 class Watched(Session):
@@ -57,13 +99,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser, "stress")
     settings: Settings = settle("stress", vars(parser.parse_args()))
+    moments = Moments()
+    moments.watch()
     with Presses() as presses:
         session = Watched(settings, choose(True), presses)
         threading.Thread(target=_answer, args=(session,), daemon=True).start()
         with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
             report = runner.run(session.run())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _say({**report, **session.latencies(), "trace": session.trace})
+        _say({**report, **session.latencies(), "asked": moments.asked, "changes": moments.changes,
+              "fetched_while_open": moments.fetched, "trace": session.trace})
 
 
 def _answer(session: Watched) -> None:

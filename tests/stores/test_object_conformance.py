@@ -1,5 +1,5 @@
-"""The object store backend against the shipped suite: on a real S3 server, and on a folder and memory by the same
-library."""
+"""The object store backend against the shipped suite, on both loops: on a real S3 server, on Azure's emulator where it
+is installed, and on a folder and memory by the same library."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from asynccache_backends.object_store import ObjectBackend
 
 from asynccache.storage import StorageBackend, parse_url
 from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
+from tests.stores.az_server import Azurite
 from tests.stores.s3_server import MotoServer
 
 _PREFIXES = itertools.count()
@@ -31,6 +32,16 @@ class TestObjectStoreOnS3(BackendSuite):
         for name, value in s3_server.client_environment.items():
             monkeypatch.setenv(name, value)
         return opener(s3_server.url_at(f"conformance/{next(_PREFIXES)}"))
+
+
+class TestObjectStoreOnAzure(BackendSuite):
+    persistent = True
+
+    @pytest.fixture
+    def open_backend(self, az_server: Azurite, monkeypatch: pytest.MonkeyPatch) -> OpenBackend:
+        for name, value in az_server.client_environment.items():
+            monkeypatch.setenv(name, value)
+        return opener(az_server.url_at(f"conformance/{next(_PREFIXES)}"))
 
 
 class TestObjectStoreInAFolder(BackendSuite):
