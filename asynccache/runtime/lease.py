@@ -412,12 +412,26 @@ class Lease:
     def commit_threadsafe(
         self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
-        """``commit`` from an engine's worker thread; its result, or its error, comes by the future."""
+        """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
+
+        Raises:
+            RuntimeError: there are several ranks, whose threads come at different times.
+        """
+        self._one_rank("commit_threadsafe")
         return hand_over(self._machine, partial(self.commit, tokens, ready, checkpoint))
 
     def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
-        """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it."""
+        """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
+
+        Raises:
+            RuntimeError: there are several ranks.
+        """
+        self._one_rank("release_threadsafe")
         self._machine.loop.call_soon_threadsafe(self._release_soon, after, ended)
+
+    def _one_rank(self, call: str) -> None:
+        if self._machine.lockstep is not None:
+            raise RuntimeError(f"{call}: of several ranks only the task that steps may call, in one order on all")
 
     def _release_soon(self, after: Event | None, ended: bool) -> None:
         if self._machine.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:

@@ -203,3 +203,14 @@ def test_nothing_is_called_in_a_group_whose_connections_were_closed_here() -> No
     circle.let_go()
     with pytest.raises(RankFailure, match="closed here"):
         circle.check()
+
+
+def test_threads_of_several_ranks_are_refused_by_the_call() -> None:
+    async def script(rank: int, cache: AsyncCache) -> None:
+        async with cache.lease(list(range(PAGE)), wait=False) as lease:
+            with pytest.raises(RuntimeError, match="commit_threadsafe: of several ranks"):
+                lease.commit_threadsafe(list(range(PAGE)))
+            with pytest.raises(RuntimeError, match="release_threadsafe: of several ranks"):
+                lease.release_threadsafe()
+
+    on_two_ranks(script)
