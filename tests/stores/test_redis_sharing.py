@@ -240,10 +240,12 @@ async def test_found_by_its_scheme(redis_server: RedisServer) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_raw_client_moves_bytes(redis_server: RedisServer) -> None:
-    """What ``asynccache bench store`` compares with does what it says."""
-    client = await raw(parse_url(redis_server.url))
-    names = [b"raw%d" % i for i in range(20)]
+@pytest.mark.parametrize("server", ["redis_server", "redis_cluster"])
+async def test_the_raw_client_moves_bytes(server: str, request: pytest.FixtureRequest) -> None:
+    """What ``asynccache bench store`` compares with does what it says, and leaves nothing."""
+    store = request.getfixturevalue(server)
+    client = await raw(parse_url(store.url))
+    names = [b"raw%d{%d}" % (i, i % 7) for i in range(20)]
     values = [memoryview(Random(i).randbytes(100_000 + i)) for i in range(20)]
     await asyncio.gather(client.put(names[:10], values[:10]), client.put(names[10:], values[10:]))
     into = [aligned(value.nbytes) for value in values]
@@ -252,5 +254,7 @@ async def test_the_raw_client_moves_bytes(redis_server: RedisServer) -> None:
     with pytest.raises(BackendError):
         await client.get([b"none"], [aligned(10)])
     await client.aclose()
+    for one in getattr(store, "servers", [store]):
+        assert "raw" not in one.say("KEYS", "raw*")
 
 

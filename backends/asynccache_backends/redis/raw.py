@@ -1,77 +1,153 @@
 """The least that a client can do, to hold ours against: for ``asynccache bench store``, never for a cache.
 
 One asyncio protocol that knows two commands, sends values by ``writelines`` and receives them straight into their
-buffers. It knows no header, no error but a broken assumption, no cluster, no deadline. A connection per call in
-flight, as ours has. It shares no code with the backend beyond the URL, so that neither can hide the other's cost.
+buffers. Of a cluster it reads the map once, and sends each server its part of a batch; slots must stay where they are.
+It knows no header, no error but a broken assumption, no deadline. A connection per call in flight, as ours has. It
+shares no code with the backend beyond the URL and what a slot is, so that neither can hide the other's cost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 from asynccache.errors import Unavailable
 from asynccache.storage import ParsedUrl
-from asynccache_backends.redis.settings import Settings, settings_of
+from asynccache_backends.redis.routing import SLOTS, slot_of
+from asynccache_backends.redis.settings import Address, Settings, settings_of
 
 
 class RawClient:
-    """Made by ``raw``."""
+    """Made by ``raw``. ``owners``: the server of each slot; or the only one there is."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, owners: Sequence[Address]) -> None:
         self._settings = settings
-        self._idle: list[_Protocol] = []
+        self._owners = owners
+        self._idle: defaultdict[Address, list[_Protocol]] = defaultdict(list)
         self._stored: list[bytes] = []
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """SET each. Cancelling it loses a connection."""
-        out: list[bytes | memoryview] = []
-        for key, value in zip(keys, values, strict=True):
-            out += (b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value.nbytes), value, b"\r\n")
-        protocol = await self._take()
-        await protocol.ask(out, [b"+OK\r\n" * len(keys)])
+        """SET each. Cancelling it loses connections."""
         self._stored += keys
-        self._idle.append(protocol)
+        await _together([
+            self._put(owner, [keys[i] for i in part], [values[i] for i in part]) for owner, part in self._parts(keys)
+        ])  # fmt: skip
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """GET each; all of them are there, and as long as their buffers. Cancelling it loses a connection."""
-        out = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
-        protocol = await self._take()
-        await protocol.ask([b"".join(out)], _values(into))
-        self._idle.append(protocol)
+        """GET each; all of them are there, and as long as their buffers. Cancelling it loses connections."""
+        await _together([
+            self._get(owner, [keys[i] for i in part], [into[i] for i in part]) for owner, part in self._parts(keys)
+        ])  # fmt: skip
 
     async def aclose(self) -> None:
         """Remove what was put, as far as it is there still, and close the connections."""
-        words = [b"*2\r\n$3\r\nDEL\r\n$%d\r\n%b\r\n" % (len(key), key) for key in self._stored]
-        if words and self._idle:
-            with suppress(ValueError, Unavailable):    # some have left for want of room
-                await self._idle[-1].ask(words, [b":1\r\n" * len(words)])
-        while self._idle:
-            self._idle.pop().transport.abort()
+        for owner, part in self._parts(self._stored):
+            words = [b"*2\r\n$3\r\nDEL\r\n$%d\r\n%b\r\n" % (len(self._stored[i]), self._stored[i]) for i in part]
+            if self._idle[owner]:
+                with suppress(ValueError, Unavailable):    # some have left for want of room
+                    await self._idle[owner][-1].ask(words, [b":1\r\n" * len(words)])
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().transport.abort()
 
-    async def _take(self) -> _Protocol:
-        if self._idle:
-            return self._idle.pop()
-        (host, port), *_ = self._settings.seeds
-        tls = self._settings.tls
-        name = None if tls is None else self._settings.tls_name or host
-        loop = asyncio.get_running_loop()
+    def _parts(self, keys: Sequence[bytes]) -> list[tuple[Address, Sequence[int]]]:
+        """Which keys are whose."""
+        if len(self._owners) == 1:
+            return [(self._owners[0], range(len(keys)))] if keys else []
+        parts: dict[Address, list[int]] = {}
+        for i, key in enumerate(keys):
+            parts.setdefault(self._owners[slot_of(key)], []).append(i)
+        return list(parts.items())
+
+    async def _put(self, owner: Address, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
+        out: list[bytes | memoryview] = []
+        for key, value in zip(keys, values, strict=True):
+            out += (b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, value.nbytes), value, b"\r\n")
+        protocol = await self._take(owner)
+        await protocol.ask(out, [b"+OK\r\n" * len(keys)])
+        self._idle[owner].append(protocol)
+
+    async def _get(self, owner: Address, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
+        out = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
+        protocol = await self._take(owner)
+        await protocol.ask([b"".join(out)], _values(into))
+        self._idle[owner].append(protocol)
+
+    async def _take(self, owner: Address) -> _Protocol:
+        if self._idle[owner]:
+            return self._idle[owner].pop()
+        host, port = owner
+        loop, (tls, name) = asyncio.get_running_loop(), _tls(self._settings, host)
         _, protocol = await loop.create_connection(_Protocol, host, port, ssl=tls, server_hostname=name)
-        words = [word.encode() for word in (self._settings.username, self._settings.password) if word]
-        if words:
-            auth = [b"*%d\r\n$4\r\nAUTH\r\n" % (1 + len(words)), *(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)]
-            await protocol.ask(auth, [b"+OK\r\n"])
-        if self._settings.database:
-            await protocol.ask([b"SELECT %d\r\n" % self._settings.database], [b"+OK\r\n"])
+        for words in _greeting(self._settings):
+            await protocol.ask([words], [b"+OK\r\n"])
         return protocol
 
 
 async def raw(url: ParsedUrl) -> RawClient:
-    """A bare client of the server that ``url`` names."""
-    return RawClient(settings_of(url))
+    """A bare client of the server, or the cluster, that ``url`` names. Cancelling it leaves nothing open.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    settings = settings_of(url)
+    owners = [settings.seeds[0]]
+    if settings.cluster != "off":
+        owners = _owners(await _slots(settings)) or owners
+    return RawClient(settings, owners)
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    if len(calls) == 1:
+        await calls[0]
+    else:
+        await asyncio.gather(*calls)
+
+
+def _greeting(settings: Settings) -> list[bytes]:
+    """What is said first on a connection, each answered by OK."""
+    words = [word.encode() for word in (settings.username, settings.password) if word]
+    auth = b"*%d\r\n$4\r\nAUTH\r\n" % (1 + len(words)) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+    return [auth] * bool(words) + [b"SELECT %d\r\n" % settings.database] * bool(settings.database)
+
+
+def _tls(settings: Settings, host: str) -> tuple[Any, str | None]:
+    return settings.tls, None if settings.tls is None else settings.tls_name or host
+
+
+async def _slots(settings: Settings) -> Any:
+    """What the first server says of its cluster; not a list, if it is none."""
+    host, port = settings.seeds[0]
+    tls, name = _tls(settings, host)
+    reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname=name)
+    try:
+        for words in _greeting(settings):
+            writer.write(words)
+            await _reply(reader)
+        writer.write(b"CLUSTER SLOTS\r\n")
+        return await _reply(reader)
+    finally:
+        writer.transport.abort()
+
+
+async def _reply(reader: asyncio.StreamReader) -> Any:
+    line = (await reader.readuntil(b"\r\n"))[:-2]
+    if line[:1] == b"*":
+        return [await _reply(reader) for _ in range(int(line[1:]))]
+    if line[:1] == b"$":
+        return (await reader.readexactly(int(line[1:]) + 2))[:-2]
+    return int(line[1:]) if line[:1] == b":" else line
+
+
+def _owners(slots: Any) -> list[Address]:
+    """The server of each slot; [], if it is no cluster."""
+    found: dict[int, Address] = {}
+    for first, last, (host, port, *_), *_ in slots if isinstance(slots, list) else ():
+        found.update(dict.fromkeys(range(first, last + 1), Address(host.decode(), port)))
+    return [found[slot] for slot in range(SLOTS)] if len(found) == SLOTS else []
 
 
 class _Protocol(asyncio.BufferedProtocol):
