@@ -29,8 +29,8 @@ class Agreement(Protocol):
 
     turns: Turns
 
-    def opened(self, op: int) -> None:
-        """An operation has begun, of which ``report`` will be told."""
+    def opened(self, op: int, *, storing: bool = False) -> None:
+        """An operation has begun, of which ``report`` will be told. ``storing``: storage takes it, and may be late."""
         ...
 
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
@@ -65,7 +65,7 @@ class SingleRank:
     def __init__(self) -> None:
         self.turns = Turns()
 
-    def opened(self, op: int) -> None:
+    def opened(self, op: int, *, storing: bool = False) -> None:
         """Nobody else need know."""
 
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:

@@ -196,6 +196,8 @@ class AsyncCache:
             if machine.events is not None and machine.supervisor.error is None:
                 machine.events.hand_on()  # what the last acks announced
             machine.close(None)
+            if machine.lockstep is not None:
+                await machine.lockstep.aclose()
             await self._close_resources()
 
     async def _settle_down(self, machine: Machine) -> None:

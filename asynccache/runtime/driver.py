@@ -140,13 +140,16 @@ class Driver:
 
         Raises:
             RankFailure, RankDivergence: the cache is closed.
+            CacheClosed: a worker of this rank died meanwhile.
         """
         self.scheduler = asyncio.current_task()
+        self.check_open()
         try:
             decided = await self.agreement.step()
         except (RankFailure, RankDivergence) as error:
             self.on_failure(error)
             raise
+        self.check_open()
         if decided:
             async with self.lock:
                 self.settle()
@@ -204,7 +207,8 @@ class Driver:
             if sink is not None:
                 sink(effect)
             return
-        self.begin(effect.op)
+        self.ops.open(effect.op)
+        self.agreement.opened(effect.op, storing=isinstance(effect, BackupStorage))
         if isinstance(effect, (BackupHost, BackupStorage)):
             self.saving.add(effect.op)
         if not isinstance(effect, Retire):
@@ -213,11 +217,6 @@ class Driver:
             self.post(Outcome(effect.op, Status.DONE))
         else:
             retiring.append(effect.op)
-
-    def begin(self, op: int) -> None:
-        """An operation has entered the ledger."""
-        self.ops.open(op)
-        self.agreement.opened(op)
 
     async def slices(self, call: Callable[[], T | More]) -> tuple[T, asyncio.CancelledError | None]:
         """Under the lock: ``call`` until it answers, with a turn of the loop between slices.
@@ -276,6 +275,11 @@ class Driver:
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
         return error
+
+    def check_open(self) -> None:
+        """Raise why the cache is closed, if it is."""
+        if self.closed is not None:
+            self.refuse()
 
     def refuse(self) -> NoReturn:
         """Raise why the cache is closed."""

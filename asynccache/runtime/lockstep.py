@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from asynccache.core.plan import Outcome, Status
+from asynccache.errors import RankFailure
 from asynccache.ranks import NEUTRAL, Chain, Counts, Frames, LockstepTurns, Phase, Progress, Ranks, Steps, Turns
+from asynccache.ranks.frames import Header, Health
 from asynccache.ranks.membership import is_clocked
 from asynccache.ranks.progress import FINAL, PENDING
+
+FAREWELL = 2.0
 
 
 class Transfer:
@@ -24,6 +29,11 @@ class Transfer:
     def __init__(self, op: int, progress: Progress) -> None:
         self.op = op
         self.progress = progress
+
+    def stop(self) -> None:
+        """``go_on`` falls, here."""
+        if self.progress.status == PENDING and self.progress.go_on:
+            self.progress = self.progress._replace(go_on=0)
 
     def refresh(self) -> None:
         """Look at the clock, if it has one."""
@@ -37,10 +47,11 @@ class Lockstep:
     rank."""
 
     def __init__(self, ranks: Ranks, pools: Sequence[str], here: Collection[str]) -> None:
-        frames = Frames(len(pools))
+        self._frames = frames = Frames(len(pools))
+        self._links = ranks.links(frames.length)
         self.turns: Turns = LockstepTurns()
         self.chain = Chain()
-        self.steps = Steps(self, ranks.links(frames.length), frames, credit=2 * ranks.topology.pp)
+        self.steps = Steps(self, self._links, frames, credit=2 * ranks.topology.pp)
         self.pools = tuple(pools)
         self.clocked = is_clocked(ranks)
         self._start = Progress(PENDING, 1, tuple(0 if name in here else NEUTRAL for name in pools))
@@ -48,15 +59,21 @@ class Lockstep:
         self._numbers: dict[int, int] = {}
         self._next = 1
         self._decided: list[Outcome] = []
+        self._stepping = False
+        self._resigned = False
+        self._farewell: asyncio.Task[None] | None = None
+        self.storage_is_late = False
+        self.overdue: dict[int, None] = {}
+        self.on_late: Callable[[bool], None] = _nothing
 
     def __repr__(self) -> str:
         return f"Lockstep({len(self._ledger)} in flight, {self.steps!r})"
 
     # the agreement
 
-    def opened(self, op: int) -> None:
+    def opened(self, op: int, *, storing: bool = False) -> None:
         """An operation has begun. The pages that it moves are counted by nobody: it is done everywhere or failed."""
-        self._numbers[op] = self._open(Transfer(op, self._start))
+        self._numbers[op] = self._open(Storing(self, op, self._start) if storing else Transfer(op, self._start))
 
     def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """This rank's I/O of these operations has let go."""
@@ -81,9 +98,49 @@ class Lockstep:
         """Every rank calls it once per scheduler iteration; see ``ranks.steps``."""
         for transfer in self._ledger.values():
             transfer.refresh()
-        await self.steps.step()
+        was_late, self._stepping = bool(self.overdue), True
+        try:
+            await self.steps.step()
+        finally:
+            self._stepping = False
+            if self._resigned:
+                self._say_farewell()
+        if was_late is not bool(self.overdue):
+            self.on_late(not was_late)
         decided, self._decided = self._decided, []
         return decided
+
+    def resign(self) -> None:
+        """This rank steps no more, because of something of its own. The others are told now or, where a step is under
+        way, by it or after it; those whose ledger is empty, when it is not any more."""
+        self._resigned = True
+        self.steps._bad_news(Health.FAILED, "a worker of this rank died")
+        if not self._stepping:
+            self._say_farewell()
+
+    def _say_farewell(self) -> None:
+        if self._farewell is None:
+            self._farewell = asyncio.get_running_loop().create_task(self._last_words(), name="asynccache-farewell")
+
+    async def _last_words(self) -> None:
+        """To the stage below, and to the column in place of the next step's."""
+        header = Header(self.steps.step_number, self.chain.digest, len(self._ledger))
+        if self._links.below is not None:
+            self._links.below.send(self._frames.bad(Health.FAILED, header))
+        words = self._frames.bad(Health.FAILED, header)
+        with suppress(RankFailure):
+            for group in self._links.groups:
+                words = await group.minimum(words)
+
+    async def aclose(self) -> None:
+        """Give the others ``FAREWELL`` seconds to hear; who closes the connections tells the rest. Cancelling it leaves
+        that to them."""
+        if self._farewell is not None:
+            try:
+                await asyncio.wait([self._farewell], timeout=FAREWELL)
+            finally:
+                self._farewell.cancel()
+            await asyncio.wait([self._farewell])
 
     async def read_reports(self) -> None:
         """What the stage below sends, for as long as there is one."""
@@ -119,9 +176,31 @@ class Lockstep:
         self.chain.add(self.steps.step_number, f"decided {op}", repr(agreed).encode())
         if transfer.op:
             del self._numbers[transfer.op]
+            self.overdue.pop(transfer.op, None)
             self._decided.append(Outcome(transfer.op, Status(agreed.status)))
         else:
             transfer.hear(agreed)
+
+
+class Storing(Transfer):
+    """Pages on their way to storage. ``go_on`` falls where storage is late; agreed, it is late everywhere, until all
+    that was late by then is decided."""
+
+    __slots__ = ("_lockstep",)
+
+    def __init__(self, lockstep: Lockstep, op: int, progress: Progress) -> None:
+        super().__init__(op, progress)
+        self._lockstep = lockstep
+
+    def refresh(self) -> None:
+        """Ask this rank's storage."""
+        if self._lockstep.storage_is_late:
+            self.stop()
+
+    def hear(self, agreed: Progress) -> None:
+        """It is late somewhere."""
+        if not agreed.go_on:
+            self._lockstep.overdue[self.op] = None
 
 
 class Vote(Transfer):
@@ -156,9 +235,8 @@ class LockstepPhase(Transfer):
 
     def refresh(self) -> None:
         """Look at the clock."""
-        progress = self.progress
-        if progress.status == PENDING and progress.go_on and self._lockstep.clocked and self._late():
-            self.progress = progress._replace(go_on=0)
+        if self.progress.status == PENDING and self.progress.go_on and self._lockstep.clocked and self._late():
+            self.stop()
 
     def hear(self, agreed: Progress) -> None:
         """A clock said stop, or everybody has let go: whoever waits in ``meet`` earns a turn."""
@@ -175,3 +253,7 @@ class LockstepPhase(Transfer):
         self.progress = Progress(FINAL, self.progress.go_on, mine)
         agreed = await self._lockstep.turns.sleep(self._met)
         return {name: count for name, count in zip(pools, agreed.counts, strict=True) if count != NEUTRAL}
+
+
+def _nothing(late: bool) -> None:
+    pass

@@ -18,7 +18,7 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
-from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError
+from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.events import Notice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks
@@ -85,6 +85,8 @@ class Machine:
         self.lookups = Lookups(self.core)
         self.driver = Driver(self.core, self.lockstep or agreement)
         self.driver.at_step = self.serve_line
+        if self.lockstep is not None:
+            self.lockstep.on_late = self._tell_late
         self.supervisor = Supervisor(self.close)
         self.driver.on_failure = self.supervisor.fail
         self.claims = Claims(self.driver)
@@ -143,9 +145,14 @@ class Machine:
         )
 
     def _note_late(self, late: bool) -> None:
-        """One rank alone must not tell its core."""
+        """One rank alone must not tell its core; several agree on it."""
         if self.lockstep is None:
-            self.driver.perform(self.core.note_late_storage(late))
+            self._tell_late(late)
+        else:
+            self.lockstep.storage_is_late = late
+
+    def _tell_late(self, late: bool) -> None:
+        self.driver.perform(self.core.note_late_storage(late))
 
     # tasks
 
@@ -170,6 +177,9 @@ class Machine:
         """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
         if self.driver.closed is None:
             self.driver.close(cause)
+            own = isinstance(cause, Exception) and not isinstance(cause, (RankFailure, RankDivergence))
+            if self.lockstep is not None and own:
+                self.lockstep.resign()
             self.fail_waiting(self.driver.closed_error)
             if self.announcing is not None:
                 self.announcing.stop()

@@ -373,6 +373,7 @@ class Member:
             return False
         if not entry.over:
             return False
+        assert job.lease._state.value == "held", "it was given up here alone"
         job.lease._handle, job.lease._arrival = entry.handle, entry.arrival
         self.met["granted in a step"] += 1
         self._entered(job)

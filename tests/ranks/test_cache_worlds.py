@@ -27,7 +27,7 @@ def worlds(count: int, quick: int) -> list[Any]:
     return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.slow,)) for seed in range(count)]
 
 
-def play(seed: int, topology: Topology, iterations: int = 24) -> Report:
+def play(seed: int, topology: Topology, iterations: int = 16) -> Report:
     async def world(loop: SimulatedLoop) -> Report:
         return await CacheWorld(loop, seed, topology, iterations).run()
 
@@ -38,7 +38,7 @@ def lose(seed: int, topology: Topology, fate: Fate) -> Report:
     random = Random(f"{seed}/strike")
 
     async def world(loop: SimulatedLoop) -> Report:
-        ranks = CacheWorld(loop, seed, topology, iterations=60)
+        ranks = CacheWorld(loop, seed, topology, iterations=40)
         return await ranks.lose(random.randrange(topology.ranks), fate, 0.05 + random.random() * 0.2)
 
     return simulate(world, seed)
@@ -65,7 +65,7 @@ def test_a_lost_rank_ends_the_group_and_a_new_one_begins(seed: int, fate: Fate) 
 @pytest.mark.parametrize("seed", worlds(TREES, quick=6))
 def test_ranks_hold_one_tree(seed: int) -> None:
     random = Random(f"{seed}/topology")
-    report = play(seed, random.choice(SMALL if random.random() < 0.6 else MEDIUM))
+    report = play(seed, random.choice(SMALL if random.random() < 0.75 else MEDIUM))
     assert not report.errors
     assert report.ends["served"] > 5
     note("trees", seed, report)
@@ -74,7 +74,7 @@ def test_ranks_hold_one_tree(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1000 + LARGE_TREES))
 def test_up_to_32_ranks_hold_one_tree(seed: int) -> None:
-    report = play(seed, Random(f"{seed}/topology").choice(LARGE), 8)
+    report = play(seed, Random(f"{seed}/topology").choice(LARGE), 6)
     assert not report.errors
     note("large trees", seed, report)
 
