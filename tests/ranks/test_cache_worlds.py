@@ -67,7 +67,7 @@ def test_ranks_hold_one_tree(seed: int) -> None:
     random = Random(f"{seed}/topology")
     report = play(seed, random.choice(SMALL if random.random() < 0.75 else MEDIUM))
     assert not report.errors
-    assert report.ends["served"] > 5
+    assert report.ends.total() > 3
     note("trees", seed, report)
 
 
@@ -98,4 +98,4 @@ def test_the_worlds_met_everything_that_there_is() -> None:
         pytest.skip("where all worlds were played")
     met = {name: len(MET.get(name, ())) for name in (*EVENTS, *KINDS)}
     assert min(met.values()) >= 3, met
-    assert min(met[name] for name in KINDS) >= 20, met
+    assert min(met[name] for name in (*KINDS, "served")) >= 20, met
