@@ -15,7 +15,7 @@ INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c 
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
 
-.PHONY: help demo test test-ranks test-gpu check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test test-ranks test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make test-ranks   ranks as processes, every topology, each rank killed and stopped in turn: some ten minutes"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress; CUDA=12 or 13"
+	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -48,6 +49,9 @@ test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor
 	$(BIN)/python -m pytest -q -rs tests/cuda
 	$(BIN)/python -m pytest -q -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
+
+test-kernels: build/kernels/.installed
+	build/kernels/bin/python -m pytest -q -rs --noconftest tests/cuda/test_cuda_kernel.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -100,3 +104,9 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
 $(VENV)/.installed-gpu: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev,cuda$(CUDA)]'
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-cli
+
+build/kernels/.installed:
+	$(PYTHON) -m venv build/kernels
+	build/kernels/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
+	    pytest pytest-asyncio cupy-cuda12x nvidia-cuda-nvrtc-cu12
+	@touch $@

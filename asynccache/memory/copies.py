@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ RUN_BYTES = 1 << 20
 
 
 class Part(NamedTuple):
-    """A PageCopy whose ids were checked, copied and widened to what numpy indexes with."""
+    """A PageCopy whose ids were checked and copied, and widened to what numpy indexes with unless asked otherwise."""
 
     device: DevicePool
     host: HostPool | None
@@ -69,29 +69,29 @@ class Fires(Protocol):
         ...
 
 
-def device_to_host_parts(copies: Sequence[PageCopy]) -> list[Part]:
+def device_to_host_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
     """Raises InvariantViolation if an id lies outside its pool."""
-    return [_checked(c, c.device.spec.device_pages, c.device.spec.host_pages) for c in copies]
+    return [_checked(c, c.device.spec.device_pages, c.device.spec.host_pages, ids) for c in copies]
 
 
-def host_to_device_parts(copies: Sequence[PageCopy]) -> list[Part]:
+def host_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
     """Raises InvariantViolation if an id lies outside its pool."""
-    return [_checked(c, c.device.spec.host_pages, c.device.spec.device_pages) for c in copies]
+    return [_checked(c, c.device.spec.host_pages, c.device.spec.device_pages, ids) for c in copies]
 
 
-def device_to_device_parts(copies: Sequence[PageCopy]) -> list[Part]:
+def device_to_device_parts(copies: Sequence[PageCopy], ids: type[np.signedinteger[Any]] = np.intp) -> list[Part]:
     """Raises InvariantViolation if an id lies outside its pool."""
-    return [_checked(c, c.device.spec.device_pages, c.device.spec.device_pages) for c in copies]
+    return [_checked(c, c.device.spec.device_pages, c.device.spec.device_pages, ids) for c in copies]
 
 
-def _checked(copy: PageCopy, src_pages: int, dst_pages: int) -> Part:
+def _checked(copy: PageCopy, src_pages: int, dst_pages: int, kind: type[np.signedinteger[Any]]) -> Part:
     for ids, pages in ((copy.src, src_pages), (copy.dst, dst_pages)):
         # As unsigned numbers negative ids are huge: one pass finds both kinds of error.
         if len(ids) and int(ids.view(np.uint32).max()) >= pages:
             raise InvariantViolation(f"{copy.device!r}: a page id lies outside 0..{pages - 1}")
     if len(copy.src) != len(copy.dst):
         raise InvariantViolation(f"{copy.device!r}: {len(copy.src)} pages do not fit {len(copy.dst)} pages")
-    return Part(copy.device, copy.host, copy.src.astype(np.intp), copy.dst.astype(np.intp))
+    return Part(copy.device, copy.host, copy.src.astype(kind), copy.dst.astype(kind))
 
 
 def device_to_host_steps(parts: Sequence[Part]) -> Iterator[Step]:

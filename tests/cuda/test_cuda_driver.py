@@ -15,7 +15,7 @@ import torch
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import cupy_driver, kernels, libcuda
+from asynccache.memory.cuda import cupy_driver, libcuda
 from asynccache.memory.cuda.calibration import Bench, calibrate
 from asynccache.memory.cuda.device import open_device
 from asynccache.memory.cuda.driver import DriverError, Spans, Towards
@@ -257,21 +257,3 @@ def test_rows_of_the_bench_cover_what_was_asked_for(drivers: list[SimulatedCuda]
     for towards, count in ((Towards.OUT, 64), (Towards.IN, 2), (Towards.WITHIN, 128)):
         assert bench.rows(towards, Path.DMA, 4096, count).pieces == count
     bench.close()
-
-
-# the kernel
-
-
-def test_the_kernel_compiles_without_a_gpu_and_moves_16_bytes_at_a_time() -> None:
-    pytest.importorskip("cupy", reason="cupy is not installed: the kernel is compiled where it is")
-    try:
-        ptx = kernels.compile_for((9, 0), machine_code=False).decode()
-    except ImportError as error:  # cupy says so where NVRTC's library is missing
-        pytest.skip(f"NVRTC is not installed: {error}")
-    assert kernels.NAME in ptx
-    assert ptx.count("ld.global.L1::no_allocate.v4.u32") == 4
-    assert ptx.count("st.global.L1::no_allocate.v4.u32") == 4
-    loads = [ptx.index(line) for line in ptx.splitlines() if "ld.global.L1::no_allocate" in line]
-    assert max(loads) < ptx.index("st.global.L1::no_allocate")  # all loads are on their way before the first store
-    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
-        assert kernels.compile_for(capability)[:4] == b"\x7fELF"

@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from asynccache.errors import CacheClosed, ConfigError
@@ -111,17 +112,17 @@ class CudaDevice:
     # copies
 
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_host_parts(copies)
+        parts = batch.device_to_host_parts(copies, np.int32)
         own = self._own(stream)
         own.copy(self._submissions[own].out(parts), self._fates.draw(1), parts)
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
-        parts = batch.host_to_device_parts(copies)
+        parts = batch.host_to_device_parts(copies, np.int32)
         own = self._own(stream)
         return own.copy(self._submissions[own].inward(parts, layers), self._fates.draw(layers), parts, layers)
 
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_device_parts(copies)
+        parts = batch.device_to_device_parts(copies, np.int32)
         own = self._own(stream)
         own.copy(self._submissions[own].within(parts), self._fates.draw(1), parts)
 

@@ -1,0 +1,36 @@
+"""The copy kernel, compiled without a GPU: needs cupy and NVRTC, nothing else. ``make test-kernels`` brings both."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccache.memory.cuda import kernels
+
+pytest.importorskip("cupy", reason="cupy is not installed: make test-kernels brings it")
+
+
+def ptx_for(capability: tuple[int, int]) -> str:
+    try:
+        return kernels.compile_for(capability, machine_code=False).decode()
+    except ImportError as error:  # cupy says so where NVRTC's library is missing
+        pytest.skip(f"NVRTC is not installed: {error}")
+
+
+def test_it_has_four_loads_of_16_bytes_in_flight_before_its_first_store() -> None:
+    ptx = ptx_for((9, 0))
+    assert kernels.NAME in ptx
+    lines = [line.split()[0] for line in ptx.splitlines() if "L1::no_allocate" in line]
+    assert lines == ["ld.global.L1::no_allocate.v4.u32"] * 4 + ["st.global.L1::no_allocate.v4.u32"] * 4
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_it_compiles_to_machine_code(capability: tuple[int, int]) -> None:
+    ptx_for(capability)
+    assert kernels.compile_for(capability)[:4] == b"\x7fELF"
+
+
+def test_what_does_not_compile_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    ptx_for((9, 0))
+    monkeypatch.setattr(kernels, "SOURCE", "__global__ void broken() { nothing; }")
+    with pytest.raises(RuntimeError, match="nothing"):
+        kernels.compile_for((9, 0))
