@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from asynccache_backends.pause import FIRST, LAST
 from asynccache_backends.redis import RedisBackend
 
 from asynccache.errors import Unavailable
@@ -123,7 +124,11 @@ async def test_full_refuses_pages_and_serves_what_it_has() -> None:
 
 
 @pytest.mark.asyncio
-async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room() -> None:
+async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("asynccache_backends.redis.backend._now", lambda: now)
     with RedisServer(maxmemory=4 << 20) as server:
         async with opened(server.url, BIG) as backend:
             await put_big(backend, 64)
@@ -131,12 +136,13 @@ async def test_full_is_not_asked_again_at_once_and_takes_pages_when_there_is_roo
             before = _sets(server)
             assert set(await put_big(backend, 8, 200)) == {FAILED}
             assert _sets(server) == before
+            now = FIRST
+            assert set(await put_big(backend, 8, 250)) == {FAILED}
+            assert _sets(server) != before
             await backend.clear()
-
-            async def takes() -> bool:
-                return await put_big(backend, 4, 300) == [HIT] * 4
-
-            await until(takes)
+            assert set(await put_big(backend, 4, 300)) == {FAILED}
+            now += LAST
+            assert await put_big(backend, 4, 300) == [HIT] * 4
             assert await put_big(backend, 4, 400) == [HIT] * 4
 
 
