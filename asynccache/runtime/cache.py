@@ -125,7 +125,7 @@ class AsyncCache:
             pools = self._pools()
             if self._ranks is not None:
                 await shake_hands(self._ranks.gather, description(
-                    self.config, self._ranks.topology, self._on_event is not None
+                    self.config, self._ranks.topology, self._on_event is not None, len(self._stores())
                 ))
             mover = Mover(self._device, pools)  # first: it may refuse, and a store leaves traces
             await self._open_stores()
@@ -143,10 +143,14 @@ class AsyncCache:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``aclose()``. Raises ``CacheClosed`` if a worker had died and nothing else is being raised."""
+        """``aclose()``. If nothing else is being raised: ``CacheClosed`` if a worker had died, and ``RankFailure`` or
+        ``RankDivergence`` if the ranks had come to that."""
         report = await self.aclose()
-        if report.error is not None and error is None:
-            raise CacheClosed("a worker died") from report.error
+        if report.error is None or error is not None:
+            return
+        if isinstance(report.error, (RankFailure, RankDivergence)):
+            raise report.error
+        raise CacheClosed("a worker died") from report.error
 
     async def aclose(self, deadline: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.
@@ -226,7 +230,11 @@ class AsyncCache:
         layout = store_layout(self.config.pools())
         self._store = store = TieredStore()
         options = self.config.storage_options if given is None else {}
-        await open_all(store, self.config.stores if given is None else (given,), layout, options)
+        await open_all(store, self._stores(), layout, options)
+
+    def _stores(self) -> tuple[str | StorageBackend | CheckedStore, ...]:
+        """What there is at the start: given, or named by the configuration."""
+        return self.config.stores if self._given_storage is None else (self._given_storage,)
 
     async def _close_resources(self) -> None:
         try:

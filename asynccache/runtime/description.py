@@ -15,8 +15,9 @@ from asynccache.ranks.handshake import Description
 from asynccache.ranks.topology import Topology
 
 
-def description(config: CacheConfig, topology: Topology, events: bool) -> Description:
-    """Of this rank. ``events``: whether it tells of them; they need hashes, which the core is handed."""
+def description(config: CacheConfig, topology: Topology, events: bool, stores: int) -> Description:
+    """Of this rank. ``events``: whether it tells of them; they need hashes, which the core is handed. ``stores``: how
+    many there are at the start."""
     pools = {
         spec.name: {
             "component": spec.component.name, "from": spec.indices_from, "dtype": spec.dtype,
@@ -32,6 +33,7 @@ def description(config: CacheConfig, topology: Topology, events: bool) -> Descri
         "order": list(pools),
         "core": _core(config.core()),
         "events": events,
+        "stores": stores,
         "prefetch_policy": config.prefetch_policy.value,
         "prefetch_threshold": config.prefetch_threshold,
         "backup_quota": config.backup_quota,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -214,3 +215,52 @@ def test_threads_of_several_ranks_are_refused_by_the_call() -> None:
                 lease.release_threadsafe()
 
     on_two_ranks(script)
+
+
+def test_a_store_on_one_rank_alone_is_refused_by_all() -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        net = SimulatedRanks(Topology(tp=2), Random(1))
+
+        async def opened(rank: int) -> None:
+            device = SimulatedDevice(seed=rank)
+            store = None if rank else SimulatedBackend(Random(1))
+            with pytest.raises(ConfigError, match=r"stores differs between ranks: 1 on rank 0; 0 on rank 1"):
+                await AsyncCache(CONFIG, device=device, storage=store, ranks=net.member(rank)).__aenter__()
+            await device.aclose()
+            if store is not None:
+                await store.aclose()
+
+        await asyncio.gather(opened(0), opened(1))
+
+    simulate(world, 1)
+
+
+def test_whoever_leaves_after_a_rank_was_lost_hears_of_the_rank() -> None:
+    async def world(loop: SimulatedLoop) -> None:
+        net = SimulatedRanks(Topology(tp=2), Random(1), timeout=3.0)
+        devices = [SimulatedDevice(seed=rank) for rank in range(2)]
+        lost = asyncio.Event()
+
+        async def first() -> None:
+            async with AsyncCache(CONFIG, device=devices[0], ranks=net.member(0)) as cache:
+                await publish(cache, list(range(PAGE)))
+                lost.set()
+                with suppress(RankFailure):
+                    await publish(cache, list(range(PAGE, 3 * PAGE)))
+
+        async def second() -> None:
+            async with AsyncCache(CONFIG, device=devices[1], ranks=net.member(1)) as cache:
+                await publish(cache, list(range(PAGE)))
+                await lost.wait()
+                net.kill(1)
+                await asyncio.Event().wait()
+
+        dead = loop.create_task(second())
+        with pytest.raises(RankFailure):
+            await first()
+        dead.cancel()
+        await asyncio.wait([dead])
+        for device in devices:
+            await device.aclose()
+
+    simulate(world, 1)
