@@ -38,8 +38,8 @@ Standing = dict[str, Any]
 
 
 class Trouble(NamedTuple):
-    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass, or more. ``opens``: the breaker has to open;
-    ``gives``: pages have to come from it all the same."""
+    """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass, or more. ``opens``: the breaker has to
+    open; ``gives``: pages have to come from it all the same."""
 
     name: str
     hurt: Callable[[], object]
