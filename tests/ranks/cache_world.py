@@ -246,7 +246,10 @@ class Member:
             assert patience, f"requests do not end: {self.jobs}, {self.cache!r}"
         for _ in range(int(KEPT * 100) + 2):  # what was kept for a while expires by steps
             await self._step()
-        await self.cache.flush()
+        if self.script.random() < 0.3:  # closing does it, too
+            await self.cache.flush()
+        while self.cache.core.active_fetches():  # of handles that were cancelled
+            await self._step()
         await self._step()
         self._nothing_is_held()
         self._note_end()

@@ -19,7 +19,7 @@ from asynccache.config import CacheConfig
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import RankDivergence
-from asynccache.ranks import NEUTRAL, Counts, Frames, LockstepTurns, Progress, Topology
+from asynccache.ranks import NEUTRAL, Counts, Frames, LockstepTurns, Progress, Ranks, Topology
 from asynccache.ranks.frames import Header, Health, Kind, Words
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
@@ -30,9 +30,11 @@ from asynccache.runtime.stages.fetch import Fetch
 from asynccache.runtime.waiting import WaitingEntry
 from asynccache.testing.simulated_backend import HONEST
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
-from asynccache.testing.simulated_world import Climate, draw_climate
+from asynccache.testing.simulated_world import Climate, WrongBytes, draw_climate
 from tests.ranks.cache_world import CacheWorld, Member, Report
 from tests.ranks.still_world import StillWorld, publish, serve
+from tests.ranks.test_rank_ends import lateness
+from tests.ranks.test_rank_keys import asked, filled
 from tests.ranks.test_rank_windows import CONFIG, TEXT, gone, key_of, torn
 
 COLUMN, LINE = Topology(tp=2), Topology(pp=3)
@@ -423,3 +425,25 @@ def test_a_store_that_one_rank_cannot_open_is_attached_nowhere(monkeypatch: Patc
     assert noticed(worlds)
     with pytest.raises((RankDivergence, AssertionError)):
         simulate(lambda loop: attaching(loop, 1), 1, step_limit=LIMIT)
+
+
+def test_storage_is_late_when_all_ranks_have_heard_so(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Machine, "_note_late", Machine._tell_late)
+    assert "Divergence" in noticed([_lateness])
+
+
+def _lateness() -> None:
+    lateness(COLUMN, slow=1)
+
+
+def test_a_part_by_tp_is_not_the_same_part_by_cp(monkeypatch: Patch) -> None:
+    """What a key without the direction would do: serve another rank's bytes."""
+
+    def shard(ranks: Ranks) -> tuple[int, int]:
+        topology, place = ranks.topology, ranks.topology.place(ranks.rank)
+        return place.tp + topology.tp * place.cp, topology.tp * topology.cp
+
+    monkeypatch.setattr("asynccache.runtime.cache.shard", shard)
+    pages, _ = filled(Topology(tp=2))
+    with pytest.raises(WrongBytes):
+        asked(Topology(cp=2), pages)

@@ -65,7 +65,7 @@ def test_a_lost_rank_ends_the_group_and_a_new_one_begins(seed: int, fate: Fate) 
 @pytest.mark.parametrize("seed", worlds(TREES, quick=6))
 def test_ranks_hold_one_tree(seed: int) -> None:
     random = Random(f"{seed}/topology")
-    report = play(seed, random.choice(SMALL if random.random() < 0.75 else MEDIUM))
+    report = play(seed, random.choice(SMALL if random.random() < 0.8 else MEDIUM))
     assert not report.errors
     assert report.ends.total() > 3
     note("trees", seed, report)
