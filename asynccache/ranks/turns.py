@@ -155,6 +155,11 @@ class LockstepTurns(Turns):
             raise TimeoutError
         return result
 
+    @property
+    def earned(self) -> bool:
+        """Whether there are turns to deal: the same on all ranks."""
+        return bool(self._earned)
+
     def playing(self) -> bool:
         """Whether this task is a player."""
         return asyncio.current_task() in self._players

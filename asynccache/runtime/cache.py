@@ -477,10 +477,10 @@ class AsyncCache:
 
     @property
     def in_flight(self) -> bool:
-        """Whether transfers have not ended yet. Several ranks: the same on all of them between two steps, and as long
-        as it is so they go on stepping, whether a request runs or not."""
+        """Whether transfers have not ended yet, or begin with the next step. Several ranks: the same on all of them
+        between two steps, and as long as it is so they go on stepping, whether a request runs or not."""
         machine = self._opened()
-        return bool(machine.lockstep.in_flight() if machine.lockstep is not None else len(machine.driver.ops))
+        return bool(len(machine.driver.ops) if machine.lockstep is None else machine.lockstep.busy)
 
     @property
     def stores(self) -> Mapping[str, StoreOptions]:

@@ -49,7 +49,8 @@ class Lockstep:
     def __init__(self, ranks: Ranks, pools: Sequence[str], here: Collection[str]) -> None:
         self._frames = frames = Frames(len(pools))
         self._links = ranks.links(frames.length)
-        self.turns: Turns = LockstepTurns()
+        self._turns = LockstepTurns()
+        self.turns: Turns = self._turns
         self.chain = Chain()
         self.steps = Steps(self, self._links, frames, credit=2 * ranks.topology.pp)
         self.pools = tuple(pools)
@@ -155,6 +156,11 @@ class Lockstep:
         number, self._next = self._next, self._next + 1
         self._ledger[number] = transfer
         return number
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next step has anything to do."""
+        return bool(self._ledger) or self._turns.earned
 
     # the replica
 

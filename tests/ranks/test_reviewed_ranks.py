@@ -25,7 +25,7 @@ from tests.ranks.rank_world import POOLS, WINDOW, RankWorld, Toy
 HANGS = range(1, WINDOW + 1)
 PAGE, LAYERS = 4, 2
 CONFIG = CacheConfig(
-    model="reviewed", page_size=PAGE,
+    model="reviewed", page_size=PAGE, prefetch_threshold=PAGE,
     components=(Full(bytes_per_token=8, device_tokens=6 * PAGE, host_tokens=32 * PAGE, layers=LAYERS),),
 )  # fmt: skip
 
@@ -264,3 +264,21 @@ def test_whoever_leaves_after_a_rank_was_lost_hears_of_the_rank() -> None:
             await device.aclose()
 
     simulate(world, 1)
+
+
+def test_what_begins_with_the_next_step_is_in_flight() -> None:
+    async def script(rank: int, cache: AsyncCache) -> None:
+        await cache.attach_storage(SimulatedBackend(Random(rank)))
+        while cache.in_flight:
+            await cache.step()
+        handle = cache.prefetch(list(range(30 * PAGE)))
+        assert not handle.done()
+        assert cache.in_flight, "whoever steps while it is so must not stop here"
+        for _ in range(1000):
+            if not cache.in_flight:
+                break
+            await cache.step()
+            await asyncio.sleep(0.001)
+        assert handle.done()
+
+    on_two_ranks(script)
