@@ -155,6 +155,8 @@ class _Pool:
         for ids, values, _ in self._slices(piece):
             for layer, pattern in zip(self._layers, self._patterns, strict=True):
                 pattern.write(layer, ids, values)
+        if self._layers[0].is_cuda:  # whoever opens the event says that it is written
+            torch.cuda.current_stream(self._layers[0].device).synchronize()
 
     def verify(self, piece: Piece) -> list[str]:
         """One line for each page that is wrong, however many of its layers are."""

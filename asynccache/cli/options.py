@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+from asynccache.cli.devices import check_device
 from asynccache.cli.runfile import Told, cache_of, from_environment, from_file, options_of
 from asynccache.cli.sidecars import PRESET, check_sidecars
 from asynccache.config import EVICTION_POLICIES, CacheConfig, split_urls
@@ -68,6 +69,7 @@ class Settings:
     write_policy: WritePolicy
     prefetch_policy: PrefetchPolicy
     eviction: str
+    device: str = "cpu"
     seed: int
     loop: str | None
     tp: int = 1
@@ -244,6 +246,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("prefetch-policy", _choice(*(p.value for p in PrefetchPolicy)), _each("wait_complete", "timeout"), "NAME",
            ", ".join(p.value for p in PrefetchPolicy)),
     Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
+    Option("device", check_device, _both("cpu"), "cpu|cuda:N", "where L1 is; asynccache doctor tells of GPUs"),
     Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
     Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
     Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks: a process, a cache and a part of each page each"),

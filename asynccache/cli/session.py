@@ -18,6 +18,7 @@ import torch
 from asynccache import AsyncCache
 from asynccache.cli import leaks, output, report
 from asynccache.cli.capacity import capacity
+from asynccache.cli.devices import GatedDevice, make_device
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
@@ -38,7 +39,6 @@ from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
 from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation
-from asynccache.memory.cpu import CpuDevice
 from asynccache.metrics import Exposed
 from asynccache.storage import StorageBackend
 
@@ -152,7 +152,7 @@ class Session:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
-        device = CpuDevice(faults=device_faults(self._settings.faults, self._settings.seed))
+        device = make_device(self._settings.device, device_faults(self._settings.faults, self._settings.seed))
         try:
             found = await self._serve(config, device, source)
         finally:
@@ -161,7 +161,7 @@ class Session:
         tasks = len(asyncio.all_tasks() - before)
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
 
-    async def _serve(self, config: CacheConfig, device: CpuDevice, source: Source) -> dict[str, Any]:
+    async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
         """What is found in the cache when all requests have ended."""
         stores: list[tuple[StorageBackend, dict[str, str]]] = []
         try:
@@ -174,7 +174,7 @@ class Session:
                 await backend.aclose()
 
     async def _serve_from(
-        self, cache: AsyncCache, stores: Sequence[tuple[StorageBackend, dict[str, str]]], device: CpuDevice,
+        self, cache: AsyncCache, stores: Sequence[tuple[StorageBackend, dict[str, str]]], device: GatedDevice,
         source: Source,
     ) -> dict[str, Any]:  # fmt: skip
         """The same. That the cache closed itself is a problem, not an error."""

@@ -45,7 +45,7 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
     return CacheConfig(
         model=MODEL, components=tuple(components), sidecars=_sidecars(settings), page_size=settings.page_size,
         storage=settings.storage, write_policy=settings.write_policy, prefetch_policy=settings.prefetch_policy,
-        eviction=settings.eviction, freeze_gc=True,
+        eviction=settings.eviction, device=settings.device, freeze_gc=True,
     )
 
 

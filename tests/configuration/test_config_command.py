@@ -157,9 +157,13 @@ def test_what_the_file_says_about_its_components_stands(kv: Path, given: dict[st
         stress(kv, {}, **given)
 
 
-def test_a_run_refuses_what_it_cannot_run_on(kv: Path) -> None:
-    with pytest.raises(ConfigError, match="device='cuda': stress and replay run on the CPU device"):
-        stress(kv, {"ASYNCCACHE_DEVICE": "cuda"})
+def test_a_run_is_on_the_device_of_the_file_unless_it_is_told_another(kv: Path) -> None:
+    assert stress(kv, {"ASYNCCACHE_DEVICE": "cuda:1"}).device == "cuda:1"
+    told = stress(kv, {"ASYNCCACHE_DEVICE": "cuda:1"}, device="cpu")
+    assert told.cache is not None
+    assert told.device == told.cache.device == "cpu"
+    with pytest.raises(ConfigError, match="--device=gpu: must be cpu, cuda or cuda:N"):
+        stress(kv, {}, device="gpu")
 
 
 def test_an_unknown_variable_of_a_run_is_refused() -> None:

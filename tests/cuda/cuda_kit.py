@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.streams import EngineStream
+from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.simulated_cuda import SimulatedCuda
 
@@ -58,6 +60,12 @@ def layers_of(mover: Mover, slot: int, name: str = "full") -> list[torch.Tensor]
     """A page on the device, layer by layer."""
     pool = mover.device_pools[name]
     return [pool.layer(i)[slot] for i in range(pool.spec.layers)]
+
+
+def submitted(event: Event) -> None:
+    """Return when the driver has all work up to ``event``, so that what the host does next is no edge before it."""
+    assert isinstance(event, CudaEvent)
+    event.await_submitted()
 
 
 def races(driver: SimulatedCuda) -> list[str]:

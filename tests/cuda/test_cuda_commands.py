@@ -123,3 +123,22 @@ def test_nothing_of_it_is_asked_of_the_other_benchmarks() -> None:
     parser: Any = argparse.ArgumentParser()
     bench_cuda.add_arguments(parser)
     assert parser.parse_args([]).device == "cuda:0"
+
+
+@pytest.mark.slow
+def test_stress_runs_on_the_device_with_faults_and_cancellations(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
+) -> None:
+    """Every page is verified; the driver looks for races."""
+    monkeypatch.setattr(cuda_device, "open_device", lambda name, *, faults: simulated_device(faults=faults))
+    options = ["--requests", "60", "--rate", "0", "--faults", "0.1", "--cancel-rate", "0.1", "--device-tokens", "8192"]
+    path = tmp_path / "run.json"
+    assert main(["stress", "--device", "cuda:0", *options, "--quiet", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["ok"]
+
+
+@WITHOUT
+def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stress", "--device", "cuda:0", "--requests", "1", "--quiet"]) == 2
+    assert "asynccache: device=cuda:0: " in capsys.readouterr().err

@@ -13,7 +13,7 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races
+from tests.cuda.cuda_kit import SimulatedEngine, driver_of, layers_of, races, submitted
 from tests.memory.small_pools import fill_device, host_page, move, pool
 
 pytestmark = pytest.mark.asyncio
@@ -54,6 +54,7 @@ async def test_the_engines_stream_waits_for_layer_i_and_the_host_does_not(simula
     mover.host_pools["full"].page(1)[:] = bytes(range(64))
     engine.driver.hold(mover._loads.handle)  # type: ignore[attr-defined]
     load = mover.load([move([1], [2])])
+    submitted(load.done)
     found = []
     for i, row in enumerate(layers_of(mover, 2)):
         if waits:
@@ -100,6 +101,7 @@ async def test_a_load_into_a_page_waits_for_the_backup_that_still_reads_it(simul
     fill_device(mover)
     engine.driver.hold(mover._backups.handle)  # type: ignore[attr-defined]
     backup = mover.backup([move([6], [6])])
+    submitted(backup)
     load = mover.load([move([0], [6])], after=[backup] if after else []).done
     if not after:
         await load.wait()

