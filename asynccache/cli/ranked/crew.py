@@ -97,10 +97,11 @@ class Crew:
             self._kill()
 
     def send(self, message: object, to: Sequence[int] | None = None) -> None:
-        """To every rank, or to these."""
+        """To every rank, or to these; who has closed its socket hears nothing."""
         for member in self.members:
-            if (to is None or member.rank in to) and member.writer is not None:
-                send(member.writer, message)
+            writer = member.writer
+            if (to is None or member.rank in to) and writer is not None and not writer.is_closing():
+                send(writer, message)
 
     async def _listen(self, member: Member, reader: asyncio.StreamReader) -> None:
         with suppress(EOFError, ConnectionError):
