@@ -49,6 +49,7 @@ test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor
 	$(BIN)/python -m pytest -q -rs tests/cuda
 	$(BIN)/python -m pytest -q -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
+	$(BIN)/asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
 
 test-kernels: build/kernels/.installed
 	build/kernels/bin/python -m pytest -q -rs --noconftest tests/cuda/test_cuda_kernel.py

@@ -250,7 +250,8 @@ async def test_an_event_that_has_fired_holds_no_stream(simulated_device: Make) -
     new = a.record()
     new.await_submitted()
     old.hold(b.handle)
-    await b.record().wait()
+    async with asyncio.timeout(ENOUGH):
+        await b.record().wait()
     assert not new.done()
     driver.resume()
     await new.wait()
