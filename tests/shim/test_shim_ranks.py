@@ -250,15 +250,22 @@ def test_what_the_other_ranks_would_refuse_is_refused_at_once() -> None:
     assert not served(1, ask).errors
 
 
-def test_a_rank_that_leaves_by_itself_is_lost_to_the_others() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_that_leaves_by_itself_is_lost_to_the_others(busy: bool) -> None:
+    """Also while nobody has anything to say."""
+
     async def ask(ranks: World, scheduler: Scheduler) -> None:
         request = scheduler.submit(Request([1, 2, 3], Limits(20)))
         await request.next_token(0)
-        ranks.loop.create_task(ranks.members[1].scheduler.aclose())
-        with pytest.raises(RankFailure):
+        if not busy:
             await request.done()
+            await asyncio.sleep(100)
+        leaving = ranks.loop.create_task(ranks.members[1].scheduler.aclose())
+        with pytest.raises(RankFailure):
+            await (request.done() if busy else scheduler.finished())
         with pytest.raises(RankFailure):
             scheduler.submit(Request([1]))
+        await leaving
 
     assert 0 in served(1, ask).errors
 
