@@ -50,6 +50,7 @@ def test_ranks_take_the_same_steps(seed: int, topology: Topology) -> None:
     assert report.ends["failed"] == 0
 
 
+@pytest.mark.slow
 def test_the_worlds_are_worth_their_time() -> None:
     """Hits of every tier, retractions, aborts, and steps that compute nothing."""
     reports = [play(seed, SHAPES[seed % 3]) for seed in range(3, 7)]
