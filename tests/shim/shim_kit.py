@@ -140,9 +140,29 @@ class PatternModel:
                 words[work.checkpoint.slot, 0] = values[work.stop - 1] ^ salt
 
 
-def _words(layer: torch.Tensor) -> Words:
-    array: Words = layer.numpy().view(np.uint64)
-    return array
+def _words(layer: torch.Tensor) -> Any:
+    """The layer as 64-bit numbers: an array where its memory is the host's, else what can be used like one."""
+    return _OnGpu(layer) if layer.is_cuda else layer.numpy().view(np.uint64)
+
+
+class _OnGpu:
+    """Reads and writes words of a layer on a GPU, and waits for it."""
+
+    def __init__(self, layer: torch.Tensor) -> None:
+        self._words = layer.view(torch.int64)
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Words:
+        found: Words = self._words[_indices(at)].cpu().numpy().view(np.uint64)
+        return found
+
+    def __setitem__(self, at: tuple[Any, Any], values: Any) -> None:
+        words = np.ascontiguousarray(np.asarray(values, np.uint64)).view(np.int64)
+        self._words[_indices(at)] = torch.from_numpy(words).to(self._words.device)
+        torch.cuda.synchronize()
+
+
+def _indices(at: tuple[Any, Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(np.array(i, np.int64)) for i in at)
 
 
 def _check_apart(batch: Batch) -> None:

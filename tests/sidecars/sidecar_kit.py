@@ -123,7 +123,8 @@ def put(cache: AsyncCache, pool: str, slot: int, page_hash: bytes) -> None:
 def holds(cache: AsyncCache, pool: str, slot: int, page_hash: bytes) -> bool:
     layers = [cache.pools[pool].layer(i) for i in range(cache.pools[pool].spec.layers)]
     return all(
-        np.array_equal(layer[slot].numpy(), value(page_hash, pool, i, layer.shape[1])) for i, layer in enumerate(layers)
+        np.array_equal(layer[slot].cpu().numpy(), value(page_hash, pool, i, layer.shape[1]))
+        for i, layer in enumerate(layers)
     )
 
 
