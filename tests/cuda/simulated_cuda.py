@@ -221,6 +221,7 @@ class SimulatedCuda:
 
     def event_query(self, event: int) -> bool:
         with self._state:
+            self._check_thread()
             self._check()
             state = self._events[event]
             if state.done >= state.version:
@@ -230,6 +231,7 @@ class SimulatedCuda:
 
     def event_synchronize(self, event: int) -> None:
         with self._state:
+            self._check_thread()
             state = self._events[event]
             version, clock = state.version, state.clock
             while state.done < version and self._broken is None:
@@ -297,8 +299,7 @@ class SimulatedCuda:
     def _enqueue(
         self, stream: int, units: Callable[[_Op], Iterator[None]], ready: Callable[[], bool] = lambda: True
     ) -> _Op:
-        if threading.get_ident() not in self._threads and threading.current_thread() is not threading.main_thread():
-            self.problems.append(f"{threading.current_thread().name} submits and never chose the device")
+        self._check_thread()
         clock = self._clocks[stream]
         clock |= self._seen
         clock[stream] += 1
@@ -311,6 +312,12 @@ class SimulatedCuda:
     def _handle(self) -> int:
         self._next += 8
         return self._next
+
+    def _check_thread(self) -> None:
+        """A new thread is on device 0, whichever the process uses."""
+        thread = threading.current_thread()
+        if thread.ident not in self._threads and thread is not threading.main_thread():
+            self.problems.append(f"{thread.name} calls the driver and never chose the device")
 
     def _check(self) -> None:
         if self._broken is not None:
