@@ -7,7 +7,7 @@ processes. Knows the core's plan values and nothing else of the cache.
 
 from __future__ import annotations
 
-from asynccache.ranks.agreement import Agreement, Counts, Phase, SingleRank
+from asynccache.ranks.agreement import Agreement, Ballot, Counts, Phase, SingleRank
 from asynccache.ranks.chain import Chain
 from asynccache.ranks.frames import Frames
 from asynccache.ranks.links import Links
@@ -18,6 +18,6 @@ from asynccache.ranks.topology import Place, Topology
 from asynccache.ranks.turns import LockstepTurns, Turns
 
 __all__ = [
-    "NEUTRAL", "PENDING", "Agreement", "Chain", "Counts", "Frames", "Links", "LockstepTurns", "Phase", "Place",
-    "Progress", "Ranks", "Replica", "SingleRank", "Steps", "Topology", "Turns",
+    "NEUTRAL", "PENDING", "Agreement", "Ballot", "Chain", "Counts", "Frames", "Links", "LockstepTurns", "Phase",
+    "Place", "Progress", "Ranks", "Replica", "SingleRank", "Steps", "Topology", "Turns",
 ]

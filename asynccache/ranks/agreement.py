@@ -24,6 +24,21 @@ class Phase(Protocol):
         ...
 
 
+class Ballot(Protocol):
+    """A vote of all ranks. ``said``: whether all said yes; None until a step brought the answer."""
+
+    @property
+    def said(self) -> bool | None: ...
+
+    def cast(self, ok: bool) -> None:
+        """This rank's own."""
+        ...
+
+    def withdraw(self) -> None:
+        """It is to be no, whatever was cast here; in vain if the answer is on its way."""
+        ...
+
+
 class Agreement(Protocol):
     """Turns this rank's reports into decisions that are the same, in the same order, on every rank."""
 
@@ -42,9 +57,9 @@ class Agreement(Protocol):
         said so, on all of them at one step."""
         ...
 
-    def vote(self, ok: bool) -> Callable[[], bool | None]:
-        """Ask all ranks whether what each did for itself went well. The answer, when it is called: None until a step
-        brought it."""
+    def vote(self, give_up: Callable[[], object]) -> Ballot:
+        """Begin to ask all ranks whether what each does for itself goes well. ``give_up`` is called, here too, when
+        one has withdrawn while others have not voted."""
         ...
 
     async def step(self) -> Sequence[Outcome]:
@@ -76,13 +91,24 @@ class SingleRank:
         """There is nobody to meet."""
         return _ALONE
 
-    def vote(self, ok: bool) -> Callable[[], bool | None]:
+    def vote(self, give_up: Callable[[], object]) -> Ballot:
         """As it says."""
-        return lambda: ok
+        return _Own()
 
     async def step(self) -> Sequence[Outcome]:
         """Nothing is ever left to agree on."""
         return ()
+
+
+class _Own:
+    said: bool | None = None
+
+    def cast(self, ok: bool) -> None:
+        if self.said is None:
+            self.said = ok
+
+    def withdraw(self) -> None:
+        self.cast(False)
 
 
 class _Alone:

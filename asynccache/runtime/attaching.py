@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage, Plan
-from asynccache.errors import BackendError, CacheClosed, ConfigError
+from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
 from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.saving import drain, unsaved
+from asynccache.runtime.together import on_all, together
 from asynccache.storage import (
     Attached,
     CheckedStore,
@@ -30,6 +31,7 @@ from asynccache.storage import (
     check_served,
     open_store,
     parse_url,
+    store_layout,
     take_options,
 )
 
@@ -104,8 +106,43 @@ async def close_unattached(attached: Attached) -> None:
         await attached.store.aclose()
 
 
-async def attach(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
-    """See ``AsyncCache.attach_storage``. Whoever fails or is cancelled has attached nothing."""
+async def attach(
+    machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str], position: int | None,
+    *, backfill: bool,
+) -> str:  # fmt: skip
+    """See ``AsyncCache.attach_storage``. On every rank or on none."""
+    store = machine.tiers()
+    opening = partial(_open, machine, storage, options, position)
+    attached, cancelled = await on_all(machine.driver, "attach_storage", opening, close_unattached, Unavailable)
+    try:
+        machine.check_open()
+        await _add(machine, attached, position, backfill=backfill)
+    finally:
+        if attached not in store.attached:
+            await close_unattached(attached)
+    if cancelled is not None:
+        raise cancelled
+    return attached.options.name
+
+
+async def _open(
+    machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str], position: int | None
+) -> Attached:
+    """Everything that may fail on one rank alone."""
+    store = machine.tiers()
+    layout = store_layout(machine.config.pools())
+    attached = await open_attached(storage, layout, options, lambda taken: store.check(taken, position))
+    try:
+        machine.introduce(attached)
+        store.introduce(attached, position)
+    except BaseException:
+        await close_unattached(attached)
+        raise
+    return attached
+
+
+async def _add(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
+    """Whoever fails or is cancelled has attached nothing."""
     store = machine.tiers()
 
     def add() -> Plan:
@@ -156,6 +193,12 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
     closing: asyncio.Task[None] | None = None
     failed: list[BackendError] = []
 
+    async def closed() -> None:
+        if closing is not None:
+            await asyncio.wait([closing])
+        if failed:
+            raise failed[0]
+
     def remove() -> Plan:
         nonlocal closing
         if not attached.there:
@@ -167,10 +210,7 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
         return machine.core.detach_storage(access_of(store))
 
     await machine.driver.transact(remove)
-    if closing is not None:
-        await asyncio.wait([closing])
-    if failed:
-        raise failed[0]
+    await together(machine.driver, "detach_storage", closed)
     return left
 
 

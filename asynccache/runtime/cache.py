@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
-from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure, Unavailable
+from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, close_unattached, detach, open_all, open_attached
+from asynccache.runtime.attaching import attach, detach, open_all
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
@@ -27,10 +27,10 @@ from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.prefetch import PrefetchHandle, Wish
-from asynccache.runtime.saving import drain, forget, forget_all, unsaved
+from asynccache.runtime.saving import drain, flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import Attached, CheckedStore, StorageBackend, StoreOptions, TieredStore, store_layout
+from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, store_layout
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device
@@ -345,10 +345,7 @@ class AsyncCache:
         if timeout is not None and machine.lockstep is not None:
             raise ConfigError("flush: timeout: the clocks of several ranks differ")
         async with asyncio.timeout(timeout):
-            unsaved = await drain(machine)
-            if machine.store is not None:
-                await machine.store.flush()
-        return unsaved
+            return await flush(machine)
 
     async def attach_storage(
         self, storage: str | StorageBackend | CheckedStore, *, options: Mapping[str, str] | None = None,
@@ -366,50 +363,8 @@ class AsyncCache:
             ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
             Unavailable: the store cannot be opened now.
         """
-        machine = self._ready()
-        store = machine.tiers()
         wanted = {**(options or {}), **({} if name is None else {"name": name})}
-        attached = await self._open_everywhere(machine, storage, wanted, position)
-        try:
-            machine.check_open()
-            await attach(machine, attached, position, backfill=backfill)
-        finally:
-            if attached not in store.attached:
-                await close_unattached(attached)
-        return attached.options.name
-
-    async def _open_everywhere(
-        self, machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str],
-        position: int | None,
-    ) -> Attached:  # fmt: skip
-        """On every rank or on none."""
-
-        async def opened() -> Attached:
-            layout, check = store_layout(self.config.pools()), machine.tiers().check
-            attached = await open_attached(storage, layout, options, lambda taken: check(taken, position))
-            try:
-                machine.introduce(attached)
-            except BaseException:
-                await close_unattached(attached)
-                raise
-            return attached
-
-        if machine.lockstep is None:
-            return await opened()
-        try:
-            attached = await opened()
-        except Exception:
-            await machine.driver.all_say(False)
-            raise
-        everywhere = False
-        try:
-            everywhere = await machine.driver.all_say(True)
-        finally:
-            if not everywhere:
-                await close_unattached(attached)
-        if not everywhere:
-            raise Unavailable("attach_storage: another rank could not open it")
-        return attached
+        return await attach(self._ready(), storage, wanted, position, backfill=backfill)
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
         """Use a store no more, and close it, while requests go on: what it cannot give any more they compute. Without

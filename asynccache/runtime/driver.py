@@ -169,13 +169,6 @@ class Driver:
         while ops and all(op in self.ops for op in ops):
             await self.step()
 
-    async def all_say(self, ok: bool) -> bool:
-        """Whether this went well on every rank. With several, each calls it, and it steps."""
-        said = self.agreement.vote(ok)
-        while (answer := said()) is None:
-            await self.step()
-        return answer
-
     async def all_ended(self, ops: Sequence[int]) -> list[Status]:
         """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops
         the waiting and nothing else."""

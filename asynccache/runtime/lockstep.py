@@ -89,11 +89,11 @@ class Lockstep:
         self._open(phase)
         return phase
 
-    def vote(self, ok: bool) -> Callable[[], bool | None]:
+    def vote(self, give_up: Callable[[], object]) -> Vote:
         """Ask all ranks; see ``ranks.Agreement``."""
-        said: list[bool] = []
-        self._open(Vote(self._start._replace(status=int(Status.DONE if ok else Status.FAILED)), said.append))
-        return lambda: said[0] if said else None
+        vote = Vote(self._start, give_up)
+        self._open(vote)
+        return vote
 
     async def step(self) -> Sequence[Outcome]:
         """Every rank calls it once per scheduler iteration; see ``ranks.steps``."""
@@ -210,18 +210,31 @@ class Storing(Transfer):
 
 
 class Vote(Transfer):
-    """It is cast when it begins."""
+    """``go_on`` falls when a rank withdraws, also after it was cast."""
 
-    __slots__ = ("_tell",)
+    __slots__ = ("_give_up", "_withdrawn", "said")
 
-    def __init__(self, progress: Progress, tell: Callable[[bool], None]) -> None:
+    def __init__(self, progress: Progress, give_up: Callable[[], object]) -> None:
         super().__init__(0, progress)
-        self._tell = tell
+        self._give_up = give_up
+        self._withdrawn = False
+        self.said: bool | None = None
+
+    def cast(self, ok: bool) -> None:
+        """This rank's own."""
+        self.progress = self.progress._replace(status=int(Status.DONE if ok else Status.FAILED))
+
+    def withdraw(self) -> None:
+        """It is to be no."""
+        self.progress = self.progress._replace(go_on=0)
 
     def hear(self, agreed: Progress) -> None:
-        """What all said."""
+        """What all said; or that it is in vain."""
         if agreed.status != PENDING:
-            self._tell(agreed.status == FINAL)
+            self.said = agreed.status == FINAL and bool(agreed.go_on)
+        elif not agreed.go_on and not self._withdrawn:
+            self._withdrawn = True
+            self._give_up()
 
 
 class LockstepPhase(Transfer):

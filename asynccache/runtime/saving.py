@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from asynccache.core.cache import Survey, Unsaved
 from asynccache.core.plan import More, Plan, Status
 from asynccache.runtime.prefetch import Wish
+from asynccache.runtime.together import together
 
 if TYPE_CHECKING:
     from asynccache.runtime.clearing import Clearing
@@ -57,6 +58,14 @@ async def _survey(machine: Machine, space: bytes | None, question: Callable[[Sur
     return answer
 
 
+async def flush(machine: Machine) -> Unsaved:
+    """``drain``, and what storage has is durable. See ``AsyncCache.flush``."""
+    left = await drain(machine)
+    if machine.store:
+        await together(machine.driver, "flush", machine.store.flush)
+    return left
+
+
 async def forget(machine: Machine, space: bytes) -> None:
     """Drop a namespace on device, host and, as far as the tree knows it, in storage.
 
@@ -67,7 +76,7 @@ async def forget(machine: Machine, space: bytes) -> None:
     await machine.driver.transact(lambda: machine.core.invalidate(space))
     if machine.stores:
         await machine.driver.all_ended(tuple(machine.driver.saving))
-        await _delete(machine, stored)
+        await together(machine.driver, "invalidate", lambda: _delete(machine, stored))
 
 
 async def forget_all(machine: Machine) -> None:
@@ -97,7 +106,7 @@ async def _clear(machine: Machine, clearing: Clearing) -> None:
     await machine.driver.transact(invalidate)
     under_way = machine.driver.saving - clearing.held
     await machine.driver.all_ended((*under_way, *machine.prefetching.operations()))
-    await machine.store.clear()
+    await together(machine.driver, "reset", machine.store.clear)
 
 
 def _cancel_prefetches(machine: Machine, space: bytes | None) -> None:

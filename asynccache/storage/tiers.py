@@ -141,13 +141,18 @@ class TieredStore:
             ConfigError: as ``check``; then nothing was changed.
         """
         self.check(attached.options, position)
+        self._stores = self.introduce(attached, position)
+
+    def introduce(self, attached: Attached, position: int | None = None) -> tuple[Attached, ...]:
+        """Tell those that would be nearer than another one, with ``attached`` there, where promoted pages will lie.
+        Returns who would be there. ``attach`` does it, too; what may fail has been done then."""
         at = len(self._stores) if position is None else position
         stores = (*self._stores[:at], attached, *self._stores[at:])
         for nearer in stores[:-1]:
             if nearer.options.promote and not nearer.told:
                 nearer.store.register(PROMOTION_POOL, self.promotions.ring.memory)
                 nearer.told = True
-        self._stores = stores
+        return stores
 
     def detach(self, attached: Attached) -> None:
         """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""

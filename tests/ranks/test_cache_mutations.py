@@ -21,6 +21,7 @@ from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import RankDivergence
 from asynccache.ranks import NEUTRAL, Counts, Frames, LockstepTurns, Progress, Ranks, Topology
 from asynccache.ranks.frames import Header, Health, Kind, Words
+from asynccache.runtime import attaching as attaching_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lockstep import Lockstep, LockstepPhase
@@ -418,10 +419,10 @@ def test_a_store_that_one_rank_cannot_open_is_attached_nowhere(monkeypatch: Patc
     assert simulate(lambda loop: attaching(loop, 1), 1) == ["Unavailable", "ConfigError"]
     assert simulate(lambda loop: attaching(loop, 7), 1) == ["attached", "attached"]
 
-    async def all_say(self: Driver, ok: bool) -> bool:
-        return ok
+    async def believes_itself(driver: Driver, what: str, work: Any, *rest: object) -> Any:
+        return await work(), None
 
-    monkeypatch.setattr(Driver, "all_say", all_say)
+    monkeypatch.setattr(attaching_module, "on_all", believes_itself)
     assert noticed(worlds)
     with pytest.raises((RankDivergence, AssertionError)):
         simulate(lambda loop: attaching(loop, 1), 1, step_limit=LIMIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from random import Random
 from string import ascii_letters
@@ -12,11 +11,11 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.core.plan import BackupHost, BackupStorage
-from asynccache.errors import BackendError, RankFailure, Unavailable
+from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import opening
 from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.testing.synchronous import SynchronousRuntime, core_config
-from tests.runtime.runtime_kit import machine, opened, serve, settings, text, turns
+from tests.runtime.runtime_kit import opened, serve, settings, text
 
 
 class Kept(MemoryBackend):
@@ -73,31 +72,6 @@ def pages_of(backend: Any) -> int:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("cancelled", [False, True])
-async def test_what_was_opened_is_closed_when_the_other_ranks_are_not_heard_of(
-    scheme: Scheme, monkeypatch: pytest.MonkeyPatch, cancelled: bool
-) -> None:
-    async with opened(settings(host=16)) as cache:
-
-        async def all_say(ok: bool) -> bool:
-            assert ok
-            if cancelled:
-                await asyncio.Event().wait()
-            raise RankFailure("rank 1 is gone")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(machine(cache), "lockstep", object())
-            patched.setattr(machine(cache).driver, "all_say", all_say)
-            attaching = asyncio.ensure_future(cache.attach_storage("kept:"))
-            await turns()
-            attaching.cancel()
-            with pytest.raises((RankFailure, asyncio.CancelledError)):
-                await attaching
-        assert [backend.closed_times for backend in scheme.opened] == [1]
-        assert not cache.stores
-
-
-@pytest.mark.asyncio
 async def test_what_a_nearer_store_makes_impossible_is_closed_again(scheme: Scheme) -> None:
     scheme.refused = PROMOTION_POOL
     with pytest.raises(BackendError, match=PROMOTION_POOL):
@@ -108,24 +82,6 @@ async def test_what_a_nearer_store_makes_impossible_is_closed_again(scheme: Sche
         with pytest.raises(BackendError, match=PROMOTION_POOL):
             await cache.attach_storage("kept:?name=b")
         assert list(cache.stores) == ["a"]
-
-
-@pytest.mark.asyncio
-async def test_the_other_ranks_hear_of_any_error(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(settings(host=16)) as cache:
-        said = []
-
-        async def all_say(ok: bool) -> bool:
-            said.append(ok)
-            return False
-
-        scheme.error = OSError("a plug-in's bug")
-        with monkeypatch.context() as patched:
-            patched.setattr(machine(cache), "lockstep", object())
-            patched.setattr(machine(cache).driver, "all_say", all_say)
-            with pytest.raises(OSError, match="bug"):
-                await cache.attach_storage("kept:")
-        assert said == [False]
 
 
 @pytest.mark.asyncio
