@@ -33,6 +33,7 @@ async def test_a_backup_waits_on_the_device_for_the_engine_that_wrote_the_pages(
     engine.write(layers_of(mover, 3), 7)
     written = engine.stream.record()
     backup = mover.backup([move([3], [5])], after=[written] if waits else [])
+    submitted(backup)
     if waits:
         assert not written.done()
         assert not backup.done()
@@ -84,6 +85,7 @@ async def test_a_load_into_reused_pages_waits_for_the_engine_that_still_reads_th
     if fenced:
         mover.fence(engine.stream.record())
     load = mover.load([move([0], [4])]).done
+    submitted(load)
     if not fenced:
         await load.wait()
     engine.driver.resume()
