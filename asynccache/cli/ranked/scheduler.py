@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
 
 
-SMALL_TREE = 256
-"""Nodes of a tree that is looked at in every tick: that costs about a millisecond."""
+SMALL_TREE = 1024
+"""Nodes of a tree that is looked at in every tick: that costs some milliseconds."""
 
 
 class Scheduler:
