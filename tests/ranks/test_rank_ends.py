@@ -72,7 +72,7 @@ def after_a_death(topology: Topology, victim: int, steps: int, pause: float = 0.
                 async with member.cache:
                     member.bytes = EngineBytes(member.cache, member.config, member.place)
                     said = await script(member)
-            except CacheClosed:
+            except (CacheClosed, RankFailure):
                 pass  # leaving says of what it was closed
             return said
 
