@@ -52,7 +52,8 @@ class Orders(Protocol):
         ...
 
     async def aclose(self, *, well: bool) -> None:
-        """Leave. ``well``: after the last order; else this rank is lost to the others. Cancelling it leaves at once."""
+        """Leave. ``well``: after the last order; else this rank is lost to the others. Cancelling it leaves at once.
+        Idempotent."""
         ...
 
 

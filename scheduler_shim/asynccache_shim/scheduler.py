@@ -109,6 +109,8 @@ class Scheduler:
             await asyncio.wait([self._loop])
         self._end_all()
         self._thread.close(wait=False)
+        if self._orders is not None and (self._loop is None or self._loop.cancelled()):
+            await self._orders.aclose(well=False)  # a loop that was cancelled before it began has not
 
     async def finished(self) -> None:
         """Return when the loop has ended: several ranks, when rank 0's scheduler was closed. Cancelling it stops the

@@ -63,7 +63,7 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
     trace, out = made_trace(tmp_path / "trace.jsonl", conversations=10), tmp_path / "report.json"
     command = ["replay", str(trace), "--cp", "2", "--bytes-per-token", "64", "--device-tokens",
                str(40 * 512), "--host-tokens", str(40 * 512), "--storage", storage(tmp_path), "--concurrency", "1",
-               "--json", str(out)]  # fmt: skip
+               "--prefetch-policy", "wait_complete", "--json", str(out)]  # fmt: skip
     first, second = here(command), here(command)
     for report in (first, second):
         sound(report, (1, 2, 1))
@@ -137,7 +137,7 @@ def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "times"), [
-    ("conductor:Conductor._heard", 2),
+    ("conductor:Conductor._send", 2),
     pytest.param("crew:Crew.__aenter__", 1, marks=pytest.mark.ranks),
     pytest.param("conductor:Conductor._heard", 1, marks=pytest.mark.ranks),
     pytest.param("conductor:Conductor._saved", 1, marks=pytest.mark.ranks),

@@ -58,7 +58,7 @@ class Member:
     def strike(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, seconds: float = 10.0) -> int | None:
+    def end(self, seconds: float = 60.0) -> int | None:
         """No more jobs; its exit status, None where it did not end by itself."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -23,7 +23,7 @@ from asynccache.testing.simulated_backend import Hostility
 from asynccache.testing.simulated_loop import Deadlock, SimulatedLoop, simulate
 from asynccache.testing.simulated_ranks import Fate
 from tests.shim.shim_kit import PAGE, PatternModel, config, continuation, serving
-from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Member, Report, World, draw_asks, draw_config
+from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Member, Report, Watched, World, draw_asks, draw_config
 
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
@@ -271,6 +271,21 @@ def test_a_rank_that_leaves_by_itself_is_lost_to_the_others(busy: bool) -> None:
     assert 0 in served(1, ask).errors
 
 
+def test_a_rank_that_leaves_before_its_loop_has_begun_is_lost_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = Scheduler.finished
+
+    async def leaves(self: Watched) -> None:
+        if not self.member.rank:
+            await finished(self)
+
+    async def ask(ranks: World, scheduler: Scheduler) -> None:
+        with pytest.raises(RankFailure, match="rank 1 is gone"):
+            await scheduler.finished()
+
+    monkeypatch.setattr(Watched, "finished", leaves)
+    assert 0 in served(1, ask).errors
+
+
 def test_who_is_alone_comes_in_without_what_is_cached_of_it_if_need_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that is cached takes a slot beside the one that is computed with, and there is but one."""
     last: list[bool] = []
@@ -321,9 +336,10 @@ def test_loads_that_are_looked_at_on_one_rank_alone_are_seen(monkeypatch: pytest
 
 def test_fetches_that_are_looked_at_on_one_rank_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(board: Board) -> None:
-        local = Random(f"{id(board)}")
+        ranks = board.cache._ranks
+        assert ranks is not None
         for job in board.waiting.values():
-            if job.request.state is State.PREFETCHING and local.random() < 0.5:
+            if job.request.state is State.PREFETCHING and job.handle and (ranks.rank == 1 or job.handle.done()):
                 job.request.state = State.WAITING
 
     monkeypatch.setattr(scheduler, "note_fetched", note)
