@@ -16,7 +16,7 @@ from tests.ranks.crew import Crew
 from tests.ranks.gloo_child import Answer
 
 TIMEOUT = 3.0
-SLACK = 2.0  # a loaded machine, and the steps between a rank's end and its peers' next wait for it
+SLACK = 10.0  # a loaded machine, and the steps between a rank's end and its peers' next wait for it
 LONG = 10**6
 
 Shape = tuple[int, int, int]  # tp, cp, pp
@@ -46,7 +46,7 @@ def alike(answers: Sequence[Answer], steps: int) -> None:
 
 def run(crew: Crew, shape: Shape, steps: int, **job: Any) -> list[Answer]:
     crew.begin(shape, steps=steps, **job)
-    return crew.answers(list(range(size(shape))), 30 + steps / 10)
+    return crew.answers(list(range(size(shape))), 60 + steps / 5)
 
 
 def strike(crew: Crew, shape: Shape, victim: int, how: signal.Signals, **job: Any) -> None:
@@ -56,7 +56,7 @@ def strike(crew: Crew, shape: Shape, victim: int, how: signal.Signals, **job: An
     crew.stepping(len(ranks))
     struck = time.monotonic()
     crew.members[victim].strike(how)
-    answers = crew.answers([rank for rank in ranks if rank != victim], 30)
+    answers = crew.answers([rank for rank in ranks if rank != victim], 60)
     crew.remove(victim)
     for answer in answers:
         assert answer.error == "RankFailure", answer.text
@@ -87,7 +87,7 @@ def test_the_living_hear_of_a_rank_that_is_gone(crew: Crew, shape: Shape, victim
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_rank_that_does_something_else_is_named(crew: Crew, odd: int) -> None:
     crew.begin(TP2, {odd: {"odd": 50}}, steps=200)
-    answers = crew.answers([0, 1], 30)
+    answers = crew.answers([0, 1], 60)
     assert [answer.error for answer in answers] == ["RankDivergence"] * 2
     assert "'a call of its own' at step 50" in answers[odd].text
 
@@ -96,13 +96,13 @@ def test_a_rank_that_does_something_else_is_named(crew: Crew, odd: int) -> None:
 def test_unequal_ranks_are_refused(crew: Crew) -> None:
     crew.begin(PP2, {1: {"fields": {"page_size": 32}}}, steps=10)
     expected = "page_size differs between ranks: 16 on rank 0; 32 on rank 1"
-    assert [(a.error, a.text) for a in crew.answers([0, 1], 30)] == [("ConfigError", expected)] * 2
+    assert [(a.error, a.text) for a in crew.answers([0, 1], 60)] == [("ConfigError", expected)] * 2
 
 
 @pytest.mark.slow
 def test_unequal_topologies_are_refused_before_a_group_is_made(crew: Crew) -> None:
     crew.begin(TP2, {1: {"topology": PP2}}, steps=10)
-    answers = crew.answers([0, 1], 30)
+    answers = crew.answers([0, 1], 60)
     assert [answer.error for answer in answers] == ["ConfigError"] * 2
     assert answers[0].text == "tp differs between ranks: 2 on rank 0; 1 on rank 1"
 
@@ -114,12 +114,12 @@ def test_the_loop_does_not_wait_for_a_peer_that_is_late(crew: Crew, loop: str) -
     once, a loop that waits for its peer always is."""
     for shape, late in ((TP2, 1), (PP2, 0)):
         lags: list[float] = []
-        while len(lags) < 3 and (not lags or lags[-1] >= 0.05):
+        while len(lags) < 5 and (not lags or lags[-1] >= 0.1):
             crew.begin(shape, {late: {"stall": 0.2}}, steps=25, uvloop=loop == "uvloop", seed=3)
             answers = crew.answers([0, 1], 60)
             alike(answers, 25)
             lags.append(answers[1 - late].lag)
-        assert min(lags) < 0.05
+        assert min(lags) < 0.1
 
 
 # the whole matrix: make test-ranks
@@ -153,8 +153,8 @@ def test_a_rank_that_comes_back_hears_that_it_is_out(crew: Crew, victim: int) ->
     crew.stepping(4)
     crew.members[victim].strike(signal.SIGSTOP)
     others = [rank for rank in range(4) if rank != victim]
-    assert {answer.error for answer in crew.answers(others, 30)} == {"RankFailure"}
+    assert {answer.error for answer in crew.answers(others, 60)} == {"RankFailure"}
     crew.members[victim].strike(signal.SIGCONT)
-    (answer,) = crew.answers([victim], 10)
+    (answer,) = crew.answers([victim], 60)
     assert answer.error == "RankFailure"
     alike(run(crew, TP2_PP2, 50), 50)

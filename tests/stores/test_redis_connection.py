@@ -373,9 +373,9 @@ async def test_slow_is_not_silent() -> None:
         await reader.read(100)
         for byte in b"+PONG\r\n":
             writer.write(bytes([byte]))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.35)
 
-    async with connected(drips, stall=0.4) as connection:
+    async with connected(drips, stall=2.0) as connection:
         assert await connection.ask(PING) == [b"PONG"]
 
 
