@@ -61,6 +61,7 @@ async def _lead(ranks: Ranks, host: str, timeout: float) -> StreamOrders:
         raise RankFailure(f"ranks {missing} did not connect within {timeout:g} s") from None
     finally:
         server.close()
+        door.close()
     return StreamOrders(ranks, [door.came[rank] for rank in sorted(door.came)], timeout)
 
 
@@ -73,16 +74,26 @@ class _Door:
         self.complete = asyncio.Event()
         self._count = count
         self._timeout = timeout
+        self._silent: set[asyncio.StreamWriter] = set()
         self._look()
+
+    def close(self) -> None:
+        """Whoever has not said who it is may leave."""
+        for writer in self._silent:
+            writer.close()
 
     def _look(self) -> None:
         if len(self.came) == self._count:
             self.complete.set()
 
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._silent.add(writer)
         with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
-            async with asyncio.timeout(self._timeout):
-                said = await reader.readexactly(_SECRET + _LENGTH)
+            try:
+                async with asyncio.timeout(self._timeout):
+                    said = await reader.readexactly(_SECRET + _LENGTH)
+            finally:
+                self._silent.discard(writer)
             rank = int.from_bytes(said[_SECRET:], "little")
             if secrets.compare_digest(said[:_SECRET], self.secret) and rank not in self.came:
                 self.came[rank] = Wire(rank, reader, writer)

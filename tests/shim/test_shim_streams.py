@@ -157,6 +157,20 @@ async def test_a_stranger_is_turned_away() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_stranger_who_says_nothing_is_turned_away_when_all_have_come() -> None:
+    meeting = Meeting(2)
+    leading = asyncio.ensure_future(connect_orders(Member(meeting, 0), timeout=3600.0))
+    other = Member(meeting, 1)
+    host, port, _ = json.loads((await other.gather(b""))[0])
+    reader, writer = await asyncio.open_connection(host, port)
+    orders = [await connect_orders(other), await leading]
+    async with asyncio.timeout(30):
+        assert await reader.read() == b""
+    writer.close()
+    await close(orders)
+
+
+@pytest.mark.asyncio
 async def test_one_rank_alone_sends_to_nobody() -> None:
     (alone,) = await connected(1)
     alone.send(b"x")
