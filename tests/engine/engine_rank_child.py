@@ -107,15 +107,16 @@ def _config(job: Job, topology: Topology) -> CacheConfig:
 
 
 def _groups(job: Job, topology: Topology) -> Any:
-    """The model's own."""
+    """The model's own. A new group does not have the time-out of the first: half an hour, if nobody says."""
+    patience = timedelta(seconds=2 * job.timeout)
     dist.init_process_group(
         "gloo", init_method=f"file://{job.meeting}-model", rank=job.rank, world_size=topology.ranks,
-        timeout=timedelta(seconds=2 * job.timeout),
+        timeout=patience,
     )  # fmt: skip
     mine = None
     for stage in range(topology.pp):
         members = [stage * topology.tp + tp for tp in range(topology.tp)]
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=patience)
         mine = group if job.rank in members and topology.tp > 1 else mine
     return mine
 

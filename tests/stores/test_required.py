@@ -25,7 +25,7 @@ def run_without_redis(folder: Path, **environment: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/stores/test_sharing.py",
                "-k", "redis or cluster"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env={**kept, "PATH": str(folder), **environment}, capture_output=True,
-                          text=True, timeout=120, check=False)  # fmt: skip
+                          text=True, timeout=300, check=False)  # fmt: skip
     return done.returncode, done.stdout
 
 
