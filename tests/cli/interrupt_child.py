@@ -51,6 +51,7 @@ def at_call(place: str, times: int) -> None:
 
 if __name__ == "__main__":
     place, times, *arguments = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
     if place == "exit":
         atexit.register(press, int(times))
     elif place.startswith("import:"):

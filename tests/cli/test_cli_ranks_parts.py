@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from array import array
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from asynccache.cli.leaks import Left
 from asynccache.cli.meter import Spread
 from asynccache.cli.options import settle
 from asynccache.cli.ranked import merge
+from asynccache.cli.ranked.child import Channel
 from asynccache.cli.ranked.digest import tree_digest
 from asynccache.cli.ranked.lives import Aborted, Life, turn
 from asynccache.cli.ranked.messages import Ended, Failure, arrival, receive, send
@@ -278,3 +280,26 @@ async def test_a_tree_digest_tells_trees_apart() -> None:
     assert one == await digest(range(16), range(100, 120))
     assert len({one, await digest(range(100, 120), range(16)), await digest(range(16)),
                 await digest(range(16), range(100, 120), tamper=True)}) == 4  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_the_last_word_of_a_rank_is_heard_while_orders_are_on_their_way_to_it() -> None:
+    """A socket that closes with something unread breaks the other end, which then loses what it has not read."""
+    command, rank = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=command)
+    channel = Channel(*await asyncio.open_connection(sock=rank))
+
+    async def end() -> None:
+        channel.send("the last word")
+        await channel.heard()
+        await channel.aclose()
+
+    ending = asyncio.create_task(end())
+    for tick in range(200):
+        send(writer, tick)
+        await asyncio.sleep(0)
+    assert await receive(reader) == "the last word"
+    assert not ending.done()
+    writer.close()
+    await ending
+    await writer.wait_closed()

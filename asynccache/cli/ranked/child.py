@@ -49,6 +49,7 @@ ARRIVAL = 120.0
 SETTLING_STEPS = 60_000
 SETTLING_PAUSE = 0.001
 _ALONE = 1
+_HEARD = 30.0
 
 
 class Channel:
@@ -71,14 +72,25 @@ class Channel:
         """Say it."""
         send(self._writer, message)
 
+    async def heard(self) -> None:
+        """After the last word: wait until the other end has closed. A socket that is closed while something is on its
+        way to it takes along what the other end has not read yet. Cancelling it loses that."""
+        await self._deaf()
+        with suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(_HEARD):
+                await self._reader.read()
+
     async def aclose(self) -> None:
-        """Say what is left to say. Cancelling it loses that."""
-        self._listening.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._listening
+        """Whether anybody has heard or not. Cancelling it leaves closing to the loop."""
+        await self._deaf()
         self._writer.close()
         with suppress(ConnectionError):
             await self._writer.wait_closed()
+
+    async def _deaf(self) -> None:
+        self._listening.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._listening
 
 
 async def serve(end: socket.socket) -> None:
@@ -87,6 +99,7 @@ async def serve(end: socket.socket) -> None:
     job: Job = await channel.orders.get()
     try:
         await Rank(job, channel).run()
+        await channel.heard()
     finally:
         await channel.aclose()
 
@@ -172,6 +185,8 @@ class Rank:
                 yield
         except CacheClosed as error:
             self._failed(error if error.__cause__ is None else error.__cause__)
+        except (RankFailure, RankDivergence) as error:
+            self._failed(error)
         if self._scheduler is not None and self._failure is not None:
             self._scheduler.close()
             try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from asynccache.cli.ranked.messages import Job, receive, send
+from asynccache.cli.ranked.messages import Ended, Job, Refused, receive, send
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.child")
 _EXIT = 10.0
@@ -105,8 +105,12 @@ class Crew:
 
     async def _listen(self, member: Member, reader: asyncio.StreamReader) -> None:
         with suppress(EOFError, ConnectionError):
-            while True:
-                self.said.put_nowait(Said(member.rank, await receive(reader)))
+            message: object = None
+            while not isinstance(message, (Ended, Refused)):
+                message = await receive(reader)
+                self.said.put_nowait(Said(member.rank, message))
+        if member.writer is not None:
+            member.writer.close()    # it waits for this, so that its last word was heard
         await asyncio.to_thread(_wait, member.process, 1.0)
         self.said.put_nowait(Said(member.rank, None))
 
