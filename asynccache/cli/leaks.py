@@ -24,7 +24,7 @@ def look(core: CacheCore) -> Left:
     shelves = (*statistics.device, *statistics.host)
     missing = [shelf.capacity - shelf.free for shelf in shelves]
     pins = statistics.leases
-    for node in _nodes(core):
+    for node in nodes(core):
         for place, slots in enumerate(node.slots):
             missing[place] -= len(slots) // SLOT_BYTES
         pins += sum(node.pins)
@@ -32,7 +32,8 @@ def look(core: CacheCore) -> Left:
     return Left(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
 
 
-def _nodes(core: CacheCore) -> Iterator[Node]:
+def nodes(core: CacheCore) -> Iterator[Node]:
+    """All of them, in an order that is the same for trees that grew the same way."""
     stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
     while stack:
         node = stack.pop()
