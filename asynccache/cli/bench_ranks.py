@@ -1,7 +1,7 @@
 """``asynccache bench ranks``: what agreement between ranks costs, over gloo on this machine.
 
 Every topology gets processes of its own, one per rank, that step a ledger of nothing. *empty*: nothing is in flight.
-*full*: as many operations as one frame holds. *bare*: an all-reduce of the same size, issued from the same thread and
+*full*: as many operations as one frame holds, a sixteenth of which has moved since the last step. *bare*: an all-reduce of the same size, issued from the same thread and
 timed there; steps and bare all-reduces take turns one by one, so that both meet the same machine and peers that are as
 late. With more processes than cores either is mostly the wait for a core. What a rank sends is counted where it leaves.
 """
@@ -41,6 +41,7 @@ GOAL_RATIO = 1.5
 WARM = 50
 EMPTY_STEPS = 20_000
 LIMIT = 300.0
+MOVING = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -204,20 +205,34 @@ class _CountedLink:
 
 
 class Ledger:
-    """A replica in which nothing ever ends."""
+    """A replica in which operations go on, each ``MOVING``th of them from one step to the next, and never end."""
 
     def __init__(self, pools: int) -> None:
         self.chain = Chain()
-        self.operations: tuple[int, ...] = ()
-        self._progress = Progress(PENDING, 1, (7,) * (pools - 1) + (NEUTRAL,))
+        self._pools = pools
+        self._moves = 0
+        self._progress: dict[int, Progress] = {}
+
+    def begin(self, operations: int) -> None:
+        """So many."""
+        self._progress = {op: self._with(0) for op in range(1, operations + 1)}
+
+    def move(self) -> None:
+        """What I/O has done since the last step."""
+        self._moves += 1
+        for op in range(1 + self._moves % MOVING, len(self._progress) + 1, MOVING):
+            self._progress[op] = self._with(self._moves)
+
+    def _with(self, pages: int) -> Progress:
+        return Progress(PENDING, 1, (pages,) * (self._pools - 1) + (NEUTRAL,))
 
     def in_flight(self) -> Sequence[int]:
         """All of them, every time."""
-        return self.operations
+        return tuple(self._progress)
 
     def local(self, op: int) -> Progress:
-        """The same for all."""
-        return self._progress
+        """As far as it has come."""
+        return self._progress[op]
 
     def decide(self, op: int, agreed: Progress) -> None:
         """Nothing is ever decided."""
@@ -264,9 +279,10 @@ class Rank:
 
     async def _turns(self, steps: int) -> tuple[list[float], list[float]]:
         """A step, a bare all-reduce, and so on."""
-        self.ledger.operations = tuple(range(1, WINDOW + 1))
+        self.ledger.begin(WINDOW)
         full, bare = [], []
         for _ in range(steps):
+            self.ledger.move()
             began = time.perf_counter()
             await self.steps.step()
             full.append(time.perf_counter() - began)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
@@ -42,8 +43,12 @@ class Pages:
         self._random = np.random.default_rng(1)
 
     def batch(self, count: int) -> list[PageCopy]:
-        src, dst = (self._random.permutation(self.spec.device_pages)[:count].astype(np.int32) for _ in range(2))
-        return [PageCopy(self.device, self.host, src, dst)]
+        return [PageCopy(self.device, self.host, self._drawn(count), self._drawn(count))]
+
+    def _drawn(self, count: int) -> npt.NDArray[np.int32]:
+        """Read-only, as a plan's moves are."""
+        ids = self._random.permutation(self.spec.device_pages)[:count].astype(np.int32)
+        return np.frombuffer(ids.tobytes(), np.int32)
 
 
 async def measure(device: CudaDevice, samples: int) -> Figures:

@@ -30,7 +30,7 @@ RUN_BYTES = 1 << 20
 
 
 class Part(NamedTuple):
-    """A PageCopy whose ids were checked and copied, and widened to what numpy indexes with unless asked otherwise."""
+    """A PageCopy whose ids were checked, kept, and widened to what numpy indexes with unless asked otherwise."""
 
     device: DevicePool
     host: HostPool | None
@@ -91,7 +91,12 @@ def _checked(copy: PageCopy, src_pages: int, dst_pages: int, kind: type[np.signe
             raise InvariantViolation(f"{copy.device!r}: a page id lies outside 0..{pages - 1}")
     if len(copy.src) != len(copy.dst):
         raise InvariantViolation(f"{copy.device!r}: {len(copy.src)} pages do not fit {len(copy.dst)} pages")
-    return Part(copy.device, copy.host, copy.src.astype(kind), copy.dst.astype(kind))
+    return Part(copy.device, copy.host, _kept(copy.src, kind), _kept(copy.dst, kind))
+
+
+def _kept(ids: npt.NDArray[np.int32], kind: type[np.signedinteger[Any]]) -> Ids:
+    """What nobody can write to any more, such as the ids of a plan's moves, needs no copy."""
+    return ids.astype(kind, copy=ids.flags.writeable)
 
 
 def device_to_host_steps(parts: Sequence[Part]) -> Iterator[Step]:

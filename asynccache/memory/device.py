@@ -55,7 +55,7 @@ class Stream(Protocol):
 class PageCopy(NamedTuple):
     """Pages ``src`` of one pool to pages ``dst`` of its counterpart on the other tier (or of the same device pool).
 
-    Ids are one-dimensional int32 arrays of equal length.
+    Ids are one-dimensional int32 arrays of equal length. The device keeps those that are read-only, and copies others.
     """
 
     device: DevicePool
@@ -90,7 +90,7 @@ class Device(Protocol):
         ...
 
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        """Enqueue one batch. ``src`` are device pages. The arrays are not touched after the call returns."""
+        """Enqueue one batch. ``src`` are device pages."""
         ...
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[Event]:

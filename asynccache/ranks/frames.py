@@ -25,6 +25,8 @@ WINDOW = 64
 HEADER = 8
 FIXED = 3
 
+_NOBODY = 0, Progress(0, 0, ())  # the rest of a frame
+
 
 class Kind(IntEnum):
     """What a frame is. FAIL and DIVERGED may take the place of any frame that is due."""
@@ -55,8 +57,8 @@ class Header(NamedTuple):
 class Frames:
     """The layout for ``pools`` pools of the whole model. Every rank must use the same.
 
-    From one step to the next hardly a row changes, so rows are kept, as they were written and as they were read: a
-    tenth of the time of a step's own work.
+    From one step to the next few rows change, so the last ones written and the last ones read are kept, and only what
+    differs is packed or parsed: a third of the time of a step's own work.
     """
 
     def __init__(self, pools: int, window: int = WINDOW) -> None:
@@ -66,8 +68,10 @@ class Frames:
         self.length = HEADER + window * self.row
         self._header = Struct(f"={HEADER}q")
         self._row = Struct(f"={self.row}q")
-        self._written: dict[int, tuple[Progress, bytes]] = {}
-        self._read: dict[bytes, tuple[int, Progress]] = {}
+        self._written: list[tuple[int, Progress]] = []
+        self._body = bytearray(window * self._row.size)
+        self._read: list[tuple[int, Progress]] = [_NOBODY] * window
+        self._words = np.zeros(window * self.row, np.int64)
 
     def __repr__(self) -> str:
         return f"Frames({self.pools} pools, {self.window} operations, {self.length * 8} bytes)"
@@ -75,17 +79,20 @@ class Frames:
     def write(self, kind: Kind, health: Health, header: Header, rows: Mapping[int, Progress]) -> Words:
         """A frame; ``rows``: at most ``window`` operations, oldest first."""
         step, digest, size = header
-        parts = [self._header.pack(kind, health, step, -step, digest, -digest, size, -size)]
-        written, self._written = self._written, {}
-        for op, progress in rows.items():
-            row = written.get(op)
-            if row is None or row[0] != progress:
-                row = progress, self._row.pack(op, progress.status, progress.go_on, *progress.counts)
-            self._written[op] = row
-            parts.append(row[1])
-        frame = bytearray().join(parts)
-        frame += bytes(self.length * 8 - len(frame))
+        self._write_rows(list(rows.items()))
+        frame = bytearray(self._header.pack(kind, health, step, -step, digest, -digest, size, -size))
+        frame += self._body
         return np.frombuffer(frame, np.int64)
+
+    def _write_rows(self, rows: list[tuple[int, Progress]]) -> None:
+        before, size = self._written, self._row.size
+        for at, row in enumerate(rows):
+            if at >= len(before) or row != before[at]:
+                op, progress = row
+                self._row.pack_into(self._body, at * size, op, progress.status, progress.go_on, *progress.counts)
+        if len(rows) < len(before):
+            self._body[len(rows) * size : len(before) * size] = bytes((len(before) - len(rows)) * size)
+        self._written = rows
 
     def bad(self, health: Health, header: Header) -> Words:
         """FAIL or DIVERGED."""
@@ -94,22 +101,14 @@ class Frames:
 
     def rows(self, words: Words) -> dict[int, Progress]:
         """What a frame says of each operation."""
-        content = words[HEADER:].tobytes()
-        read, self._read = self._read, {}
-        found = {}
-        for start in range(0, len(content), self._row.size):
-            row = content[start : start + self._row.size]
-            entry = read.get(row) or self._parse(row)
-            op, progress = entry
-            if op == 0:
-                break
-            self._read[row] = entry
-            found[op] = progress
+        body = words[HEADER:]
+        for at in sorted({word // self.row for word in np.flatnonzero(body != self._words).tolist()}):
+            op, status, go_on, *counts = body[at * self.row : (at + 1) * self.row].tolist()
+            self._read[at] = op, Progress(status, go_on, tuple(counts))
+        self._words = body.copy()
+        found = dict(self._read)
+        found.pop(_NOBODY[0], None)
         return found
-
-    def _parse(self, row: bytes) -> tuple[int, Progress]:
-        op, status, go_on, *counts = self._row.unpack(row)
-        return op, Progress(status, go_on, tuple(counts))
 
 
 def judge(words: Words, mine: Header) -> Health:
