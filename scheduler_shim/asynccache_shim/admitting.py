@@ -71,7 +71,7 @@ async def _through_the_gates(board: Board, job: Job, budget: int) -> bool:
 
 
 async def _match(board: Board, job: Job) -> Matched:
-    found = await board.cache.match(job.tokens, extra_key=job.request.extra_key)
+    found = await board.cache.match(job.tokens, extra_key=job.terms.extra_key)
     job.request.match = Matched(
         found.device, found.host, found.host_hit_length, found.swa_host_hit_length, found.mamba_host_hit_length
     )
@@ -163,7 +163,7 @@ async def _try(board: Board, job: Job, offers: list[Offer], *, shorter: bool = F
 
 def _lease(board: Board, job: Job, terms: Offer, *, wait: bool, shorter: bool) -> Lease:
     return board.cache.lease(
-        job.tokens, new_tokens=job.more, extra_key=job.request.extra_key, prefetch=job.handle, wait=wait,
+        job.tokens, new_tokens=job.more, extra_key=job.terms.extra_key, prefetch=job.handle, wait=wait,
         states=terms.states, chunk=terms.chunk, swa_chunk=terms.swa_chunk, shorter=shorter,
     )  # fmt: skip
 

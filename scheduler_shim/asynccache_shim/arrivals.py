@@ -31,7 +31,7 @@ def arrive(board: Board, job: Job) -> None:
     """Into the queue, while what storage has of it is being fetched."""
     board.waiting[job.id] = job
     job.patient = not board.lockstep or board.cache.config.prefetch_policy is not PrefetchPolicy.BEST_EFFORT
-    job.handle = board.cache.prefetch(job.tokens, extra_key=job.request.extra_key)
+    job.handle = board.cache.prefetch(job.tokens, extra_key=job.terms.extra_key)
     if job.handle.done():
         job.request.state = State.WAITING
         board.call(job)

@@ -88,7 +88,7 @@ class Board:
         self.held.pop(job.id, None)
         lease = job.left()
         if lease is not None:
-            lease.release(ended=job.request.ended)
+            lease.release(ended=job.terms.ended)
             self.ended.append(job.id)
             self.freed += 1
 

@@ -17,16 +17,17 @@ class Job:
 
     __slots__ = (
         "_buffer", "blocked", "checkpointed", "computed", "entering", "entry", "failed_loads", "handle", "id", "lease",
-        "length", "marks", "order", "pages", "patient", "priority", "request", "reserved", "watch",
+        "length", "marks", "order", "pages", "patient", "priority", "request", "reserved", "terms", "watch",
     )  # fmt: skip
 
     def __init__(self, request: Request, number: int) -> None:
         self.request = request
+        self.terms = terms = request.terms
         self.id = self.order = number
-        self.priority = request.priority
-        self.length = len(request.tokens)
-        self._buffer = np.empty(self.length + request.limits.max_new_tokens, np.int32)
-        self._buffer[: self.length] = request.tokens
+        self.priority = terms.priority
+        self.length = len(terms.tokens)
+        self._buffer = np.empty(self.length + terms.limits.max_new_tokens, np.int32)
+        self._buffer[: self.length] = terms.tokens
         self.lease: Lease | None = None
         self.handle: PrefetchHandle | None = None
         self.watch: asyncio.Task[None] | None = None
@@ -48,6 +49,11 @@ class Job:
     def tokens(self) -> Tokens:
         """Prompt and output so far."""
         return self._buffer[: self.length]
+
+    @property
+    def generated(self) -> int:
+        """Tokens of output."""
+        return self.length - len(self.terms.tokens)
 
     @property
     def more(self) -> int:
@@ -112,5 +118,5 @@ class Job:
             states=self.lease.states,
             checkpoint=checkpoint,
             sample=stop == self.length,
-            sampling=self.request.sampling,
+            sampling=self.terms.sampling,
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from asynccache import Adapter, RankFailure
 from asynccache_shim.model import Sampling
-from asynccache_shim.request import ExtraKey, Limits, Request
+from asynccache_shim.request import ExtraKey, Limits, Request, Terms
 
 _LENGTH = 4
 
@@ -76,9 +76,10 @@ def encode(order: Order) -> bytes:
     """For ``decode`` elsewhere. Most orders are empty, and so is what is sent then."""
     if order == Order():
         return b""
-    arrivals = [{"number": number, **_terms(request)} for number, request in order.arrivals]
+    asked = [(number, request.terms) for number, request in order.arrivals]
+    arrivals = [{"number": number, **_plain(terms)} for number, terms in asked]
     head = json.dumps({"arrivals": arrivals, "aborted": order.aborted, "closing": order.closing}).encode()
-    tokens = (request.tokens.astype("<i4").tobytes() for _, request in order.arrivals)
+    tokens = (terms.tokens.astype("<i4").tobytes() for _, terms in asked)
     return b"".join((len(head).to_bytes(_LENGTH, "little"), head, *tokens))
 
 
@@ -97,14 +98,14 @@ def decode(content: bytes) -> Order:
     return Order(tuple(arrivals), tuple(head["aborted"]), head["closing"])
 
 
-def _terms(request: Request) -> dict[str, Any]:
-    limits, sampling = request.limits, request.sampling
+def _plain(terms: Terms) -> dict[str, Any]:
+    limits, sampling = terms.limits, terms.sampling
     seed = None if sampling.seed is None else int(sampling.seed)
     return {
-        "tokens": len(request.tokens), "priority": request.priority, "ended": request.ended,
+        "tokens": len(terms.tokens), "priority": terms.priority, "ended": terms.ended,
         "max_new_tokens": int(limits.max_new_tokens), "stop_tokens": sorted(map(int, limits.stop_tokens)),
         "sampling": [float(sampling.temperature), float(sampling.top_p), seed],
-        "extra_key": _packed(request.extra_key),
+        "extra_key": _packed(terms.extra_key),
     }  # fmt: skip
 
 
@@ -140,13 +141,14 @@ class Desk:
         return bool(self._arrivals or self._aborted or self.closing)
 
     def submit(self, number: int, request: Request) -> None:
-        """With the next order.
+        """With the next order: the terms that it has now, as the other ranks will read them.
 
         Raises:
-            ConfigError, TypeError: its terms cannot be sent, or the other ranks would refuse them.
+            ConfigError, TypeError: they cannot be sent, or the other ranks would refuse them.
         """
         arrival = Arrival(number, request)
-        decode(encode(Order((arrival,))))
+        ((_, elsewhere),) = decode(encode(Order((arrival,)))).arrivals
+        request.sent(elsewhere.terms)
         self._arrivals.append(arrival)
 
     def abort(self, number: int) -> Request | None:

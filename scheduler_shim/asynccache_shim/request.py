@@ -1,7 +1,9 @@
 """What a caller holds: tokens, limits, priority and namespace on the way in; a stream of tokens and ``abort`` after.
 
-Law: a request knows nothing of the cache, and the cache never sees it. The scheduler writes ``state``, ``match``,
-``hits`` and ``output``; the caller reads them, iterates, and may abort at any moment.
+Laws:
+* A request knows nothing of the cache, and the cache never sees it. The scheduler writes ``state``, ``match``, ``hits``
+  and ``output``; the caller reads them, iterates, and may abort at any moment.
+* What the scheduler acts on are the ``terms`` as they were submitted, whatever becomes of the request's attributes.
 """
 
 from __future__ import annotations
@@ -67,6 +69,17 @@ class Matched(NamedTuple):
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
+class Terms(NamedTuple):
+    """What is asked for; see ``Request``."""
+
+    tokens: Tokens
+    limits: Limits
+    priority: int
+    extra_key: ExtraKey
+    sampling: Sampling
+    ended: bool
+
+
 class Request:
     """One prompt to be continued. Submitted once; ``async for token in request`` streams its output.
 
@@ -99,6 +112,7 @@ class Request:
         self.output: list[int] = []
         self.finish: Finish | None = None
         self.error: BaseException | None = None
+        self._terms: Terms | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._aborted: Callable[[], None] | None = None
 
@@ -144,12 +158,25 @@ class Request:
 
     # for the scheduler
 
+    @property
+    def terms(self) -> Terms:
+        """As they were submitted; before, as they are."""
+        if self._terms is not None:
+            return self._terms
+        limits = Limits(self.limits.max_new_tokens, frozenset(self.limits.stop_tokens))
+        return Terms(as_tokens(self.tokens), limits, self.priority, self.extra_key, self.sampling, self.ended)
+
     def submitted(self, aborted: Callable[[], None]) -> None:
         """It is a scheduler's from now on, which is told if it is to be aborted, and ends it."""
         if self.state is not State.NEW:
             raise ConfigError("request: it is submitted once")
+        self._terms = self.terms
         self.state = State.WAITING
         self._aborted = aborted
+
+    def sent(self, terms: Terms) -> None:
+        """This is what other ranks are told, and act on; so does this one."""
+        self._terms = terms
 
     def put(self, token: int) -> None:
         """One more token for the readers."""

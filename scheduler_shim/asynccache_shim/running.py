@@ -131,7 +131,7 @@ async def _settle(board: Board, job: Job, work: Work) -> None:
 
 async def _generated(board: Board, job: Job, token: int) -> None:
     job.append(token)
-    limits = job.request.limits
-    if token in limits.stop_tokens or len(job.request.output) >= limits.max_new_tokens:
+    limits = job.terms.limits
+    if token in limits.stop_tokens or job.generated >= limits.max_new_tokens:
         await board.publish(job)
         board.drop(job, Finish.STOP if token in limits.stop_tokens else Finish.LENGTH)

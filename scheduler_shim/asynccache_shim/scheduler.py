@@ -143,6 +143,7 @@ class Scheduler:
         self._count += 1
         number = self._count
         if self._orders is not None:
+            request.sampling = _seeded(request.sampling)
             request.submitted(lambda: self._abort_everywhere(number))
             self._submit_everywhere(number, request)
             return request
@@ -156,7 +157,6 @@ class Scheduler:
         return request
 
     def _submit_everywhere(self, number: int, request: Request) -> None:
-        request.sampling = _seeded(request.sampling)
         try:
             self._desk.submit(number, request)
         except Exception as error:

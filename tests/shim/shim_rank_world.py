@@ -184,7 +184,7 @@ class Member:
     def _ended(self, life: int) -> None:
         for number, request in self.scheduler.requests.items():
             assert request.finish is not None
-            said = (request.output, request.finish, request.hits, request.retractions, request.sampling)
+            said = (request.output, request.finish, request.hits, request.retractions, request.terms.sampling)
             first = self.world.report.outputs.setdefault((life, number), said)
             assert first == said, f"rank {self.rank}, request {number}: {said}, elsewhere {first}"
 

@@ -13,7 +13,19 @@ from random import Random
 from typing import Any
 
 import pytest
-from asynccache_shim import NO_TOKEN, Batch, Finish, Limits, Request, Scheduler, Settings, State, admitting, scheduler
+from asynccache_shim import (
+    NO_TOKEN,
+    Batch,
+    Finish,
+    Limits,
+    Request,
+    Sampling,
+    Scheduler,
+    Settings,
+    State,
+    admitting,
+    scheduler,
+)
 from asynccache_shim.board import Board
 
 from asynccache import CacheFull, ConfigError, Lease, RankDivergence, RankFailure
@@ -247,6 +259,37 @@ def test_what_the_other_ranks_would_refuse_is_refused_at_once() -> None:
         with pytest.raises(ConfigError, match="rank 0 takes the requests"):
             ranks.members[1].scheduler.submit(Request([1]))
         await scheduler.submit(Request([1], Limits(2))).done()
+
+    assert not served(1, ask).errors
+
+
+@pytest.mark.parametrize("after", [0.0, 0.02])
+def test_what_is_done_to_a_request_after_it_was_submitted_changes_nothing(after: float) -> None:
+    """Before the order that tells of it, and after: rank 0 acts on what the others were told."""
+    prompt = list(range(3 * PAGE))
+
+    async def ask(ranks: World, scheduler: Scheduler) -> None:
+        request = scheduler.submit(Request(prompt, Limits(3 * PAGE), extra_key="mine", sampling=Sampling(0.5)))
+        asyncio.get_running_loop().call_later(after, meddle, request)
+        assert await request.done() == continuation(prompt, 3 * PAGE)
+        again = scheduler.submit(Request(prompt, Limits(1), extra_key="mine"))
+        await again.done()
+        assert again.hits is not None
+        assert again.hits.device
+
+    def meddle(request: Request) -> None:
+        request.tokens[:] = 7
+        request.limits = Limits(1, frozenset(range(1000)))
+        request.priority, request.extra_key, request.ended = 5, "other", True
+        request.sampling = Sampling(0.9)
+
+    assert not served(1, ask, config=config(16, 64)).errors
+
+
+def test_terms_are_read_as_the_other_ranks_read_them() -> None:
+    async def ask(ranks: World, scheduler: Scheduler) -> None:
+        request = scheduler.submit(Request([1, 2, 3], Limits(2.5)))  # type: ignore[arg-type]
+        assert await request.done() == continuation([1, 2, 3], 2)
 
     assert not served(1, ask).errors
 
