@@ -1,9 +1,10 @@
 """``asynccache bench ranks``: what agreement between ranks costs, over gloo on this machine.
 
 Every topology gets processes of its own, one per rank, that step a ledger of nothing. *empty*: nothing is in flight.
-*full*: as many operations as one frame holds, a sixteenth of which has moved since the last step. *bare*: an all-reduce of the same size, issued from the same thread and
-timed there; steps and bare all-reduces take turns one by one, so that both meet the same machine and peers that are as
-late. With more processes than cores either is mostly the wait for a core. What a rank sends is counted where it leaves.
+*full*: as many operations as one frame holds, a sixteenth of which has moved since the last step. *bare*: an all-reduce
+of the same size, issued from the same thread and timed there; steps and bare all-reduces take turns one by one, so that
+both meet the same machine and peers that are as late. With more processes than cores either is mostly the wait for a
+core. What a rank sends is counted where it leaves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The device that a run is on: ``cpu``, or a GPU by CUDA's number of it. torch and cupy come when one is made."""
+"""The device that a run is on: ``cpu``, or a GPU by its name. torch and cupy come when one is made."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from asynccache.errors import ConfigError
 from asynccache.memory.device import Device
+from asynccache.memory.naming import parse_device
 
 if TYPE_CHECKING:
     from asynccache.cli.engine import Gate
@@ -24,9 +24,7 @@ def check_device(text: str) -> str:
     Raises:
         ConfigError: it cannot.
     """
-    kind, colon, index = text.partition(":")
-    if text != "cpu" and (kind != "cuda" or (colon and not index.isdecimal())):
-        raise ConfigError("must be cpu, cuda or cuda:N")
+    parse_device(text)
     return text
 
 
@@ -36,7 +34,7 @@ def make_device(name: str, faults: Faults) -> GatedDevice:
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed.
     """
-    if name == "cpu":
+    if parse_device(name).kind == "cpu":
         from asynccache.memory.cpu import CpuDevice
 
         return CpuDevice(faults=faults)

@@ -26,7 +26,7 @@ _DTYPE = Words("What the bytes are; part of the storage key, so that another dty
 CACHE = {
     "model": Words("Names the weights: part of every page hash, so caches of different models never meet in storage."),
     "page_size": Words("Tokens in a page, the unit of every tier.", above=0),
-    "device": Words("Where the pages of the first tier are, for example `cpu` or `cuda:0`."),
+    "device": Words("Where the pages of the first tier are: `cpu`, `cuda:N`, `cuda:N?blocks=16` (see CUDA)."),
     "storage": Words("The third tier as a URL, for example `file:/var/kv?capacity=10GiB`, or several, nearest first "
                      "(in the environment with spaces between them); `none`: there is none."),
     "write_policy": Words("When pages are copied down: at once, after the second use, or when they would be lost."),

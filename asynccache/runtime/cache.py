@@ -15,6 +15,7 @@ from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics,
 from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
+from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
@@ -479,10 +480,8 @@ class AsyncCache:
 
 
 def _open_device(name: str) -> Device:
-    if name == "cpu":
+    if parse_device(name).kind == "cpu":
         return CpuDevice()
-    if name.partition(":")[0] != "cuda":
-        raise ConfigError(f"device: unknown device {name!r}; one of cpu, cuda, cuda:N")
     from asynccache.memory.cuda.device import open_device
 
     return open_device(name)

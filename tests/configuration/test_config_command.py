@@ -162,7 +162,7 @@ def test_a_run_is_on_the_device_of_the_file_unless_it_is_told_another(kv: Path) 
     told = stress(kv, {"ASYNCCACHE_DEVICE": "cuda:1"}, device="cpu")
     assert told.cache is not None
     assert told.device == told.cache.device == "cpu"
-    with pytest.raises(ConfigError, match="--device=gpu: must be cpu, cuda or cuda:N"):
+    with pytest.raises(ConfigError, match="--device=gpu: unknown device 'gpu'; one of cpu, cuda, cuda:N"):
         stress(kv, {}, device="gpu")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asynccache.core.plan import Move
-from asynccache.errors import CacheClosed, ConfigError, CopyFailed
+from asynccache.errors import CacheClosed, CopyFailed
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.cuda.events import CudaEvent
@@ -256,14 +256,3 @@ async def test_an_event_that_has_fired_holds_no_stream(simulated_device: Make) -
     driver.resume()
     await new.wait()
     await device.aclose()
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1"])
-async def test_names_of_devices_that_there_are_not(name: str) -> None:
-    from asynccache.memory.cuda.device import _index
-
-    if name == "cuda:":
-        assert _index(name) == 0
-        return
-    with pytest.raises(ConfigError, match="one of cpu, cuda, cuda:N"):
-        _index(name)

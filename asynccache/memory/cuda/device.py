@@ -20,13 +20,14 @@ from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import copies as batch
 from asynccache.memory.cuda.driver import Driver, DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
-from asynccache.memory.cuda.paths import Chooser, Settings
+from asynccache.memory.cuda.paths import Chooser, Settings, settings_from
 from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
 from asynccache.memory.cuda.scratch import Scratch
 from asynccache.memory.cuda.streams import CudaStream, EngineStream, stream_pointer
 from asynccache.memory.cuda.submission import Submission
 from asynccache.memory.device import PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
+from asynccache.memory.naming import parse_device
 from asynccache.memory.pools import available_memory, check_room
 
 
@@ -171,8 +172,9 @@ class CudaDevice:
 
 
 def open_device(name: str, settings: Settings | None = None, *, faults: Faults | None = None) -> CudaDevice:
-    """The GPU called ``cuda`` or ``cuda:N``. Takes some tenths of a second, in which it blocks: it compiles the kernel
-    and measures which path suits what (``Settings.calibrate``).
+    """The GPU called ``cuda`` or ``cuda:N``; options (``cuda:0?out=staged&blocks=16``) are its settings. Takes some
+    tenths of a second, in which it blocks: it compiles the kernel and measures which path suits what
+    (``Settings.calibrate``).
 
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed; the message says what.
@@ -180,18 +182,13 @@ def open_device(name: str, settings: Settings | None = None, *, faults: Faults |
     from asynccache.memory.cuda.calibration import calibrate
     from asynccache.memory.cuda.cupy_driver import CupyDriver
 
-    index = _index(name)
-    settings = settings or Settings()
+    parsed = parse_device(name)
+    if parsed.options and settings is not None:
+        raise ConfigError(f"device={name}: options are in the name or in settings, not in both")
+    settings = settings or settings_from(parsed.options)
     try:
-        driver = CupyDriver(index)
+        driver = CupyDriver(parsed.number)
         chooser = Chooser(settings, calibrate(driver)) if settings.calibrate else Chooser(settings)
     except DriverError as error:
-        raise ConfigError(f"device={name}: {error}") from error
-    return CudaDevice(driver, f"cuda:{index}", settings=settings, chooser=chooser, faults=faults)
-
-
-def _index(name: str) -> int:
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or (index and not index.isdecimal()):
-        raise ConfigError(f"device: unknown device {name!r}; one of cpu, cuda, cuda:N")
-    return int(index or 0)
+        raise ConfigError(f"device={parsed}: {error}") from error
+    return CudaDevice(driver, str(parsed), settings=settings, chooser=chooser, faults=faults)

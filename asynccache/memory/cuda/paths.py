@@ -8,11 +8,12 @@ margin.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from asynccache.config import parse_enum
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.driver import Towards
 
@@ -80,6 +81,37 @@ class Settings:
     def forced(self, towards: Towards) -> Path | None:
         """The path that was chosen by hand."""
         return {OUT: self.out, IN: self.inward, WITHIN: self.within}[towards]
+
+
+def settings_from(options: Mapping[str, str]) -> Settings:
+    """Settings as a device's name gives them: ``out=staged``, ``blocks=16``, ``calibrate=no``.
+
+    Raises:
+        ConfigError: a value cannot be read; the message names the option.
+    """
+    return Settings(**{name: _READ[name](name, value) for name, value in options.items()})
+
+
+def _path(name: str, value: str) -> Path:
+    return parse_enum(f"device option {name}", value, Path)
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise ConfigError(f"device option {name}={value!r} must be a number from 0 on")
+    return int(value)
+
+
+def _yes(name: str, value: str) -> bool:
+    if value not in ("yes", "no"):
+        raise ConfigError(f"device option {name}={value!r} must be yes or no")
+    return value == "yes"
+
+
+_READ: Mapping[str, Callable[[str, str], Any]] = {
+    "out": _path, "inward": _path, "within": _path, "blocks": _number, "numa_node": _number, "calibrate": _yes,
+    "huge_pages": _yes,
+}
 
 
 class Shape(NamedTuple):
