@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from asynccache.cli.engine import Engine
-from asynccache.cli.ranked import child
+from asynccache.cli.ranked import child, messages
+from asynccache.cli.ranked.messages import Answer
 from asynccache.cli.ranked.scheduler import Scheduler
 
 TICK = 10
@@ -48,8 +50,22 @@ async def tamper(cache: Any) -> None:
         root.stored = 1 << 40
 
 
+def garbled() -> None:
+    """The answer to tick ``TICK`` is nothing that can be read."""
+    send = messages.send
+
+    def sends(writer: Any, message: object) -> None:
+        if isinstance(message, Answer) and message.tick == TICK:
+            writer.write(struct.pack("<I", 7) + b"garbage")
+        else:
+            send(writer, message)
+
+    child.send = sends  # type: ignore[attr-defined]
+
+
 ODD: dict[str, Callable[[], None]] = {
     "forgetful": forgetful, "call": lambda: at_tick(call), "tampered": lambda: at_tick(tamper),
+    "garbled": garbled,
 }  # fmt: skip
 
 if __name__ == "__main__":

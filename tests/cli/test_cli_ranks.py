@@ -109,6 +109,12 @@ def test_a_tree_that_has_changed_by_itself_is_named(tmp_path: Path, monkeypatch:
     assert "the tree of rank 1 is another than that of rank 0" in report["problems"][0]
 
 
+@pytest.mark.slow
+def test_what_cannot_be_read_of_a_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = odd(TP2, "garbled", tmp_path, monkeypatch)
+    assert report["problems"][0].startswith("rank 1 sent a message of 7 bytes that cannot be read: ")
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--pp", "8"], "--pp=8: a stage would have no layer, there are --layers=4"),
     (["--tp", "3"], "--bytes-per-token=512 must be a multiple of 12: 4 layers over tp 3 and cp 1"),

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +18,14 @@ import torch
 from asynccache import AsyncCache
 from asynccache.cli.engine import Engine, Piece
 from asynccache.cli.leaks import Left
-from asynccache.cli.meter import Spread
+from asynccache.cli.meter import Meter, Spread
 from asynccache.cli.options import settle
 from asynccache.cli.ranked import merge
 from asynccache.cli.ranked.child import Channel
 from asynccache.cli.ranked.digest import tree_digest
 from asynccache.cli.ranked.lives import Aborted, Life, turn
-from asynccache.cli.ranked.messages import Ended, Failure, arrival, receive, send
+from asynccache.cli.ranked.messages import Answer, Ended, Failure, Tick, arrival, receive, send
+from asynccache.cli.ranked.scheduler import Scheduler
 from asynccache.cli.ranked.shard import shard_config, store_url
 from asynccache.cli.request import Request
 from asynccache.cli.sizing import configure
@@ -31,6 +36,9 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.ranks import Topology
+from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.testing.simulated_ranks import SimulatedRanks
 
 # shares
 
@@ -183,6 +191,46 @@ async def test_closing_lets_a_life_give_back_what_it_holds() -> None:
     assert said == ["given back"]
 
 
+@pytest.mark.parametrize("aborted", [1, 2, 3])
+def test_an_abort_may_come_with_the_request_itself(aborted: int) -> None:
+    """And at any tick after it: on all ranks the request ends in that tick, and holds nothing."""
+    prompt, answer = np.arange(64, dtype=np.int32), np.arange(1, dtype=np.int32)
+    asked = arrival(Request(5, 64, 1, lambda: prompt, lambda: answer), None)
+
+    async def rank(cache: AsyncCache) -> list[Answer]:
+        tally = Tally()
+        scheduler = Scheduler(cache, None, settle("stress", {}, {}), tally, Meter())  # type: ignore[arg-type]
+        server = scheduler._server
+
+        async def computes_for_ever(request: Request, text: Any, handle: Any) -> None:
+            async with server._lease(request, text, 0, handle):
+                while True:
+                    await turn()
+
+        server._leased = computes_for_ever  # type: ignore[method-assign]
+        ticks = [Tick(i, (asked,) * (i == 1), (5,) * (i == aborted)) for i in range(1, 5)]
+        said = [await scheduler.iterate(tick) for tick in ticks]
+        assert (tally.requests, tally.cancelled, tally.problems) == (1, 1, [])
+        assert [answer.ended for answer in said] == [(5,) * (i == aborted) for i in range(1, 5)]
+        assert not cache.core.active_leases()
+        return said
+
+    async def world(loop: SimulatedLoop) -> None:
+        net = SimulatedRanks(Topology(tp=2), Random("net"))
+
+        async def lived(number: int) -> list[Answer]:
+            device = SimulatedDevice(seed=number)
+            async with AsyncCache(model(), device=device, ranks=net.member(number)) as cache:
+                said = await rank(cache)
+            await device.aclose()
+            return said
+
+        first, second = await asyncio.gather(*map(lived, range(2)))
+        assert [answer._replace(pulse=None) for answer in first] == [a._replace(pulse=None) for a in second]
+
+    simulate(world, 3)
+
+
 # messages
 
 
@@ -205,6 +253,33 @@ async def test_requests_arrive_as_they_were_sent() -> None:
     reader.feed_eof()
     with pytest.raises(EOFError):
         await receive(reader)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("content", [b"garbage", b"", b"\x80\x04", b"cno_such_module\nThing\n."])
+async def test_what_cannot_be_read_is_no_end_of_the_stream(content: bytes) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(len(content).to_bytes(4, "little") + content)
+    with pytest.raises(ValueError, match=f"a message of {len(content)} bytes that cannot be read: "):
+        await receive(reader)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_so() -> None:
+    command, rank = socket.socketpair()
+    with command, rank:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asynccache.cli.ranked.child", "0", str(rank.fileno())], stderr=subprocess.PIPE,
+            pass_fds=(rank.fileno(),), text=True,
+        )  # fmt: skip
+        command.sendall(b"\7\0\0\0garbage")
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+    assert process.returncode > 0
+    assert said.splitlines()[-1].startswith("the command sent a message of 7 bytes that cannot be read: ")
 
 
 # sums

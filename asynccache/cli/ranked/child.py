@@ -48,7 +48,7 @@ from asynccache.storage import StorageBackend
 ARRIVAL = 120.0
 SETTLING_STEPS = 60_000
 SETTLING_PAUSE = 0.001
-_ALONE = 1
+_ALONE, _CONFUSED = 1, 3
 _HEARD = 30.0
 
 
@@ -67,6 +67,9 @@ class Channel:
                 self.orders.put_nowait(await receive(self._reader))
             except (EOFError, ConnectionError):
                 os._exit(_ALONE)
+            except ValueError as error:
+                print(f"the command {error}", file=sys.stderr, flush=True)
+                os._exit(_CONFUSED)
 
     def send(self, message: object) -> None:
         """Say it."""

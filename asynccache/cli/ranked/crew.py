@@ -45,12 +45,15 @@ class Member:
         self.end.setblocking(False)
         self.writer: asyncio.StreamWriter | None = None
         self.listening: asyncio.Task[None] | None = None
+        self.garbled = ""
 
     def __repr__(self) -> str:
         return f"Member(rank {self.rank}, pid {self.process.pid})"
 
     def last_words(self) -> str:
         """How it ended, and the last line that it wrote."""
+        if self.garbled:
+            return self.garbled
         status = self.process.poll()
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
@@ -104,11 +107,16 @@ class Crew:
                 send(writer, message)
 
     async def _listen(self, member: Member, reader: asyncio.StreamReader) -> None:
-        with suppress(EOFError, ConnectionError):
+        try:
             message: object = None
             while not isinstance(message, (Ended, Refused)):
                 message = await receive(reader)
                 self.said.put_nowait(Said(member.rank, message))
+        except (EOFError, ConnectionError):
+            pass
+        except ValueError as error:
+            member.garbled = str(error)
+            member.process.kill()
         if member.writer is not None:
             member.writer.close()    # it waits for this, so that its last word was heard
         await asyncio.to_thread(_wait, member.process, 1.0)

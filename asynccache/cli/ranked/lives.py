@@ -37,7 +37,7 @@ class Life:
         self._aborted = False
 
     def abort(self) -> None:
-        """Its next turn raises ``Aborted`` in it."""
+        """Its next turn raises ``Aborted`` in it; of work that has not begun, ``resume`` raises it."""
         self._aborted = True
 
     async def resume(self) -> bool:

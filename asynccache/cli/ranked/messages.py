@@ -145,9 +145,14 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
     Raises:
         EOFError, ConnectionError: there is nobody at the other end.
+        ValueError: it said something that cannot be read.
     """
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
+    content = await reader.readexactly(length)
+    try:
+        return pickle.loads(content)
+    except Exception as error:  # of whatever class: EOFError, too
+        raise ValueError(f"sent a message of {length} bytes that cannot be read: {error!r}") from error
 
 
 def send(writer: asyncio.StreamWriter, message: object) -> None:

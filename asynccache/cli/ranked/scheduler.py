@@ -10,7 +10,7 @@ from asynccache.cli.engine import Engine
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import Settings
 from asynccache.cli.ranked.digest import tree_digest
-from asynccache.cli.ranked.lives import Aborted, Life
+from asynccache.cli.ranked.lives import Aborted, Life, turn
 from asynccache.cli.ranked.messages import Answer, Pulse, Tick
 from asynccache.cli.ranked.server import Places, RankedServer
 from asynccache.cli.request import Request
@@ -45,7 +45,8 @@ class Scheduler:
         """
         for arrival in tick.arrivals:
             request = arrival.whole()
-            self._lives[request.number] = Life(self._one(request))
+            self._lives[request.number] = life = Life(self._one(request))
+            await life.resume()  # as far as its first turn, where an abort in this tick may meet it
         for number in tick.aborts:
             if number in self._lives:
                 self._lives[number].abort()
@@ -66,6 +67,7 @@ class Scheduler:
     async def _one(self, request: Request) -> None:
         self.tally.requests += 1
         try:
+            await turn()
             await self._server.serve(request, self._places)
         except Aborted:
             self.tally.cancelled += 1
