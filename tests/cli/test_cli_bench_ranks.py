@@ -35,5 +35,8 @@ def test_what_a_step_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         {"reductions": 1, "frames": 1, "bytes": 2 * frame},
         {"reductions": 0, "frames": 1, "bytes": frame},
     ]
-    assert figures["ratio"] == pytest.approx(figures["full"]["p50_us"] / figures["bare"]["p50_us"], rel=0.01)
+    full, bare, inside = (figures[name]["p50_us"] for name in ("full", "bare", "bare_in_thread"))
+    assert inside < bare
+    assert figures["ratio"] == pytest.approx(full / bare, rel=0.01)
+    assert figures["ratio_in_thread"] == pytest.approx(full / inside, rel=0.01)
     assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
