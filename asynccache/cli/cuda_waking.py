@@ -86,7 +86,7 @@ class _Clock:
     def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
         self._driver = device.driver
         self._stream = stream
-        self._event = device.driver.event_create(spins=True)
+        self._event = device.driver.event_create(timed=True)
         self._recorded, self._read = threading.Event(), threading.Event()
         self._at = 0.0
         threading.Thread(target=self._spin, daemon=True).start()

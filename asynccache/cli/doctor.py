@@ -161,9 +161,11 @@ def told(report: Report) -> Iterator[str]:
 
 
 def _software(report: Report) -> Iterator[str]:
+    from asynccache.memory.cuda.cupy_driver import spelled_version
+
     yield f"cupy      {report['cupy'] or 'not installed'}"
     yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
-    yield f"driver    {_version(report['driver']) if report['driver'] else 'none'}, {report['devices']} GPUs"
+    yield f"driver    {'CUDA ' + spelled_version(report['driver']) if report['driver'] else 'none'}, {report['devices']} GPUs"
     kernel = report["nvrtc"]
     if kernel is not None:
         yield f"NVRTC     {'compiles the copy kernel' if kernel['compiles'] else 'does not work: ' + kernel['why']}"
@@ -191,7 +193,3 @@ def _choices(report: Report) -> Iterator[str]:
     if report["device"]["numa_node"] is not None and report["settings"]["numa_node"] is None:
         yield (f"Host pools are not bound to a NUMA node; the device hangs at node {report['device']['numa_node']}: "
                "start under numactl, or set numa_node.")  # fmt: skip
-
-
-def _version(number: int) -> str:
-    return f"CUDA {number // 1000}.{number % 1000 // 10}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ Range = tuple[int, int]
 class _Event:
     version: int = 0
     done: int = 0
+    timed: bool = False
+    at: float = 0.0  # when it happened
     clock: Clock = field(default_factory=Counter)
 
 
@@ -193,11 +196,11 @@ class SimulatedCuda:
             self._clocks[stream] |= state.clock
             self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
 
-    def event_create(self, *, spins: bool = False) -> int:
+    def event_create(self, *, timed: bool = False) -> int:
         with self._state:
             self._check()
             handle = self._handle()
-            self._events[handle] = _Event()
+            self._events[handle] = _Event(timed=timed)
             return handle
 
     def event_destroy(self, event: int) -> None:
@@ -214,7 +217,7 @@ class SimulatedCuda:
             version = state.version
 
             def units(op: _Op) -> Iterator[None]:
-                state.done = max(state.done, version)
+                state.done, state.at = max(state.done, version), time.perf_counter()
                 yield
 
             state.clock = self._enqueue(stream, units).clock
@@ -238,6 +241,13 @@ class SimulatedCuda:
                 self._state.wait()
             self._check()
             self._seen |= clock
+
+    def elapsed(self, begin: int, end: int) -> float:
+        with self._state:
+            first, last = self._events[begin], self._events[end]
+            if not all(state.timed and state.done == state.version > 0 for state in (first, last)):
+                raise DriverError("an event without timing, or one that has not happened")
+            return last.at - first.at
 
     def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
         self.calls["copy"] += 1

@@ -78,6 +78,7 @@ def test_what_is_missing_is_named(
     monkeypatch.setattr(FakeCupy.cuda.runtime, "devices", devices)
     monkeypatch.setattr(cupy_driver, "import_module", lambda name: FakeCupy)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = cupy_driver.find()
     assert found.missing == "" if says is None else says in found.missing
 

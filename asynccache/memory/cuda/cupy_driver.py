@@ -5,6 +5,7 @@ Without a GPU ``import cupy`` works and everything else raises, so ``find`` asks
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -58,7 +59,22 @@ def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
         return "the NVIDIA driver sees no GPU"
     if torch_cuda is None:
         return "this build of torch is for the CPU: install one for CUDA, since pools are its tensors"
-    return ""
+    return _refused_by_torch(driver, torch_cuda)
+
+
+def _refused_by_torch(driver: int, torch_cuda: str) -> str:
+    """torch says in a warning why it cannot use a driver: too old for its CUDA, as a rule."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    why = ": " + str(said[0].message).splitlines()[0] if said else ""
+    return f"torch, built for CUDA {torch_cuda}, cannot use the driver, which is for CUDA {spelled_version(driver)}{why}"
+
+
+def spelled_version(number: int) -> str:
+    """13020 is 13.2."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _or_none(call: Callable[[], int]) -> int | None:
@@ -96,11 +112,19 @@ class CupyDriver:
         self._runtime = cupy.cuda.runtime
         self._modules = cupy.cuda.driver
         self.use_device()
-        torch.empty(1, device=f"cuda:{index}")  # makes the context, which both share
+        self._make_context()
         self._library = LibCuda()
         self._batches = self._library.batches
         self._check_mapping()
         self._kernel = self._load()
+
+    @_translated
+    def _make_context(self) -> None:
+        """Which torch and cupy share. torch refuses here what it cannot use, and after a fork, in many lines."""
+        try:
+            torch.empty(1, device=f"cuda:{self._index}")
+        except (RuntimeError, AssertionError) as error:
+            raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
 
     @_translated
     def _check_mapping(self) -> None:
@@ -110,10 +134,11 @@ class CupyDriver:
 
     @_translated
     def _load(self) -> int:
-        module = self._modules.moduleLoadData(kernels.compile_for(self.identity().capability))
+        module = self._modules.moduleLoadData(kernels.image_for(self.identity().capability))
         kernel: int = self._modules.moduleGetFunction(module, kernels.NAME)
         return kernel
 
+    @_translated
     def identity(self) -> Identity:
         properties = self._runtime.getDeviceProperties(self._index)
         return Identity(
@@ -131,6 +156,7 @@ class CupyDriver:
         free: int = self._runtime.memGetInfo()[0]
         return free
 
+    @_translated
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         with torch.cuda.device(self._index):
             tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self._index}")
@@ -168,9 +194,8 @@ class CupyDriver:
         self._runtime.streamWaitEvent(stream, event)
 
     @_translated
-    def event_create(self, *, spins: bool = False) -> int:
-        flags = _WITHOUT_TIMING | (0 if spins else _BLOCKING_SYNC)
-        event: int = self._runtime.eventCreateWithFlags(flags)
+    def event_create(self, *, timed: bool = False) -> int:
+        event: int = self._runtime.eventCreateWithFlags(0 if timed else _WITHOUT_TIMING | _BLOCKING_SYNC)
         return event
 
     @_translated
@@ -187,6 +212,11 @@ class CupyDriver:
     @_translated
     def event_synchronize(self, event: int) -> None:
         self._runtime.eventSynchronize(event)
+
+    @_translated
+    def elapsed(self, begin: int, end: int) -> float:
+        milliseconds: float = self._runtime.eventElapsedTime(begin, end)
+        return milliseconds / 1e3
 
     @_translated
     def copy(self, stream: int, towards: Towards, spans: Spans) -> None:

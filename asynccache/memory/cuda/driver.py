@@ -126,8 +126,9 @@ class Driver(Protocol):
         """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
         ...
 
-    def event_create(self, *, spins: bool = False) -> int:
-        """An event without timing, for which ``event_synchronize`` sleeps. ``spins``: for a clock, which must not."""
+    def event_create(self, *, timed: bool = False) -> int:
+        """An event without timing, for which ``event_synchronize`` sleeps. ``timed``: one for ``elapsed``, for which it
+        spins."""
         ...
 
     def event_destroy(self, event: int) -> None: ...
@@ -142,6 +143,10 @@ class Driver(Protocol):
 
     def event_synchronize(self, event: int) -> None:
         """Sleep until it has happened."""
+        ...
+
+    def elapsed(self, begin: int, end: int) -> float:
+        """Seconds of the device's clock between two timed events that have happened."""
         ...
 
     def copy(self, stream: int, towards: Towards, spans: Spans) -> None:

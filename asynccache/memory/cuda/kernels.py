@@ -7,6 +7,8 @@ nobody would look for them again. A few blocks fill the bus; more would only tak
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -58,13 +60,51 @@ extern "C" __global__ void __launch_bounds__(1024) asynccache_copy_rows(
 """
 
 
+class NoCompiler(RuntimeError):
+    """NVRTC is not installed, or its library cannot be loaded."""
+
+
+def image_for(capability: tuple[int, int]) -> bytes:
+    """What a device of this capability loads: machine code; for one that is newer than NVRTC, PTX of the newest
+    architecture below it, which the driver translates.
+
+    Raises:
+        RuntimeError: as ``compile_for``.
+    """
+    known = architectures()
+    if not known or capability in known:
+        return compile_for(capability)
+    older = [one for one in known if one < capability]
+    return compile_for(max(older), machine_code=False) if older else compile_for(capability)
+
+
+def architectures() -> list[tuple[int, int]]:
+    """The capabilities that NVRTC compiles for."""
+    with _found() as nvrtc:
+        return [divmod(number, 10) for number in nvrtc.getSupportedArchs()]
+
+
 def compile_for(capability: tuple[int, int], *, machine_code: bool = True) -> bytes:
     """The kernel for a device of this capability: a cubin, or PTX. Needs cupy and NVRTC, and no GPU.
 
     Raises:
+        NoCompiler: there is no NVRTC.
         RuntimeError: NVRTC refused it; the message is its log.
     """
-    nvrtc: Any = import_module("cupy").cuda.nvrtc
+    with _found() as nvrtc:
+        return _compiled(nvrtc, capability, machine_code)
+
+
+@contextmanager
+def _found() -> Iterator[Any]:
+    """cupy tells only at the first call that NVRTC's library is missing."""
+    try:
+        yield import_module("cupy").cuda.nvrtc
+    except ImportError as error:
+        raise NoCompiler(f"NVRTC is not installed: {str(error).strip().splitlines()[0]}") from error
+
+
+def _compiled(nvrtc: Any, capability: tuple[int, int], machine_code: bool) -> bytes:
     target = f"{'sm' if machine_code else 'compute'}_{capability[0]}{capability[1]}"
     program = nvrtc.createProgram(SOURCE, f"{NAME}.cu", (), ())
     try:
