@@ -153,11 +153,11 @@ class GlooGroup:
     def __init__(self, circle: Circle, lane: Lane) -> None:
         self.circle = circle
         self.lane = lane
-        self._call = _Caller(circle, lane)
 
     async def minimum(self, words: Words) -> Words:
-        """In place."""
-        return await self._call(partial(self.circle.minimum, words))
+        """In place. One that is cancelled goes on in its lane; what its rank hands in next meets the others' next."""
+        self.circle.check()
+        return await self.lane.run(partial(self.circle.minimum, words))
 
 
 class _GlooLink:

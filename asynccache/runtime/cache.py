@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
 from asynccache.runtime.attaching import attach, detach, open_all
+from asynccache.runtime.closing import save
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
@@ -27,8 +29,9 @@ from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.machine import Machine, OnEvent
-from asynccache.runtime.prefetch import PrefetchHandle, Wish
-from asynccache.runtime.saving import drain, flush, forget, forget_all, unsaved
+from asynccache.runtime.opening import open_on_all
+from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, store_layout
@@ -113,11 +116,13 @@ class AsyncCache:
     # opening and closing
 
     async def __aenter__(self) -> AsyncCache:
-        """Allocate the pools, open the store, start the workers. Cancelling it leaves nothing open.
+        """Allocate the pools, open the store, start the workers. Several ranks enter together; for a store that takes
+        long on one all wait. Cancelling it leaves nothing open, and opens nothing on the other ranks.
 
         Raises:
             ConfigError: pools do not fit in memory, or an unknown device or backend; or ranks differ.
             Unavailable: the store cannot be opened now.
+            RankFailure: so it was on another rank; or one is gone or silent.
         """
         if self._machine is not None:
             raise RuntimeError("a cache is opened once")
@@ -128,8 +133,7 @@ class AsyncCache:
                 await shake_hands(self._ranks.gather, description(
                     self.config, self._ranks.topology, self._on_event is not None, len(self._stores())
                 ))
-            mover = Mover(self._device, pools)  # first: it may refuse, and a store leaves traces
-            await self._open_stores()
+            mover = await open_on_all(self._ranks, partial(self._open_tiers, self._device, pools))
             self._machine = Machine(
                 self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
             )  # fmt: skip
@@ -156,7 +160,8 @@ class AsyncCache:
     async def aclose(self, deadline: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.
 
-        ``deadline``: seconds that saving may take; the configuration's ``close_deadline`` if not given.
+        ``deadline``: seconds that saving may take; the configuration's ``close_deadline`` if not given. Several ranks:
+        the first that is over ends saving on all of them, at one step; 0 leaves without them.
         Cancelling it stops the waiting; closing goes on.
         """
         if self._machine is None:
@@ -170,27 +175,15 @@ class AsyncCache:
 
     async def _close(self, deadline: float) -> CloseReport:
         machine = self._opened()
-        machine.driver.scheduler = asyncio.current_task()
         machine.draining = True
         machine.fail_waiting(lambda: CacheClosed("the cache is closing"))
         try:
             if machine.driver.closed is None:
-                await self._save(machine, deadline)
+                await save(machine, deadline)
             left = await unsaved(machine)
         finally:
             await self._stop(machine)
         return CloseReport(left.host, left.storage, machine.supervisor.error)
-
-    async def _save(self, machine: Machine, deadline: float) -> None:
-        try:
-            async with asyncio.timeout(deadline):
-                await self._settle_down(machine)
-                if machine.lockstep is not None:
-                    await machine.lockstep.steps.reports_in()
-        except TimeoutError:
-            pass  # the report says what that leaves
-        except (CacheClosed, RankFailure, RankDivergence):
-            pass  # a worker died meanwhile, or a rank; the report says of what
 
     async def _stop(self, machine: Machine) -> None:
         try:
@@ -205,21 +198,16 @@ class AsyncCache:
                 await machine.lockstep.aclose()
             await self._close_resources()
 
-    async def _settle_down(self, machine: Machine) -> None:
-        handles = tuple(machine.prefetching.handles) if machine.prefetching is not None else ()
-        for handle in handles:
-            handle.tell(Wish.CANCEL)
-        for handle in handles:
-            while machine.lockstep is not None and not handle.done():
-                await machine.driver.step()
-            await handle
-        machine.claims.drop_all()
-        await drain(machine)
-
     def _pools(self) -> tuple[PoolSpec, ...]:
         """The pools, as this rank holds them."""
         pools = self.config.pools()
         return pools if self._ranks is None else tuple(spec.on_rank(*shard(self._ranks)) for spec in pools)
+
+    async def _open_tiers(self, device: Device, pools: tuple[PoolSpec, ...]) -> Mover:
+        """Everything that may take long, or fail on one rank alone."""
+        mover = Mover(device, pools)  # first: it may refuse, and a store leaves traces
+        await self._open_stores()
+        return mover
 
     async def _open_stores(self) -> None:
         """With a host tier there is a place for stores, also where none is attached yet."""
@@ -328,7 +316,12 @@ class AsyncCache:
 
     async def step(self) -> None:
         """Several ranks: agree on outcomes; every rank calls it once per scheduler iteration. One rank: returns at
-        once."""
+        once. Cancelling it in the middle closes the cache; the other ranks are told.
+
+        Raises:
+            RankFailure, RankDivergence: the cache is closed.
+            RuntimeError: another task of this rank is in a step; nothing has happened.
+        """
         await self._ready().driver.step()
 
     async def flush(self, timeout: float | None = None) -> Unsaved:

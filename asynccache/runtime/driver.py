@@ -77,6 +77,9 @@ class Driver:
         self.posted = asyncio.Event()
         self.closed: CacheClosed | None = None
         self.scheduler: asyncio.Task[Any] | None = None
+        self._one_step = asyncio.Lock()
+        self._last = False
+        self._cut = "a step was cancelled on this rank"
         self.saving: set[int] = set()
         self._outcomes: list[Outcome] = []
         self._sinks: dict[type, Sink] = {}
@@ -136,14 +139,38 @@ class Driver:
 
     async def step(self) -> None:
         """Agree with the other ranks and apply what was decided; whoever waited for it goes on, in one order on all of
-        them. Cancelling it leaves the group unusable.
+        them. Cancelling it in the middle closes the cache.
 
         Raises:
             RankFailure, RankDivergence: the cache is closed.
-            CacheClosed: a worker of this rank died meanwhile.
+            CacheClosed: a worker of this rank died meanwhile, or the cache is closing.
+            RuntimeError: another task is in a step.
         """
-        self.scheduler = asyncio.current_task()
         self.check_open()
+        self._check_turn()
+        async with self._one_step:
+            self.scheduler = asyncio.current_task()
+            try:
+                await self._step()
+            except asyncio.CancelledError:
+                if self.turns.lockstep and self.closed is None:  # what the others did in it this rank has not done
+                    self.on_failure(RankFailure(self._cut))
+                raise
+
+    def _check_turn(self) -> None:
+        if self._last and asyncio.current_task() is not self.scheduler:
+            raise CacheClosed("the cache is closing")
+        if self.turns.lockstep and self._one_step.locked():
+            raise RuntimeError("step: another task of this rank is in a step; one task calls the cache")
+
+    async def step_last(self, cut: str) -> None:
+        """From now on nobody steps but this task; of a step that it is cancelled in, ``cut`` is said. Returns when the
+        step under way has ended. Cancelling it stops the waiting."""
+        async with self._one_step:
+            self.scheduler = asyncio.current_task()
+            self._last, self._cut = True, cut
+
+    async def _step(self) -> None:
         try:
             decided = await self.agreement.step()
         except (RankFailure, RankDivergence) as error:

@@ -111,11 +111,16 @@ class Lockstep:
         decided, self._decided = self._decided, []
         return decided
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that the group is over."""
+        return self.steps.health is not Health.OK
+
     def resign(self) -> None:
         """This rank steps no more, because of something of its own. The others are told now or, where a step is under
         way, by it or after it; those whose ledger is empty, when it is not any more."""
         self._resigned = True
-        self.steps._bad_news(Health.FAILED, "a worker of this rank died")
+        self.steps._bad_news(Health.FAILED, "this rank has resigned")
         if not self._stepping:
             self._say_farewell()
 

@@ -177,8 +177,7 @@ class Machine:
         """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
         if self.driver.closed is None:
             self.driver.close(cause)
-            own = isinstance(cause, Exception) and not isinstance(cause, (RankFailure, RankDivergence))
-            if self.lockstep is not None and own:
+            if self.lockstep is not None and _is_own(cause, self.lockstep):
                 self.lockstep.resign()
             self.fail_waiting(self.driver.closed_error)
             if self.announcing is not None:
@@ -332,6 +331,12 @@ class Machine:
     def stage_stats(self) -> dict[str, StageStats]:
         """What each transfer stage did so far."""
         return {name: meter.read() for name, meter in self.meters().items()}
+
+
+def _is_own(cause: BaseException | None, lockstep: Lockstep) -> bool:
+    """Whether the other ranks do not know of it."""
+    of_group = isinstance(cause, (RankFailure, RankDivergence)) and lockstep.failed
+    return isinstance(cause, Exception) and not of_group
 
 
 def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:

@@ -8,6 +8,7 @@ from asynccache_backends.memory import MemoryBackend
 import asynccache.runtime.cache as cache_module
 from asynccache import AsyncCache
 from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime import closing
 from asynccache.storage import CheckedStore
 from tests.runtime.runtime_kit import settings
 
@@ -41,7 +42,7 @@ async def test_an_unexpected_error_while_saving_leaves_no_worker_behind(monkeypa
     async def failing(machine: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(cache_module, "drain", failing)
+    monkeypatch.setattr(closing, "drain", failing)
     cache = AsyncCache(settings(host=16))
     await cache.__aenter__()
     with pytest.raises(ValueError, match="a bug"):

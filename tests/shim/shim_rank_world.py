@@ -131,7 +131,8 @@ class Watched(Scheduler):
     async def step(self) -> bool:
         computed = await super().step()
         self.taken += 1
-        self.member.compare(self.taken, self._board, computed)
+        if self.failure is None:  # who has heard that a rank is gone ends its requests, whatever the others do
+            self.member.compare(self.taken, self._board, computed)
         return computed
 
 
