@@ -11,16 +11,43 @@ import torch
 
 from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import submission
-from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda import scratch, submission
+from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.driver import Launch, Towards
 from asynccache.memory.cuda.paths import PUBLISHED, Chooser, Cost, Path, Settings, Shape
 from asynccache.memory.cuda.rows import Rows, Runs, merged
+from asynccache.memory.cuda.submission import shape_of
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import driver_of
+from tests.cuda.cuda_kit import driver_of, submitted
+from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 OUT, IN, WITHIN = Towards
+
+
+class Counting(SimulatedCuda):
+    """``tables``: where each launch has its tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[int] = []
+
+    def host_register(self, address: int, size: int) -> None:
+        self.calls["host_register"] += 1
+        super().host_register(address, size)
+
+    def malloc(self, size: int) -> int:
+        self.calls["malloc"] += 1
+        return super().malloc(size)
+
+    def free(self, address: int) -> None:
+        self.calls["free"] += 1
+        super().free(address)
+
+    def launch(self, stream: int, launch: Launch) -> None:
+        self.tables.append(launch.dst_bases)
+        super().launch(stream, launch)
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -98,23 +125,25 @@ def rows(dst: np.ndarray, src: np.ndarray, *, layers: int = 1, dst_pitch: int = 
 
 def test_neighbours_on_both_sides_are_one_piece() -> None:
     r = rows(ids(0, 1, 2, 7, 8, 5), ids(3, 4, 5, 6, 7, 9))
-    spans, pitched = merged(r, Runs.of(r), pitched=True)
+    found = merged(r, Runs.of(r), pitched=True)
+    spans = found.spans
     assert spans.size.tolist() == [192, 128, 64]
     assert [int(s) - (2 << 20) for s in spans.src] == [3 * 64, 6 * 64, 9 * 64]
-    assert pitched == ()
+    assert found.calls(r) == []
     assert Runs.of(r).pieces(r, pitched=False) == Runs.of(r).pieces(r, pitched=True) == 3
 
 
 def test_rows_at_a_distance_are_pitched_or_single() -> None:
     r = rows(ids(0, 1, 2, 3, 9), ids(4, 5, 6, 7, 0), layers=2, dst_pitch=128)
     runs = Runs.of(r)
-    spans, pitched = merged(r, runs, pitched=True)
+    found = merged(r, runs, pitched=True)
+    spans, pitched = found.spans, found.calls(r)
     assert len(spans.size) == 2  # the page that is alone, in both layers
     assert [(p.height, p.width, p.dst_pitch, p.src_pitch) for p in pitched] == [(4, 64, 128, 64)] * 2
     assert len(spans.size) + len(pitched) == runs.pieces(r, pitched=True)
-    alone, none = merged(r, runs, pitched=False)
-    assert len(alone.size) == 10 == runs.pieces(r, pitched=False)
-    assert none == ()
+    alone = merged(r, runs, pitched=False)
+    assert len(alone.spans.size) == 10 == runs.pieces(r, pitched=False)
+    assert alone.calls(r) == []
 
 
 def test_merging_moves_what_was_asked_for() -> None:
@@ -124,11 +153,11 @@ def test_merging_moves_what_was_asked_for() -> None:
             count = int(rng.integers(1, 30))
             dst, src = (np.sort(rng.permutation(64)[:count]).astype(np.intp) for _ in range(2))
             r = rows(dst, src, layers=layers, dst_pitch=distance)
-            spans, tall = merged(r, Runs.of(r), pitched=pitched)
+            found = merged(r, Runs.of(r), pitched=pitched)
             moved: dict[int, int] = {}
-            for d, s, n in zip(*(a.tolist() for a in spans), strict=True):
+            for d, s, n in zip(*(a.tolist() for a in found.spans), strict=True):
                 moved |= {d + i: s + i for i in range(0, n, 64)}
-            for one in tall:
+            for one in found.calls(r):
                 moved |= {one.dst + i * one.dst_pitch: one.src + i * one.src_pitch for i in range(one.height)}
             assert moved == {b[0] + int(i) * distance: b[1] + int(j) * 64
                              for b in r.bases for i, j in zip(dst, src, strict=True)}  # fmt: skip
@@ -137,16 +166,18 @@ def test_merging_moves_what_was_asked_for() -> None:
 # choosing
 
 
-def shape(towards: Towards, width: int, count: int, *, aligned: bool = True, spans: int | None = None) -> Shape:
-    return Shape(towards, count, count if spans is None else spans, count, width * count, aligned, towards is OUT)
+def shape(
+    towards: Towards, width: int, count: int, *, aligned: bool = True, spans: int | None = None, layers: int = 1
+) -> Shape:
+    """Rows of pages that are no neighbours."""
+    spans = count if spans is None else spans
+    return Shape(towards, count, width * count, aligned, spans, spans, count // layers if towards is OUT else 0)
 
 
-@pytest.mark.parametrize(("towards", "kernel"), [(OUT, Path.STAGED), (IN, Path.KERNEL)])
-def test_small_fragments_go_by_the_kernel_and_large_or_merged_ones_by_the_copy_engines(
-    towards: Towards, kernel: Path
-) -> None:
+@pytest.mark.parametrize("towards", [OUT, IN])
+def test_small_fragments_go_by_the_kernel_and_large_or_merged_ones_by_the_copy_engines(towards: Towards) -> None:
     chooser = Chooser()
-    assert chooser.choose(shape(towards, 4 << 10, 8192)) is kernel
+    assert chooser.choose(shape(towards, 4 << 10, 8192)) is Path.KERNEL
     assert chooser.choose(shape(towards, 2 << 20, 64)) is Path.DMA
     assert chooser.choose(shape(towards, 4 << 10, 8192, spans=8)) is Path.DMA
     assert chooser.choose(shape(towards, 4 << 10, 4)) is Path.DMA  # too few for a launch to pay
@@ -154,10 +185,26 @@ def test_small_fragments_go_by_the_kernel_and_large_or_merged_ones_by_the_copy_e
 
 
 def test_the_choice_follows_what_was_measured() -> None:
-    slow = dict(PUBLISHED) | {(IN, Path.KERNEL): Cost(1.0, 1.0, 1.0)}
+    slow = dict(PUBLISHED) | {(IN, Path.KERNEL): Cost(1.0, 1.0, 1.0, 1.0)}
     assert Chooser(costs=slow).choose(shape(IN, 4 << 10, 8192)) is Path.DMA
-    first, *_ = Chooser(costs=slow).explain(shape(IN, 4 << 10, 8192))
-    assert first[0] is Path.DMA
+
+
+def test_pages_are_put_together_on_the_device_only_where_that_saves_descriptors() -> None:
+    """One for each page of the host instead of one for each layer of it: nothing with one layer, much with many."""
+    costs = dict(PUBLISHED) | {(OUT, Path.KERNEL): Cost(1.0, 0, 0, 0)}  # out of the way
+    assert Chooser(costs=costs).choose(shape(OUT, 4 << 10, 8192, layers=1)) is Path.DMA
+    assert Chooser(costs=costs).choose(shape(OUT, 4 << 10, 8192, layers=32)) is Path.STAGED
+
+
+@pytest.mark.parametrize("pitch", [4, 5])
+def test_staged_pages_are_counted_as_they_are_copied(pitch: int) -> None:
+    """Neighbours of the host are one descriptor each, wherever they come from."""
+    rng = np.random.default_rng(1)
+    dst, src = np.r_[8:28, 40, 50].astype(np.intp), rng.permutation(22)
+    bases = tuple((1 << 20 | i << 6, 2 << 20 | i << 12) for i in range(4))
+    r = Rows(OUT, bases, dst, src, pitch * 64, 64, 64)
+    assert shape_of(r, Runs.of(r), stages=True).staged == 3
+    assert shape_of(r, Runs.of(r), stages=False).staged == 0
 
 
 def test_a_path_can_be_forced_where_it_is_possible() -> None:
@@ -173,20 +220,52 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_kernel_tables_are_used_again_only_when_the_device_has_read_them(simulated_device: Make) -> None:
+async def test_kernel_tables_are_used_again_only_when_the_device_has_read_them(
+    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many launches in flight: each has tables of its own until it is over, and later ones take them over."""
-    device = simulated_device(settings=Settings(out=Path.KERNEL))
-    mover, driver = Mover(device, [pool()]), driver_of(device)
+    monkeypatch.setattr(scratch, "SLAB", 8 * scratch.SMALLEST)
+    driver = Counting()
+    drivers.append(driver)
+    device = CudaDevice(driver, settings=Settings(out=Path.KERNEL))
+    mover = Mover(device, [pool()])
     fill_device(mover)
     driver.pause()
     events = [mover.backup([move([i], [i])]) for i in range(20)]
-    events[-1].await_submitted()  # type: ignore[attr-defined]
-    scratch = device._submissions[mover._backups].scratch  # type: ignore[index]
-    assert scratch.made == 20
+    submitted(events[-1])
+    assert len(driver.tables) == len(set(driver.tables)) == 20
     driver.resume()
     await asyncio.gather(*(e.wait() for e in events))
     assert [host_page(mover, "full", s) for s in range(20)] == [device_page(mover, "full", s) for s in range(20)]
     for i in range(20):
         await mover.backup([move([i], [i])]).wait()
-    assert scratch.made <= 21
+    assert len(set(driver.tables)) <= 21
+    assert driver.calls["host_register"] == 1 + 3  # the pool, and 20 tables in slabs of 8
     await device.aclose()
+    assert driver.calls["free"] == driver.calls["malloc"] == 3
+
+
+@pytest.mark.asyncio
+async def test_many_kernel_batches_in_flight_pin_and_allocate_a_few_times(drivers: list[SimulatedCuda]) -> None:
+    driver = Counting()
+    drivers.append(driver)
+    device = CudaDevice(driver, settings=Settings(out=Path.KERNEL))
+    mover = Mover(device, [pool()])
+    driver.pause()
+    events = [mover.backup([move([i % 32], [i % 48])]) for i in range(500)]
+    submitted(events[-1])
+    assert len(set(driver.tables)) == 500
+    assert driver.calls["host_register"] == 2
+    assert driver.calls["malloc"] == 1
+    driver.resume()
+    await events[-1].wait()
+    await device.aclose()
+
+
+def test_a_table_that_is_larger_than_a_slab_has_memory_of_its_own(drivers: list[SimulatedCuda]) -> None:
+    drivers.append(SimulatedCuda())
+    small = scratch.Scratch(drivers[-1])
+    first, large, second = small.take(100), small.take(scratch.SLAB + 1), small.take(100)
+    assert len(large.array) == 2 * scratch.SLAB
+    assert second.host - first.host == second.device - first.device == scratch.SMALLEST
+    small.close()

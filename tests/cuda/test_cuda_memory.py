@@ -44,7 +44,8 @@ def test_large_memory_is_pinned_in_chunks_and_touched_in_parts(
     driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinned, "TOUCH", MIB)
-    tensor = pinned_tensor(driver, (10 * MIB + 7,), Pinning(), chunk=4 * MIB)
+    monkeypatch.setattr(pinned, "CHUNK", 4 * MIB)
+    tensor = pinned_tensor(driver, (10 * MIB + 7,), Pinning())
     start = tensor.data_ptr()
     assert driver.pinned == {start: 4 * MIB, start + 4 * MIB: 4 * MIB, start + 8 * MIB: 2 * MIB + 7}
     view = tensor[3:9]
@@ -56,9 +57,12 @@ def test_large_memory_is_pinned_in_chunks_and_touched_in_parts(
     assert driver.pinned == {}
 
 
-def test_memory_that_cannot_be_pinned_whole_is_not_kept(driver: SimulatedCuda) -> None:
+def test_memory_that_cannot_be_pinned_whole_is_not_kept(
+    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "CHUNK", 30 * MIB)
     with pytest.raises(ConfigError, match=r"0\.12 GiB of host memory cannot be pinned: out of memory; .*doctor"):
-        pinned_tensor(driver, (128 * MIB,), Pinning(), chunk=30 * MIB)
+        pinned_tensor(driver, (128 * MIB,), Pinning())
     gc.collect()
     assert driver.pinned == {}
 

@@ -82,7 +82,7 @@ class Bench:
         seconds = [min(self.seconds(rows, chooser) for _ in range(ROUNDS)) for rows in (small, large)]
         fixed = PUBLISHED[towards, path].fixed
         piece = max(1e-9, (seconds[0] - seconds[1]) / max(1, small.pieces - large.pieces))
-        return Cost(fixed, piece, max(1e-13, (seconds[1] - fixed - large.pieces * piece) / large.size))
+        return Cost(fixed, piece, piece, max(1e-13, (seconds[1] - fixed - large.pieces * piece) / large.size))
 
     def seconds(self, rows: Rows, chooser: Chooser) -> float:
         """From the first call of the driver until the last byte is there.

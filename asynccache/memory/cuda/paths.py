@@ -1,9 +1,8 @@
 """Which way a batch is copied: by the copy engines, piece by piece or pitched, or by a kernel.
 
-Pure. The decision is the smallest of some estimates, each a fixed cost, a cost a piece and a cost a byte, which
-``calibration`` measures when the device opens. Until then, and where nothing was measured, published figures of an
-H100 hold. The kernel takes multiprocessors from whatever computes, the copy engines do not: so a kernel must win by a
-margin.
+Pure. The decision is the smallest of some estimates, each a fixed cost, a cost a descriptor, a cost a row and a cost a
+byte, which ``calibration`` measures when the device opens. Where nothing was measured, published figures of an H100
+hold. The kernel takes multiprocessors from whatever computes, the copy engines do not: it must win by a margin.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ class Path(Enum):
 
 
 class Cost(NamedTuple):
-    """Seconds."""
+    """Seconds: of a batch, of a descriptor of the copy engines, of a row that a call or a kernel works through itself,
+    and of a byte."""
 
     fixed: float
     piece: float
+    row: float
     byte: float
 
-    def of(self, pieces: int, size: int) -> float:
-        return self.fixed + pieces * self.piece + size * self.byte
+    def of(self, pieces: int, rows: int, size: int) -> float:
+        return self.fixed + pieces * self.piece + rows * self.row + size * self.byte
 
 
 Costs = Mapping[tuple[Towards, Path], Cost]
@@ -43,15 +44,15 @@ Costs = Mapping[tuple[Towards, Path], Cost]
 OUT, IN, WITHIN = Towards
 
 PUBLISHED: Costs = {
-    (OUT, Path.DMA): Cost(5e-6, 0.9e-6, 1 / 52e9),
-    (OUT, Path.PITCHED): Cost(5e-6, 0.3e-6, 1 / 50e9),
-    (OUT, Path.STAGED): Cost(20e-6, 0.02e-6, 1 / 48e9),
-    (OUT, Path.KERNEL): Cost(15e-6, 0.03e-6, 1 / 40e9),
-    (IN, Path.DMA): Cost(5e-6, 0.9e-6, 1 / 53e9),
-    (IN, Path.PITCHED): Cost(5e-6, 0.3e-6, 1 / 51e9),
-    (IN, Path.KERNEL): Cost(15e-6, 0.03e-6, 1 / 45e9),
-    (WITHIN, Path.DMA): Cost(5e-6, 0.9e-6, 1 / 1.2e12),
-    (WITHIN, Path.KERNEL): Cost(15e-6, 0.01e-6, 1 / 1.0e12),
+    (OUT, Path.DMA): Cost(5e-6, 0.9e-6, 0, 1 / 52e9),
+    (OUT, Path.PITCHED): Cost(5e-6, 0.9e-6, 0.3e-6, 1 / 50e9),
+    (OUT, Path.STAGED): Cost(20e-6, 0.9e-6, 0.01e-6, 1 / 48e9),
+    (OUT, Path.KERNEL): Cost(15e-6, 0, 0.03e-6, 1 / 40e9),
+    (IN, Path.DMA): Cost(5e-6, 0.9e-6, 0, 1 / 53e9),
+    (IN, Path.PITCHED): Cost(5e-6, 0.9e-6, 0.3e-6, 1 / 51e9),
+    (IN, Path.KERNEL): Cost(15e-6, 0, 0.03e-6, 1 / 45e9),
+    (WITHIN, Path.DMA): Cost(5e-6, 0.9e-6, 0, 1 / 1.2e12),
+    (WITHIN, Path.KERNEL): Cost(15e-6, 0, 0.01e-6, 1 / 1.0e12),
 }
 
 MARGIN = 0.9
@@ -115,15 +116,20 @@ _READ: Mapping[str, Callable[[str, str], Any]] = {
 
 
 class Shape(NamedTuple):
-    """What the estimates are made of: rows as they are, and pieces after merging."""
+    """What the estimates are made of."""
 
     towards: Towards
     rows: int
-    spans: int
-    pitched: int    # pieces, where rows at a constant distance count as one
     size: int
     aligned: bool
-    stages: bool    # whole host pages, so that they can be put together on the device
+    spans: int          # descriptors, where neighbours are one
+    pitched: int        # and where rows at a constant distance are one as well
+    staged: int         # of whole host pages, put together on the device; 0: that cannot be
+
+    def counts(self, path: Path) -> tuple[int, int, int]:
+        """Descriptors, rows and bytes that this path costs."""
+        pieces = {Path.DMA: self.spans, Path.PITCHED: self.pitched, Path.STAGED: self.staged, Path.KERNEL: 0}[path]
+        return pieces, 0 if path is Path.DMA else self.rows, self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +153,7 @@ class Chooser:
 
     def estimate(self, path: Path, shape: Shape) -> float:
         """Seconds, and for a kernel what it must win by."""
-        cost = self.costs[shape.towards, path]
-        pieces = {Path.DMA: shape.spans, Path.PITCHED: shape.rows}.get(path, shape.rows)
-        seconds = cost.of(pieces, shape.size)
+        seconds = self.costs[shape.towards, path].of(*shape.counts(path))
         return seconds if path in (Path.DMA, Path.PITCHED) else seconds / MARGIN
 
     def explain(self, shape: Shape) -> Iterable[tuple[Path, float]]:
@@ -161,5 +165,5 @@ def _can(path: Path, shape: Shape) -> bool:
     if path is Path.PITCHED:
         return shape.pitched < shape.spans
     if path is Path.STAGED:
-        return shape.aligned and shape.stages
+        return shape.aligned and shape.staged > 0
     return path is Path.DMA or shape.aligned

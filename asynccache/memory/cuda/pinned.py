@@ -1,13 +1,15 @@
 """Host memory that a device copies from and to at full speed: exactly as large as asked for, and pinned.
 
 Law: memory is touched by several threads first and pinned then, in chunks of at most 64 GiB (one registration of a very
-large range fails, or holds the driver's locks for minutes), and it is given back to the system only after it has been
-unpinned. Allocators that round up to a power of two are not used.
+large range fails, or holds the driver's locks for minutes) and of whole rows (a copy that lies in two registrations is
+refused), and it is given back to the system only after it has been unpinned. Allocators that round up to a power of two
+are not used.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -51,8 +53,14 @@ class _Mapping(mmap.mmap):
                 driver.host_unregister(address)
 
 
-def pinned_tensor(driver: Driver, shape: tuple[int, ...], pinning: Pinning, *, chunk: int = CHUNK) -> torch.Tensor:
-    """Zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives.
+def chunk_of(stride: int) -> int:
+    """So many bytes of memory whose rows are ``stride`` long are pinned as one: whole rows, and whole system pages."""
+    whole = math.lcm(max(1, stride), BLOCK)
+    return max(whole, CHUNK // whole * whole)
+
+
+def pinned_tensor(driver: Driver, shape: tuple[int, ...], pinning: Pinning) -> torch.Tensor:
+    """Zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives; rows are pinned whole.
 
     Raises:
         ConfigError: the system or the driver does not pin so much, or the NUMA node is not to be had.
@@ -69,7 +77,7 @@ def pinned_tensor(driver: Driver, shape: tuple[int, ...], pinning: Pinning, *, c
     if pinning.numa_node is not None:
         _bind(address, size, pinning.numa_node)
     _touch(array)
-    _pin(driver, memory, address, size, chunk)
+    _pin(driver, memory, address, size, chunk_of(math.prod(shape[1:])))
     return torch.frombuffer(memory, dtype=torch.uint8).reshape(shape)
 
 

@@ -3,11 +3,12 @@
 Pure: nothing here calls a driver. The driver never merges neighbours itself, and each piece costs it about half a
 microsecond, so runs are merged here: where rows lie behind each other on both sides they become one span; where only
 the distance between them is constant (a host page holds all layers, a device layer holds all pages) they become one
-pitched copy.
+pitched copy. No piece lies in two registrations of a host pool: the driver refuses that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from asynccache.errors import InvariantViolation
 from asynccache.memory.copies import Ids, Part
 from asynccache.memory.cuda.driver import Pitched, Spans, Towards
+from asynccache.memory.cuda.pinned import chunk_of
 
 TALL = 4
 """From so many rows on a pitched copy is worth a call of its own."""
@@ -30,6 +32,12 @@ class Rows(NamedTuple):
     dst_pitch: int
     src_pitch: int
     width: int
+    chunk_pages: int = 0  # so many pages of the host are pinned as one, and no copy goes beyond; 0: all of them
+
+    @property
+    def host_ids(self) -> Ids:
+        """Pages of the host, where the host is a side."""
+        return self.dst_ids if self.towards is Towards.OUT else self.src_ids
 
     @property
     def pieces(self) -> int:
@@ -42,10 +50,6 @@ class Rows(NamedTuple):
     def layer(self, i: int) -> Rows:
         """Those of one base."""
         return self._replace(bases=self.bases[i : i + 1])
-
-    def pages(self, start: int, stop: int) -> Rows:
-        """Those of some ids."""
-        return self._replace(dst_ids=self.dst_ids[start:stop], src_ids=self.src_ids[start:stop])
 
     def dense(self) -> bool:
         """Whether neighbours lie behind each other without a gap, on both sides."""
@@ -66,37 +70,95 @@ class Runs(NamedTuple):
     @classmethod
     def of(cls, rows: Rows) -> Runs:
         src, dst = rows.src_ids, rows.dst_ids
-        ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-        edges = np.concatenate(([0], ends, [len(src)]))
-        return cls(edges[:-1], np.diff(edges))
+        if not len(src):
+            return cls(src, src)
+        breaks = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
+        if rows.chunk_pages:
+            breaks |= rows.host_ids[1:] % rows.chunk_pages == 0
+        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        return cls(starts, np.diff(starts, append=len(src)))
 
     def pieces(self, rows: Rows, *, pitched: bool) -> int:
         """How many there are when runs are merged."""
         if rows.dense():
             return len(self.starts) * len(rows.bases)
-        tall = self.lengths >= TALL if pitched else np.zeros(len(self.lengths), bool)
+        if not pitched:
+            return rows.pieces
+        tall = self.lengths >= TALL
         return (int(tall.sum()) + int(self.lengths[~tall].sum())) * len(rows.bases)
 
 
 class Merged(NamedTuple):
-    """The same bytes in as few pieces as they allow."""
+    """Some rows in as few pieces as they allow. ``at``: the row that each piece begins with, in ascending order. Where
+    addresses are distances, ``moved`` puts them at bases."""
 
     spans: Spans
-    pitched: tuple[Pitched, ...]
+    at: Ids
+    pitched: Spans      # of so many rows instead of bytes
+    pitched_at: Ids
+
+    def moved(self, bases: Sequence[tuple[int, int]]) -> Merged:
+        """The same from and to each of these bases (dst, src)."""
+        return self._replace(spans=_moved(self.spans, bases), pitched=_moved(self.pitched, bases))
+
+    def between(self, start: int, stop: int) -> Merged:
+        """Those that begin with these rows. Only for one base."""
+        a, b = np.searchsorted(self.at, (start, stop)).tolist()
+        c, d = np.searchsorted(self.pitched_at, (start, stop)).tolist()
+        return Merged(self.spans.part(a, b), self.at[a:b], self.pitched.part(c, d), self.pitched_at[c:d])
+
+    def calls(self, rows: Rows) -> list[Pitched]:
+        """What is pitched, one by one."""
+        return [
+            Pitched(dst, rows.dst_pitch, src, rows.src_pitch, rows.width, height)
+            for dst, src, height in zip(*(array.tolist() for array in self.pitched), strict=True)
+        ]
+
+
+def merged(rows: Rows, runs: Runs, *, pitched: bool) -> Merged:
+    """Runs of neighbours as one piece each. ``pitched``: also those that lie at a distance from each other."""
+    return distances(rows, runs, pitched=pitched).moved(rows.bases)
+
+
+def distances(rows: Rows, runs: Runs, *, pitched: bool) -> Merged:
+    """``merged`` for whatever base: what all layers share is worked out once."""
+    starts, lengths = runs
+    if rows.dense():
+        return Merged(_spans(rows, starts, lengths * rows.width), starts, *_NONE)
+    if not pitched or not (tall := lengths >= TALL).any():
+        return Merged(_spans(rows, slice(None), rows.width), np.arange(len(rows.src_ids)), *_NONE)
+    single = np.flatnonzero(~np.repeat(tall, lengths))
+    high = starts[tall]
+    return Merged(_spans(rows, single, rows.width), single, _spans(rows, high, lengths[tall]), high)
+
+
+_NONE = Spans(*(np.zeros(0, np.uint64) for _ in range(3))), np.zeros(0, np.intp)
+
+
+def _spans(rows: Rows, at: Ids | slice, sizes: Ids | int) -> Spans:
+    dst = rows.dst_ids[at].astype(np.uint64) * np.uint64(rows.dst_pitch)
+    src = rows.src_ids[at].astype(np.uint64) * np.uint64(rows.src_pitch)
+    return Spans(dst, src, np.broadcast_to(np.asarray(sizes, np.uint64), dst.shape))
+
+
+def _moved(spans: Spans, bases: Sequence[tuple[int, int]]) -> Spans:
+    dst, src = np.array(bases, np.uint64).reshape(-1, 2).T
+    sizes = spans.size if len(bases) == 1 else np.tile(spans.size, len(bases))
+    return Spans(np.add.outer(dst, spans.dst).ravel(), np.add.outer(src, spans.src).ravel(), sizes)
 
 
 def out_rows(part: Part) -> Rows:
     """Device pages to the host."""
-    device, (host, pitch), width = _device_bases(part), _host(part), _width(part)
+    device, (host, pitch, chunk), width = _device_bases(part), _host(part), _width(part)
     bases = tuple((host + i * width, base) for i, base in enumerate(device))
-    return Rows(Towards.OUT, bases, part.dst, part.src, pitch, width, width)
+    return Rows(Towards.OUT, bases, part.dst, part.src, pitch, width, width, chunk)
 
 
 def in_rows(part: Part) -> Rows:
     """Host pages to the device."""
-    device, (host, pitch), width = _device_bases(part), _host(part), _width(part)
+    device, (host, pitch, chunk), width = _device_bases(part), _host(part), _width(part)
     bases = tuple((base, host + i * width) for i, base in enumerate(device))
-    return Rows(Towards.IN, bases, part.dst, part.src, width, pitch, width)
+    return Rows(Towards.IN, bases, part.dst, part.src, width, pitch, width, chunk)
 
 
 def within_rows(part: Part) -> Rows:
@@ -104,31 +166,6 @@ def within_rows(part: Part) -> Rows:
     width = _width(part)
     bases = tuple((base, base) for base in _device_bases(part))
     return Rows(Towards.WITHIN, bases, part.dst, part.src, width, width, width)
-
-
-def merged(rows: Rows, runs: Runs, *, pitched: bool) -> Merged:
-    """Runs of neighbours as one piece each. ``pitched``: also those that lie at a distance from each other."""
-    starts, lengths = runs
-    if rows.dense():
-        return Merged(_spans(rows, starts, lengths * rows.width), ())
-    tall = lengths >= TALL if pitched else np.zeros(len(lengths), bool)
-    single = np.flatnonzero(~np.repeat(tall, lengths))
-    spans = _spans(rows, single, np.full(len(single), rows.width))
-    high = list(zip(starts[tall].tolist(), lengths[tall].tolist(), strict=True))
-    return Merged(spans, tuple(_pitched(rows, base, *run) for base in rows.bases for run in high))
-
-
-def _spans(rows: Rows, at: Ids, sizes: Ids) -> Spans:
-    dst_base, src_base = np.array(rows.bases, np.uint64).reshape(-1, 2).T
-    dst = np.add.outer(dst_base, rows.dst_ids[at].astype(np.uint64) * np.uint64(rows.dst_pitch)).ravel()
-    src = np.add.outer(src_base, rows.src_ids[at].astype(np.uint64) * np.uint64(rows.src_pitch)).ravel()
-    return Spans(dst, src, np.tile(sizes.astype(np.uint64), len(rows.bases)))
-
-
-def _pitched(rows: Rows, base: tuple[int, int], start: int, height: int) -> Pitched:
-    dst = base[0] + int(rows.dst_ids[start]) * rows.dst_pitch
-    src = base[1] + int(rows.src_ids[start]) * rows.src_pitch
-    return Pitched(dst, rows.dst_pitch, src, rows.src_pitch, rows.width, height)
 
 
 def _device_bases(part: Part) -> list[int]:
@@ -139,7 +176,10 @@ def _width(part: Part) -> int:
     return part.device.spec.bytes_per_page // part.device.spec.layers
 
 
-def _host(part: Part) -> tuple[int, int]:
+def _host(part: Part) -> tuple[int, int, int]:
+    """Where it begins, from page to page, and how many pages are pinned as one, or 0 for all."""
     if part.host is None or part.host.tensor is None:
         raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
-    return part.host.tensor.data_ptr(), part.host.stride
+    pages, stride = part.host.tensor.shape
+    together = chunk_of(stride) // stride
+    return part.host.tensor.data_ptr(), stride, together if together < pages else 0

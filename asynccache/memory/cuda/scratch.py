@@ -2,6 +2,7 @@
 
 Law: a pinned buffer is written by the host, so nobody gets it again before the device has let go of it; what lies on
 the device is written by one stream alone, in its order. Each stream has its own; ``give`` is called by its waiter.
+Pinning memory and allocating on the device may stop the whole device, so buffers are carved from slabs.
 """
 
 from __future__ import annotations
@@ -10,50 +11,63 @@ import threading
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from asynccache.memory.cuda.driver import Driver
 from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
 
-SMALLEST = 1 << 16
+SMALLEST = 4 << 10
+SLAB = 4 << 20
 STAGING_BYTES = 32 << 20
 
 
 class Buffer(NamedTuple):
-    """A pinned tensor and as much memory on the device."""
+    """Pinned memory, and as much of the device."""
 
-    host: torch.Tensor
+    array: npt.NDArray[np.uint8]
+    host: int
     device: int
 
-    @property
-    def size(self) -> int:
-        return self.host.numel()
+    def part(self, start: int, stop: int) -> Buffer:
+        return Buffer(self.array[start:stop], self.host + start, self.device + start)
 
 
 class Scratch:
     """Buffers by size, each a power of two."""
 
     def __init__(self, driver: Driver) -> None:
-        self.made = 0
         self._driver = driver
         self._lock = threading.Lock()
         self._free: dict[int, list[Buffer]] = {}
-        self._all: list[Buffer] = []
+        self._slabs: list[tuple[torch.Tensor, Buffer]] = []
+        self._left: Buffer | None = None  # of the newest slab
         self._staging = 0
 
+    def pack(self, *arrays: npt.NDArray[np.generic]) -> tuple[Buffer, list[int]]:
+        """The bytes of the arrays in a buffer that nobody else uses, and where each begins: at a multiple of 16."""
+        offsets, end = [], 0
+        for array in arrays:
+            offsets.append(end)
+            end += -(-array.nbytes // 16) * 16
+        buffer = self.take(end)
+        for array, offset in zip(arrays, offsets, strict=True):
+            buffer.array[offset : offset + array.nbytes].view(array.dtype)[:] = array
+        return buffer, offsets
+
     def take(self, size: int) -> Buffer:
-        """A buffer of at least ``size`` bytes that nobody else uses."""
+        """A buffer of at least ``size`` bytes that nobody else uses. Called by one thread."""
         rounded = max(SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             free = self._free.get(rounded)
             if free:
                 return free.pop()
-        return self._make(rounded)
+        return self._carve(rounded)
 
     def give(self, buffer: Buffer) -> None:
         """The device has let go of it."""
         with self._lock:
-            self._free.setdefault(buffer.size, []).append(buffer)
+            self._free.setdefault(len(buffer.array), []).append(buffer)
 
     def staging(self) -> int:
         """``STAGING_BYTES`` on the device."""
@@ -63,31 +77,25 @@ class Scratch:
 
     def close(self) -> None:
         """Free all of it. Nothing may be in flight."""
-        with self._lock:
-            made, self._all = self._all, []
-            self._free = {}
-        for buffer in made:
-            self._driver.free(buffer.device)
+        slabs, self._slabs = self._slabs, []
+        self._free, self._left = {}, None
+        for _, slab in slabs:
+            self._driver.free(slab.device)
         if self._staging:
             self._driver.free(self._staging)
             self._staging = 0
 
-    def _make(self, size: int) -> Buffer:
-        host = pinned_tensor(self._driver, (size,), Pinning(huge_pages=False, numa_node=None))
-        buffer = Buffer(host, self._driver.malloc(size))
-        self.made += 1
-        with self._lock:
-            self._all.append(buffer)
-        return buffer
+    def _carve(self, size: int) -> Buffer:
+        if size >= SLAB:
+            return self._slab(size)
+        left = self._left
+        if left is None or len(left.array) < size:
+            left = self._slab(SLAB)
+        self._left = left.part(size, len(left.array))
+        return left.part(0, size)
 
-
-def pack(*arrays: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """The arrays behind each other as bytes, each at a multiple of 16, and where each begins."""
-    offsets, end = [], 0
-    for array in arrays:
-        offsets.append(end)
-        end += -(-array.nbytes // 16) * 16
-    packed = np.zeros(end, np.uint8)
-    for array, offset in zip(arrays, offsets, strict=True):
-        packed[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
-    return packed, offsets
+    def _slab(self, size: int) -> Buffer:
+        host = pinned_tensor(self._driver, (size,), Pinning(huge_pages=False))
+        slab = Buffer(host.numpy(), host.data_ptr(), self._driver.malloc(size))
+        self._slabs.append((host, slab))
+        return slab

@@ -14,8 +14,8 @@ import numpy as np
 from asynccache.memory.copies import Part
 from asynccache.memory.cuda.driver import Driver, Launch, Spans, Towards
 from asynccache.memory.cuda.paths import Chooser, Path, Shape
-from asynccache.memory.cuda.rows import Rows, Runs, in_rows, merged, out_rows, within_rows
-from asynccache.memory.cuda.scratch import STAGING_BYTES, Scratch, pack
+from asynccache.memory.cuda.rows import Merged, Rows, Runs, distances, in_rows, merged, out_rows, within_rows
+from asynccache.memory.cuda.scratch import STAGING_BYTES, Scratch
 from asynccache.memory.cuda.streams import CudaStream, Step
 from asynccache.memory.signals import Work
 
@@ -63,53 +63,52 @@ class Submission:
             return self.staged(rows)
         if path is Path.KERNEL:
             return self.kernel(rows).all()
-        return self.pieces(rows, runs, pitched=path is Path.PITCHED)
+        return self.pieces(rows, merged(rows, runs, pitched=path is Path.PITCHED))
 
     def path(self, rows: Rows, runs: Runs, *, stages: bool) -> Path:
         """How these rows go."""
         return self._chooser.choose(shape_of(rows, runs, stages=stages))
 
-    def pieces(self, rows: Rows, runs: Runs, *, pitched: bool) -> list[Work]:
+    def pieces(self, rows: Rows, pieces: Merged) -> list[Work]:
         """By the copy engines, in groups."""
-        driver, stream, towards = self._driver, self._stream.handle, rows.towards
-        spans, tall = merged(rows, runs, pitched=pitched)
+        driver, stream, towards, spans = self._driver, self._stream.handle, rows.towards, pieces.spans
         groups = [spans.part(i, i + GROUP) for i in range(0, len(spans.size), GROUP)]
         return [
-            *(partial(driver.copy_pitched, stream, towards, one) for one in tall),
+            *(partial(driver.copy_pitched, stream, towards, one) for one in pieces.calls(rows)),
             *(partial(driver.copy, stream, towards, group) for group in groups),
         ]
 
     def staged(self, rows: Rows) -> list[Work]:
         """As many pages at a time as the staging area holds. The stream's order makes its reuse safe."""
-        page = len(rows.bases) * rows.width
-        step, staging = STAGING_BYTES // page, self.scratch.staging()
-        calls: list[Work] = []
-        for start in range(0, len(rows.src_ids), step):
-            pages = rows.pages(start, start + step)
-            local = np.arange(len(pages.src_ids))
-            bases = tuple((staging + i * rows.width, src) for i, (_, src) in enumerate(rows.bases))
-            gather = pages._replace(towards=Towards.WITHIN, bases=bases, dst_ids=local, dst_pitch=page)
-            out = pages._replace(bases=((rows.bases[0][0], staging),), src_ids=local, src_pitch=page, width=page)
-            calls += self.kernel(gather).all()
-            calls += self.pieces(out, Runs.of(out), pitched=True)
-        return calls
+        staging, step, count = self.scratch.staging(), pages_at_a_time(rows), len(rows.src_ids)
+        out = put_together(rows, staging)
+        bases = tuple((staging + i * rows.width, src) for i, (_, src) in enumerate(rows.bases))
+        gather = self.kernel(rows._replace(towards=Towards.WITHIN, bases=bases, dst_ids=out.src_ids,
+                                           dst_pitch=out.width))  # fmt: skip
+        pieces = merged(out, Runs.of(out), pitched=True)
+        return [
+            call
+            for start in range(0, count, step)
+            for call in (*gather.pages(start, min(start + step, count)),
+                         *self.pieces(out, pieces.between(start, start + step)))
+        ]  # fmt: skip
 
     def kernel(self, rows: Rows) -> KernelCalls:
         """By the kernel; what it reads of ids and bases is on its way first."""
         bases = np.array(rows.bases, np.uint64).reshape(-1, 2).T
-        packed, offsets = pack(*bases, rows.dst_ids.astype(np.int32), rows.src_ids.astype(np.int32))
-        buffer = self.scratch.take(len(packed))
+        tables = (*bases, rows.dst_ids.astype(np.int32, copy=False), rows.src_ids.astype(np.int32, copy=False))
+        buffer, offsets = self.scratch.pack(*tables)
         self._stream.lend(partial(self.scratch.give, buffer))
-        buffer.host.numpy()[: len(packed)] = packed
         dst, src, dst_ids, src_ids = (buffer.device + offset for offset in offsets)
         launch = Launch(dst, src, dst_ids, src_ids, len(rows.bases), len(rows.src_ids), rows.width, rows.dst_pitch,
                         rows.src_pitch, self._chooser.settings.blocks)  # fmt: skip
-        span = Spans(*(np.array([n], np.uint64) for n in (buffer.device, buffer.host.data_ptr(), len(packed))))
+        used = offsets[-1] + tables[-1].nbytes
+        span = Spans(*(np.array([n], np.uint64) for n in (buffer.device, buffer.host, used)))
         return KernelCalls(self._driver, self._stream.handle, launch, span)
 
 
 class KernelCalls:
-    """The launches that move some rows, all at once or base by base."""
+    """The launches that move some rows, all at once, base by base or by ids."""
 
     def __init__(self, driver: Driver, stream: int, launch: Launch, upload: Spans) -> None:
         self._driver = driver
@@ -119,19 +118,22 @@ class KernelCalls:
 
     def all(self) -> list[Work]:
         """One launch."""
-        return [*self._uploads(), partial(self._driver.launch, self._stream, self._launch)]
+        return self._calls(self._launch)
 
     def layer(self, i: int) -> list[Work]:
         """One launch for one base."""
-        one = self._launch
-        at = i * np.dtype(np.uint64).itemsize
-        launch = one._replace(dst_bases=one.dst_bases + at, src_bases=one.src_bases + at, layers=1)
-        return [*self._uploads(), partial(self._driver.launch, self._stream, launch)]
+        one, at = self._launch, i * np.dtype(np.uint64).itemsize
+        return self._calls(one._replace(dst_bases=one.dst_bases + at, src_bases=one.src_bases + at, layers=1))
 
-    def _uploads(self) -> list[Work]:
-        """Once, before the first launch."""
+    def pages(self, start: int, stop: int) -> list[Work]:
+        """One launch for some ids."""
+        one, at = self._launch, start * np.dtype(np.int32).itemsize
+        return self._calls(one._replace(dst_ids=one.dst_ids + at, src_ids=one.src_ids + at, pages=stop - start))
+
+    def _calls(self, launch: Launch) -> list[Work]:
+        """What the kernel reads comes before the first launch."""
         uploads, self._upload = self._upload, []
-        return uploads
+        return [*uploads, partial(self._driver.launch, self._stream, launch)]
 
 
 class _Load:
@@ -140,21 +142,33 @@ class _Load:
     def __init__(self, submission: Submission, rows: Rows) -> None:
         self._submission = submission
         self._rows = rows
-        self._runs = Runs.of(rows)
-        self._path = submission.path(rows.layer(0), self._runs, stages=False)
-        self._kernel = submission.kernel(rows) if self._path is Path.KERNEL else None
+        runs = Runs.of(rows)
+        path = submission.path(rows.layer(0), runs, stages=False)
+        self._kernel = submission.kernel(rows) if path is Path.KERNEL else None
+        self._distances = distances(rows, runs, pitched=path is Path.PITCHED) if path is not Path.KERNEL else None
 
     def layer(self, i: int) -> list[Work]:
         if self._kernel is not None:
             return self._kernel.layer(i)
-        return self._submission.pieces(self._rows.layer(i), self._runs, pitched=self._path is Path.PITCHED)
+        assert self._distances is not None
+        return self._submission.pieces(self._rows, self._distances.moved(self._rows.bases[i : i + 1]))
 
 
 def shape_of(rows: Rows, runs: Runs, *, stages: bool) -> Shape:
     """What a path is chosen by."""
-    spans = runs.pieces(rows, pitched=False)
+    together = put_together(rows, 0) if stages and pages_at_a_time(rows) else None
+    staged = Runs.of(together).pieces(together, pitched=True) if together is not None else 0
+    return Shape(rows.towards, rows.pieces, rows.size, rows.aligned(), runs.pieces(rows, pitched=False),
+                 runs.pieces(rows, pitched=True), staged)  # fmt: skip
+
+
+def put_together(rows: Rows, staging: int) -> Rows:
+    """Whole pages of the host, from where the kernel puts their layers together: it begins again when that is full."""
     page = len(rows.bases) * rows.width
-    return Shape(
-        rows.towards, rows.pieces, spans, runs.pieces(rows, pitched=True), rows.size, rows.aligned(),
-        stages and page <= STAGING_BYTES,
-    )
+    places = np.arange(len(rows.src_ids), dtype=rows.src_ids.dtype) % pages_at_a_time(rows)
+    return rows._replace(bases=((rows.bases[0][0], staging),), src_ids=places, src_pitch=page, width=page)
+
+
+def pages_at_a_time(rows: Rows) -> int:
+    """How many pages of the host the staging area holds."""
+    return STAGING_BYTES // (len(rows.bases) * rows.width)
