@@ -165,7 +165,8 @@ def _software(report: Report) -> Iterator[str]:
 
     yield f"cupy      {report['cupy'] or 'not installed'}"
     yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
-    yield f"driver    {'CUDA ' + spelled_version(report['driver']) if report['driver'] else 'none'}, {report['devices']} GPUs"
+    version = f"CUDA {spelled_version(report['driver'])}" if report["driver"] else "none"
+    yield f"driver    {version}, {report['devices']} GPUs"
     kernel = report["nvrtc"]
     if kernel is not None:
         yield f"NVRTC     {'compiles the copy kernel' if kernel['compiles'] else 'does not work: ' + kernel['why']}"

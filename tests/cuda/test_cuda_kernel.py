@@ -29,6 +29,13 @@ def test_it_compiles_to_machine_code(capability: tuple[int, int]) -> None:
     assert kernels.compile_for(capability)[:4] == b"\x7fELF"
 
 
+def test_a_gpu_that_nvrtc_does_not_know_yet_gets_ptx_that_its_driver_translates() -> None:
+    ptx_for((9, 0))
+    newest = max(kernels.architectures())
+    assert f".target sm_{newest[0]}{newest[1]}" in kernels.image_for((99, 0)).decode()
+    assert kernels.image_for(newest)[:4] == b"\x7fELF"
+
+
 def test_what_does_not_compile_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     ptx_for((9, 0))
     monkeypatch.setattr(kernels, "SOURCE", "__global__ void broken() { nothing; }")

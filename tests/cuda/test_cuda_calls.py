@@ -1,0 +1,309 @@
+"""What the real driver passes to cupy: flags, the order of arguments, the geometry of a launch.
+
+``FakeCupy`` takes the place of cupy and writes down every call with its arguments, in the order of cupy's signatures;
+what is wrong here would only show on a GPU, and some of it only as a wrong byte or a wait that spins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asynccache.errors import ConfigError
+from asynccache.memory.cuda import cupy_driver, kernels
+from asynccache.memory.cuda.cupy_driver import CupyDriver
+from asynccache.memory.cuda.device import open_device
+from asynccache.memory.cuda.driver import DriverError, Launch, Pitched, Spans, Towards
+
+STREAM, EVENT = 0x77, 0x88
+Call = tuple[Any, ...]
+
+
+class FakeCudaError(RuntimeError):
+    """As cupy's: all of them are RuntimeError."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("cudaErrorInvalidValue: invalid argument")
+        self.status = status
+
+
+class Recorder:
+    """A module of functions that write down what they are called with."""
+
+    def __init__(self, **results: Any) -> None:
+        self.calls: list[Call] = []
+        self.results: dict[str, Any] = results
+        self.refuses: str | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.calls.append((name, *arguments))
+            if name == self.refuses:
+                raise FakeCudaError(1)
+            return self.results.get(name)
+
+        return call
+
+
+class FakeRuntime(Recorder):
+    cudaDevAttrCanUseHostPointerForRegisteredMem = 91
+
+
+class FakeModules(Recorder):
+    """cupy's ``driver``. Parameters of a launch are read at once, as the real one does."""
+
+    def launchKernel(self, *arguments: int) -> None:
+        places = list((ctypes.c_void_p * 9).from_address(arguments[9]))
+        self.calls.append(("parameters", *(ctypes.c_uint64.from_address(place or 0).value for place in places)))
+        self.calls.append(("launchKernel", *arguments))
+
+
+class FakeNvrtc(Recorder):
+    class NVRTCError(RuntimeError):
+        pass
+
+
+class FakeCupy:
+    __version__ = "14.2.0"
+
+    def __init__(self) -> None:
+        properties = {"name": b"a GPU", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
+        self.runtime = FakeRuntime(
+            driverGetVersion=13000, runtimeGetVersion=12090, getDeviceCount=2, deviceGetAttribute=1, getDevice=0,
+            getDeviceProperties=properties, deviceGetPCIBusId="0000:1A:00.0", memGetInfo=(7, 80), malloc=0x5000,
+            streamCreateWithFlags=STREAM, eventCreateWithFlags=EVENT, eventElapsedTime=1.5,
+        )  # fmt: skip
+        self.modules = FakeModules(moduleLoadData=0x10, moduleGetFunction=0x20)
+        self.nvrtc = FakeNvrtc(getSupportedArchs=(75, 80, 90, 100, 120), createProgram=1, getCUBIN=b"machine code",
+                               getPTX=b"ptx", getProgramLog="")  # fmt: skip
+
+    @property
+    def cuda(self) -> Any:
+        return type("cuda", (), {"runtime": self.runtime, "driver": self.modules, "nvrtc": self.nvrtc})
+
+
+class FakeLibCuda:
+    batches = False
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    fake, empty = FakeCupy(), torch.empty
+    for module in (cupy_driver, kernels):
+        monkeypatch.setattr(module, "import_module", lambda name: fake)
+    monkeypatch.setattr(cupy_driver, "LibCuda", FakeLibCuda)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "empty", lambda *size, device="cpu", **rest: empty(*size, **rest))
+    return fake
+
+
+@pytest.fixture
+def driver(cupy: FakeCupy) -> CupyDriver:
+    found = CupyDriver(1)
+    cupy.runtime.calls.clear()
+    cupy.modules.calls.clear()
+    return found
+
+
+def seen(calls: list[Call]) -> list[Call]:
+    """Without those that choose the thread's device."""
+    return [call for call in calls if call[0] not in ("setDevice", "getDevice")]
+
+
+# streams, events, memory
+
+
+def test_streams_do_not_wait_for_the_default_stream(driver: CupyDriver, cupy: FakeCupy) -> None:
+    assert driver.stream_create() == STREAM
+    assert seen(cupy.runtime.calls) == [("streamCreateWithFlags", 0x01)]
+
+
+def test_events_sleep_and_keep_no_time_but_those_that_are_for_it(driver: CupyDriver, cupy: FakeCupy) -> None:
+    assert driver.event_create() == EVENT
+    driver.event_create(timed=True)
+    assert seen(cupy.runtime.calls) == [("eventCreateWithFlags", 0x01 | 0x02), ("eventCreateWithFlags", 0)]
+
+
+def test_events_and_streams_in_the_order_of_each_call(driver: CupyDriver, cupy: FakeCupy) -> None:
+    driver.event_record(EVENT, STREAM)
+    driver.stream_wait_event(STREAM, EVENT)
+    driver.event_synchronize(EVENT)
+    assert driver.elapsed(EVENT, EVENT + 8) == 0.0015
+    driver.event_destroy(EVENT)
+    driver.stream_destroy(STREAM)
+    assert seen(cupy.runtime.calls) == [
+        ("eventRecord", EVENT, STREAM), ("streamWaitEvent", STREAM, EVENT), ("eventSynchronize", EVENT),
+        ("eventElapsedTime", EVENT, EVENT + 8), ("eventDestroy", EVENT), ("streamDestroy", STREAM),
+    ]  # fmt: skip
+
+
+def test_pinned_memory_is_pinned_for_every_context_and_mapped(driver: CupyDriver, cupy: FakeCupy) -> None:
+    driver.host_register(0x1000, 4096)
+    driver.host_unregister(0x1000)
+    assert seen(cupy.runtime.calls) == [("hostRegister", 0x1000, 4096, 0x01 | 0x02), ("hostUnregister", 0x1000)]
+
+
+def test_device_memory(driver: CupyDriver, cupy: FakeCupy) -> None:
+    assert driver.free_memory() == 7
+    assert driver.malloc(64) == 0x5000
+    driver.free(0x5000)
+    assert seen(cupy.runtime.calls) == [("memGetInfo",), ("malloc", 64), ("free", 0x5000)]
+
+
+def test_a_thread_is_put_on_the_device(driver: CupyDriver, cupy: FakeCupy) -> None:
+    driver.use_device()
+    assert ("setDevice", 1) in cupy.runtime.calls
+
+
+# copies
+
+
+@pytest.mark.parametrize(("towards", "kind"), [(Towards.IN, 1), (Towards.OUT, 2), (Towards.WITHIN, 3)])
+def test_copies_name_destination_source_size_kind_stream(
+    driver: CupyDriver, cupy: FakeCupy, towards: Towards, kind: int
+) -> None:
+    driver.copy(STREAM, towards, Spans(*(np.array(n, np.uint64) for n in ([10, 11], [20, 21], [30, 31]))))
+    driver.copy_pitched(STREAM, towards, Pitched(dst=1, dst_pitch=200, src=3, src_pitch=400, width=50, height=6))
+    assert seen(cupy.runtime.calls) == [
+        ("memcpyAsync", 10, 20, 30, kind, STREAM), ("memcpyAsync", 11, 21, 31, kind, STREAM),
+        ("memcpy2DAsync", 1, 200, 3, 400, 50, 6, kind, STREAM),
+    ]  # fmt: skip
+
+
+def test_a_launch_has_blocks_of_1024_threads_and_the_kernels_parameters_in_its_order(
+    driver: CupyDriver, cupy: FakeCupy
+) -> None:
+    launch = Launch(dst_bases=1 << 40, src_bases=2 << 40, dst_ids=3 << 40, src_ids=4 << 40, layers=5, pages=6,
+                    width=7 << 33, dst_pitch=8, src_pitch=9, blocks=12)  # fmt: skip
+    driver.launch(STREAM, launch)
+    parameters, call = cupy.modules.calls
+    assert parameters == ("parameters", *launch[:9])
+    assert call[:10] == ("launchKernel", 0x20, 12, 1, 1, 1024, 1, 1, 0, STREAM)
+    assert call[11:] == (0,)
+
+
+def test_the_kernel_takes_what_a_launch_holds_in_the_same_order() -> None:
+    """u32 parameters are the low halves of eight bytes: right on a little-endian machine, which all with CUDA are."""
+    declared = re.search(r"asynccache_copy_rows\((.*?)\)", kernels.SOURCE, re.DOTALL)
+    assert declared
+    names = [parameter.split()[-1] for parameter in declared[1].split(",")]
+    assert names == list(Launch._fields[:9])
+    assert "__launch_bounds__(1024)" in kernels.SOURCE
+    assert kernels.THREADS == 1024
+
+
+# opening
+
+
+def test_the_kernel_is_loaded_by_its_name_as_machine_code_for_this_gpu(cupy: FakeCupy) -> None:
+    CupyDriver(0)
+    assert cupy.modules.calls == [("moduleLoadData", b"machine code"), ("moduleGetFunction", 0x10, kernels.NAME)]
+    (options,) = [call[2] for call in cupy.nvrtc.calls if call[0] == "compileProgram"]
+    assert "--gpu-architecture=sm_90" in options
+    identity = CupyDriver(1).identity()
+    assert identity[:4] == ("a GPU", (9, 0), 80 << 30, "0000:1A:00.0")
+    assert (identity.driver, identity.runtime, identity.batches) == (13000, 12090, False)
+
+
+@pytest.mark.parametrize(("capability", "option"), [
+    ((9, 0), "sm_90"), ((12, 0), "sm_120"), ((13, 5), "compute_120"), ((11, 0), "compute_100"), ((7, 0), "sm_70"),
+])
+def test_a_gpu_that_nvrtc_does_not_know_gets_the_newest_ptx_below_it(
+    cupy: FakeCupy, capability: tuple[int, int], option: str
+) -> None:
+    """What is too old has no such PTX: NVRTC says so."""
+    assert kernels.image_for(capability) == (b"ptx" if "compute" in option else b"machine code")
+    (options,) = [call[2] for call in cupy.nvrtc.calls if call[0] == "compileProgram"]
+    assert f"--gpu-architecture={option}" in options
+
+
+def test_a_gpu_that_is_newer_than_nvrtc_is_opened_with_ptx(cupy: FakeCupy) -> None:
+    cupy.runtime.results["getDeviceProperties"]["major"] = 13
+    CupyDriver(0)
+    assert cupy.modules.calls[0] == ("moduleLoadData", b"ptx")
+
+
+def test_an_error_of_cupy_is_the_drivers(driver: CupyDriver, cupy: FakeCupy) -> None:
+    attempts: list[tuple[str, Callable[[], object]]] = [
+        ("streamCreateWithFlags", driver.stream_create), ("eventCreateWithFlags", driver.event_create),
+        ("memGetInfo", driver.free_memory), ("getDeviceProperties", driver.identity), ("setDevice", driver.use_device),
+        ("hostRegister", lambda: driver.host_register(0, 1)), ("eventRecord", lambda: driver.event_record(1, 2)),
+        ("eventElapsedTime", lambda: driver.elapsed(1, 2)), ("malloc", lambda: driver.malloc(1)),
+    ]  # fmt: skip
+    for name, attempt in attempts:
+        cupy.runtime.refuses = name
+        with pytest.raises(DriverError, match="invalid argument"):
+            attempt()
+
+
+def refused(message: str) -> Callable[..., torch.Tensor]:
+    def refuse(*size: int, **rest: Any) -> torch.Tensor:
+        raise RuntimeError(message)
+
+    return refuse
+
+
+def test_what_torch_refuses_when_the_device_opens_is_one_sentence(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "empty", refused("Cannot re-initialize CUDA in forked subprocess.\nTo use CUDA with"))
+    with pytest.raises(ConfigError) as told:
+        open_device("cuda:0")
+    assert str(told.value) == (
+        "device=cuda:0: torch cannot use it: Cannot re-initialize CUDA in forked subprocess."
+    )  # fmt: skip
+
+
+def test_memory_that_torch_does_not_have_is_an_error_of_the_driver(
+    driver: CupyDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "zeros", refused("CUDA out of memory."))
+    with pytest.raises(DriverError, match="out of memory"):
+        driver.device_tensor((1,))
+
+
+def test_a_driver_that_is_too_old_for_torch_is_missing_something(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable() -> bool:
+        warnings.warn("The NVIDIA driver on your system is too old (found version 11040).\nPlease", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", unavailable)
+    cupy.runtime.results["driverGetVersion"] = 11040
+    missing = cupy_driver.find().missing
+    assert missing == ("torch is built for CUDA 12.9 and cannot use a driver for CUDA 11.4: "
+                       "The NVIDIA driver on your system is too old (found version 11040).")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^device=cuda:1: torch is built for CUDA 12\.9"):
+        open_device("cuda:1")
+
+
+def test_a_machine_that_maps_pinned_memory_elsewhere_is_refused(cupy: FakeCupy) -> None:
+    cupy.runtime.results["deviceGetAttribute"] = 0
+    with pytest.raises(ConfigError, match="maps pinned memory at another address"):
+        open_device("cuda:0")
+    assert ("deviceGetAttribute", 91, 0) in cupy.runtime.calls
+
+
+def test_a_gpu_that_is_not_there(cupy: FakeCupy) -> None:
+    with pytest.raises(ConfigError, match="there are 2 GPUs, counted from 0"):
+        open_device("cuda:2")
+
+
+def test_nvrtc_that_is_not_installed_is_told(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError("libnvrtc.so.12: cannot open shared object file\nmore")
+
+    monkeypatch.setattr(kernels, "import_module", absent)
+    with pytest.raises(ConfigError, match=r"NVRTC is not installed: libnvrtc\.so\.12: cannot open shared object file$"):
+        open_device("cuda:0")
