@@ -69,7 +69,7 @@ def _refused_by_torch(driver: int, torch_cuda: str) -> str:
         if torch.cuda.is_available():
             return ""
     why = ": " + str(said[0].message).splitlines()[0] if said else ""
-    return f"torch, built for CUDA {torch_cuda}, cannot use the driver, which is for CUDA {spelled_version(driver)}{why}"
+    return f"torch is built for CUDA {torch_cuda} and cannot use a driver for CUDA {spelled_version(driver)}{why}"
 
 
 def spelled_version(number: int) -> str:
