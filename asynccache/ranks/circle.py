@@ -38,9 +38,8 @@ class Circle:
         self.failure = ""
         self._group = group
         self._timeout = timeout
-        self._patience = timedelta(seconds=timeout)
         self._peers = _one_of([rank for i, rank in enumerate(self.ranks) if i != index])
-        self._lowest, self._highest = _options(self._patience)
+        self._lowest, self._highest = _options(timedelta(seconds=timeout))
 
     def __repr__(self) -> str:
         return f"Circle({self.index} of {self.ranks}{', ' if self.failure else ''}{self.failure})"
@@ -77,11 +76,12 @@ class Circle:
         self._wait(f"rank {self.ranks[source]}", lambda: self._group.recv([tensor], source, FRAMES))
         return words
 
-    def gather(self, content: bytes) -> list[bytes]:
-        """What every member gives, in their order: sizes first, then all in one table of the longest's width."""
+    def gather(self, content: bytes, patience: float | None = None) -> list[bytes]:
+        """What every member gives, in their order: sizes first, then all in one table of the longest's width.
+        ``patience``: seconds until all have come, instead of the time-out."""
         sizes = np.zeros(len(self.ranks), np.int64)
         sizes[self.index] = len(content)
-        self._reduce(sizes, self._highest)
+        self._reduce(sizes, self._highest, patience)
         table = np.zeros((len(self.ranks), int(sizes.max())), np.uint8)
         table[self.index, : len(content)] = np.frombuffer(content, np.uint8)
         self._reduce(table, self._highest)
@@ -104,21 +104,24 @@ class Circle:
         if self.own:
             del self._group
 
-    def _reduce(self, content: npt.NDArray[Any], options: AllreduceOptions) -> None:
+    def _reduce(self, content: npt.NDArray[Any], options: AllreduceOptions, patience: float | None = None) -> None:
         from torch import from_numpy
 
         tensor = from_numpy(content)
-        self._wait(self._peers, lambda: self._group.allreduce([tensor], options))
+        if patience is not None:
+            _, options = _options(timedelta(seconds=patience))
+        self._wait(self._peers, lambda: self._group.allreduce([tensor], options), patience)
 
-    def _wait(self, peers: str, call: Callable[[], Work | None]) -> None:
+    def _wait(self, peers: str, call: Callable[[], Work | None], patience: float | None = None) -> None:
         self.check()
+        seconds = self._timeout if patience is None else patience
         try:
             work = call()
             assert work is not None
-            work.wait(self._patience)
+            work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
             late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-            self.fail(f"{peers} " + (f"did not answer within {self._timeout:g} s" if late else "closed the connection"))
+            self.fail(f"{peers} " + (f"did not answer within {seconds:g} s" if late else "closed the connection"))
             raise RankFailure(self.failure) from error
 
 

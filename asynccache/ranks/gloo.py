@@ -57,12 +57,14 @@ class _Circles:
 
 
 class GlooRanks:
-    """One rank's connections to the others; ``connect`` and ``adopt`` make it."""
+    """One rank's connections to the others; ``connect`` and ``adopt`` make it. ``arrival``: seconds that the first
+    ``gather`` has, where ranks come from loading a model, say."""
 
-    def __init__(self, topology: Topology, rank: int, circles: _Circles) -> None:
+    def __init__(self, topology: Topology, rank: int, circles: _Circles, arrival: float | None = None) -> None:
         self.topology = topology
         self.rank = rank
         self._circles = circles
+        self._arrival = arrival
         self._lanes: list[Lane] = []
         self._links: list[_GlooLink] = []
         if circles.world is not None:
@@ -82,7 +84,8 @@ class GlooRanks:
         world = self._circles.world
         if world is None:
             return [content]
-        return await self._gather(partial(world.gather, content))
+        arrival, self._arrival = self._arrival, None
+        return await self._gather(partial(world.gather, content, arrival))
 
     def links(self, length: int) -> Links:
         """What steps send through; to be called once. ``length``: of a frame, in words, and the same on every rank."""
@@ -213,7 +216,8 @@ async def connect(
     """Meet the other ranks and make every group. ``meeting``: where, once for each time that ranks connect: host:port
     (of rank 0), what torch knows as an init method (``tcp://``, ``file://``, ``env://``), or a store of torch's.
     ``timeout``: seconds of silence that are a failure, more than the longest gap between steps with anything in flight;
-    ``arrival``: how long to wait for ranks that start later. Cancelling it leaves the others to wait in vain.
+    ``arrival``: how long to wait for ranks that start later, or open their caches later. Cancelling it leaves the
+    others to wait in vain.
 
     Raises:
         ConfigError: the place cannot be used; or ranks were given different topologies.
@@ -225,7 +229,7 @@ async def connect(
     lane = Lane("asynccache-ranks-connect")
     made = lane.run(partial(_connect, topology, rank, meeting, timeout, arrival))
     lane.end()
-    return GlooRanks(topology, rank, await made)
+    return GlooRanks(topology, rank, await made, arrival)
 
 
 def _connect(topology: Topology, rank: int, meeting: str | Store, timeout: float, arrival: float) -> _Circles:
@@ -299,6 +303,7 @@ def adopt(
     cp: ProcessGroup | None = None,
     pp: ProcessGroup | None = None,
     timeout: float = TIMEOUT,
+    arrival: float = ARRIVAL,
 ) -> GlooRanks:
     """Use groups that exist. ``world``: all ranks of the cache; the others: this rank's, in the order of its
     coordinates, and None where there is but one. Errors name ranks as ``torch.distributed`` numbers them. In ``pp`` a
@@ -322,7 +327,8 @@ def adopt(
     column = [circles[name] for name in ("cp", "tp") if name in circles and stage == 0]
     above = (line, stage - 1) if line is not None and stage > 0 else None
     below = (line, stage + 1) if line is not None and stage + 1 < topology.pp else None
-    return GlooRanks(topology, topology.rank(place), _Circles(circles.get("world"), column, above, below))
+    found = _Circles(circles.get("world"), column, above, below)
+    return GlooRanks(topology, topology.rank(place), found, arrival)
 
 
 def _adopted(name: str, group: ProcessGroup, timeout: float) -> Circle:

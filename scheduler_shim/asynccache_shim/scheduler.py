@@ -38,7 +38,8 @@ PACE = 0.001
 class Scheduler:
     """``async with Scheduler(cache, model) as scheduler: scheduler.submit(request)``.
 
-    The cache stays the caller's, who closes it afterwards. Belongs to the cache's loop.
+    The cache stays the caller's, who closes it afterwards; of several ranks, one that fails closes it, saving nothing.
+    Belongs to the cache's loop.
 
     ``orders``: one rank among several, each with a scheduler, a cache and a model of its own; the scheduler closes
     them. Callers come to rank 0; the others wait for its end in ``finished``. Until then nobody else calls the cache.
@@ -193,6 +194,8 @@ class Scheduler:
             self._end_all()
             if self._orders is not None:
                 await self._orders.aclose(well=self._closed_by_order)
+                if self._failure is not None:  # nothing can be agreed on any more; who saved alone would only diverge
+                    await self._board.cache.aclose(0.0)
 
     async def _alone(self) -> None:
         while not self._closing:

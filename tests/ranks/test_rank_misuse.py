@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from threading import Event
@@ -14,11 +17,11 @@ import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.core import audit
-from asynccache.errors import RankFailure
+from asynccache.errors import BackendError, RankFailure
 from asynccache.memory.cpu import CpuDevice
 from asynccache.ranks import Topology
 from asynccache.ranks.gloo import connect
-from asynccache.testing.simulated_backend import HONEST
+from asynccache.testing.simulated_backend import HONEST, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.simulated_ranks import SimulatedRanks
@@ -127,6 +130,43 @@ def test_after_a_step_that_was_cancelled_everybody_is_told_of_it(topology: Topol
     said = together(topology, script)
     assert "a step was cancelled on this rank" in str(said[odd])
     assert all(isinstance(one, RankFailure) for one in said), said
+
+
+async def one_of(cache: AsyncCache, guest: SimulatedBackend, script: Random) -> None:
+    """A call that waits: for copies, for the store, for other ranks."""
+    detach, attach = partial(cache.detach_storage, "guest"), partial(cache.attach_storage, guest, name="guest")
+    change: Callable[[], Awaitable[object]] = detach if "guest" in cache.stores else attach
+    calls: Sequence[Callable[[], Awaitable[object]]] = (cache.flush, cache.reset, cache.invalidate, change)
+    await begin(cache, script.randrange(1000))
+    await script.choice(calls)()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_call_that_is_cancelled_on_one_rank_is_no_divergence(seed: int) -> None:
+    """All go on, or all are told, at once."""
+    topology = (Topology(tp=2), Topology(pp=2), Topology(tp=3), Topology(pp=3), Topology(tp=2, pp=2))[seed % 5]
+    guests = [SimulatedBackend(Random(rank), replace(HONEST, delay=0.02)) for rank in range(topology.ranks)]
+
+    async def script(rank: int, cache: AsyncCache) -> str:
+        same, own = Random(seed), Random(f"{seed}/{rank}")
+        began = now()
+        try:
+            for number in range(8):
+                short = number == seed % 8 and rank == seed % topology.ranks
+                with suppress(BackendError, TimeoutError):
+                    async with asyncio.timeout(own.random() * 0.04 if short else None):
+                        await one_of(cache, guests[rank], same)
+                await cache.step()
+        except RankFailure:
+            return "told"
+        finally:
+            assert now() - began < TIMEOUT / 2
+            audit.check(cache.core)
+            assert not cache.core.active_leases()
+        return "well"
+
+    said = together(topology, script)
+    assert said == ["well"] * topology.ranks or all(isinstance(one, RankFailure) for one in said)
 
 
 @pytest.mark.slow

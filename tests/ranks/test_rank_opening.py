@@ -194,3 +194,29 @@ def test_processes_wait_longer_for_a_store_than_for_a_step(
     failed = ["rank 1 could not open its cache: OSError: open is broken", "open is broken"]
     assert said == (["well", "well"] if broken is None else failed)
     assert all(store.closed for store in stores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_opens_its_cache_later_is_waited_for_as_who_connects_later(comes: bool, tmp_path: Path) -> None:
+    """Ranks wait a second for each other; one has a model to load first."""
+    arrival = 60.0 if comes else 2.0
+
+    async def rank(number: int) -> str:
+        ranks = await connect(Topology(tp=2), number, f"file://{tmp_path}/meeting", timeout=1.0, arrival=arrival)
+        device = CpuDevice()
+        try:
+            await asyncio.sleep(3.0 * number)
+            async with AsyncCache(CONFIG, device=device, ranks=ranks) as cache:
+                await publish(cache, 0)
+            return "well"
+        except RankFailure as error:
+            return str(error)
+        finally:
+            await ranks.aclose()
+            await device.aclose()
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda number: asyncio.run(rank(number)), range(2)))
+    assert said[0] == ("well" if comes else "rank 1 did not answer within 2 s")
+    assert (said[1] == "well") == comes

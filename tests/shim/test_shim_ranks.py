@@ -150,8 +150,10 @@ def test_a_lost_rank_ends_every_request_and_a_new_group_begins(seed: int, fate: 
     assert report.ends["length"] > 0
 
 
+@pytest.mark.parametrize("seed", [3, 13, 19])
 @pytest.mark.parametrize("rank", range(4))
-def test_a_model_that_fails_on_one_rank_ends_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_on_one_rank_ends_the_group(rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the others are at: nobody closes by calls of its own, which would be a divergence."""
     forward = PatternModel.forward
 
     def fails(self: PatternModel, batch: Batch) -> list[int]:
@@ -160,7 +162,7 @@ def test_a_model_that_fails_on_one_rank_ends_the_group(rank: int, monkeypatch: p
         return forward(self, batch)
 
     monkeypatch.setattr(PatternModel, "forward", fails)
-    report = play(3, TP2_PP2, has_store=False)
+    report = play(seed, TP2_PP2, has_store=False)
     assert sorted(report.errors) == [0, 1, 2, 3]
     assert {type(error) for error in report.errors.values()} == {RankFailure}
     assert "out of memory" in str(report.errors[rank])
@@ -299,11 +301,13 @@ def test_a_rank_that_leaves_by_itself_is_lost_to_the_others(busy: bool) -> None:
     """Also while nobody has anything to say."""
 
     async def ask(ranks: World, scheduler: Scheduler) -> None:
-        request = scheduler.submit(Request([1, 2, 3], Limits(20)))
+        request = scheduler.submit(Request([1, 2, 3], Limits(200)))
         await request.next_token(0)
         if not busy:
             await request.done()
             await asyncio.sleep(100)
+        while ranks.members[1].scheduler._loop is None:
+            await asyncio.sleep(0.001)
         leaving = ranks.loop.create_task(ranks.members[1].scheduler.aclose())
         with pytest.raises(RankFailure):
             await (request.done() if busy else scheduler.finished())
@@ -311,7 +315,7 @@ def test_a_rank_that_leaves_by_itself_is_lost_to_the_others(busy: bool) -> None:
             scheduler.submit(Request([1]))
         await leaving
 
-    assert 0 in served(1, ask).errors
+    assert 0 in served(1, ask, config=config(64)).errors
 
 
 def test_a_rank_that_leaves_before_its_loop_has_begun_is_lost_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
