@@ -123,12 +123,14 @@ class Watched(Scheduler):
         self.member = member
         self.requests: dict[int, Request] = {}
         self.taken = 0
+        self.begun = asyncio.Event()
 
     def _obey(self, order: Order) -> None:
         self.requests |= dict(order.arrivals)
         super()._obey(order)
 
     async def step(self) -> bool:
+        self.begun.set()
         computed = await super().step()
         self.taken += 1
         if self.failure is None:  # who has heard that a rank is gone ends its requests, whatever the others do

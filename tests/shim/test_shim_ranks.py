@@ -306,8 +306,7 @@ def test_a_rank_that_leaves_by_itself_is_lost_to_the_others(busy: bool) -> None:
         if not busy:
             await request.done()
             await asyncio.sleep(100)
-        while ranks.members[1].scheduler._loop is None:
-            await asyncio.sleep(0.001)
+        await ranks.members[1].scheduler.begun.wait()
         leaving = ranks.loop.create_task(ranks.members[1].scheduler.aclose())
         with pytest.raises(RankFailure):
             await (request.done() if busy else scheduler.finished())
