@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 
 from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import scratch, submission
+from asynccache.memory.cuda import calibration, pinned, scratch, submission
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import Launch, Towards
+from asynccache.memory.cuda.driver import Launch, Pitched, Spans, Towards
 from asynccache.memory.cuda.paths import PUBLISHED, Chooser, Cost, Path, Settings, Shape
 from asynccache.memory.cuda.rows import Rows, Runs, merged
 from asynccache.memory.cuda.submission import shape_of
+from asynccache.memory.device import PageCopy
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import driver_of, submitted
@@ -163,6 +165,59 @@ def test_merging_moves_what_was_asked_for() -> None:
                              for b in r.bases for i, j in zip(dst, src, strict=True)}  # fmt: skip
 
 
+# registrations
+
+
+class Strict(SimulatedCuda):
+    """Refuses a copy whose side on the host lies in two registrations, as the real driver does."""
+
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+        host = spans.dst if towards is OUT else spans.src
+        for start, size in zip(host.tolist(), spans.size.tolist(), strict=True):
+            self.whole(start, start + size)
+        return super().copy(stream, towards, spans)
+
+    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
+        start, pitch = (rows.dst, rows.dst_pitch) if towards is OUT else (rows.src, rows.src_pitch)
+        self.whole(start, start + (rows.height - 1) * pitch + rows.width)
+        super().copy_pitched(stream, towards, rows)
+
+    def whole(self, start: int, stop: int) -> None:
+        if not any(a <= start and stop <= a + n for a, n in self.pinned.items()):
+            self.problems.append("a copy lies in two registrations")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("out", "inward"), [(Path.DMA, Path.DMA), (Path.PITCHED, Path.PITCHED),
+                                             (Path.STAGED, Path.KERNEL)])  # fmt: skip
+async def test_no_piece_lies_in_two_registrations(
+    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch, out: Path, inward: Path, layers: int
+) -> None:
+    """Pages of 3 KiB, pinned 8 at a time, in runs that go across several edges."""
+    monkeypatch.setattr(pinned, "CHUNK", 30 << 10)
+    drivers.append(Strict())
+    device = CudaDevice(drivers[-1], settings=Settings(out=out, inward=inward))
+    mover = Mover(device, [pool(size=3 << 10, layers=layers)])
+    assert sorted(drivers[-1].pinned.values()) == [24 << 10] * 6
+    fill_device(mover)
+    pages = list(range(29))
+    await mover.backup([move(pages, [p + 3 for p in pages])]).wait()
+    assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p) for p in pages)
+    await mover.load([move([p + 3 for p in pages], [p + 1 for p in pages])]).done.wait()
+    assert all(host_page(mover, "full", p + 3) == device_page(mover, "full", p + 1) for p in pages)
+    await device.aclose()
+
+
+def test_runs_end_where_a_registration_ends() -> None:
+    numbers = np.arange(5, 21)
+    for towards, other in ((OUT, 3), (IN, 3)):
+        dst, src = (numbers, numbers + other) if towards is OUT else (numbers + other, numbers)
+        r = Rows(towards, ((0, 0),), dst, src, 64, 64, 64, 8)
+        assert Runs.of(r).lengths.tolist() == [3, 8, 5]
+        assert Runs.of(r._replace(chunk_pages=0)).lengths.tolist() == [16]
+
+
 # choosing
 
 
@@ -252,9 +307,9 @@ async def test_many_kernel_batches_in_flight_pin_and_allocate_a_few_times(driver
     device = CudaDevice(driver, settings=Settings(out=Path.KERNEL))
     mover = Mover(device, [pool()])
     driver.pause()
-    events = [mover.backup([move([i % 32], [i % 48])]) for i in range(500)]
+    events = [mover.backup([move([i % 32], [i % 48])]) for i in range(80)]  # as many as the driver's queue is given
     submitted(events[-1])
-    assert len(set(driver.tables)) == 500
+    assert len(set(driver.tables)) == 80
     assert driver.calls["host_register"] == 2
     assert driver.calls["malloc"] == 1
     driver.resume()
@@ -269,3 +324,78 @@ def test_a_table_that_is_larger_than_a_slab_has_memory_of_its_own(drivers: list[
     assert len(large.array) == 2 * scratch.SLAB
     assert second.host - first.host == second.device - first.device == scratch.SMALLEST
     small.close()
+
+
+# calibration
+
+
+class Priced(SimulatedCuda):
+    """A driver whose calls take what they cost, by a clock that only they move; looking at it takes ``WAKING``."""
+
+    WAKING, LAUNCH, PIECE, ROW, KERNEL_ROW, BYTE = 80e-6, 12e-6, 1e-6, 0.25e-6, 0.02e-6, 1 / 50e9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.blocks: set[int] = set()
+
+    def clock(self) -> float:
+        self.now += self.WAKING
+        return self.now
+
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> Any:
+        self.now += len(spans.size) * self.PIECE + int(spans.size.sum()) * self.BYTE
+        return super().copy(stream, towards, spans)
+
+    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
+        self.now += self.PIECE + rows.height * self.ROW + rows.height * rows.width * self.BYTE
+        super().copy_pitched(stream, towards, rows)
+
+    def launch(self, stream: int, launch: Launch) -> None:
+        rows = launch.layers * launch.pages
+        self.now += self.LAUNCH + rows * self.KERNEL_ROW + rows * launch.width * self.BYTE
+        self.blocks.add(launch.blocks)
+        super().launch(stream, launch)
+
+
+def test_calibration_finds_what_each_thing_costs(
+    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waking up is in none of it, and the kernel has the blocks that it will have."""
+    driver = Priced()
+    drivers.append(driver)
+    monkeypatch.setattr(calibration, "perf_counter", driver.clock)
+    monkeypatch.setattr(calibration, "LARGE", 128 << 10)
+    costs = calibration.calibrate(driver, blocks=13, size=2 << 20)
+    dma = Cost(0, driver.PIECE, 0, driver.BYTE)
+    # The tables of a kernel are a descriptor, and some bytes a page.
+    kernel = Cost(driver.LAUNCH + driver.PIECE, 0, driver.KERNEL_ROW, driver.BYTE)
+    staged = Cost(driver.LAUNCH + driver.PIECE, driver.PIECE, driver.KERNEL_ROW, 2 * driver.BYTE)
+    pitched = Cost(0, driver.PIECE, driver.ROW, driver.BYTE)
+    expected = {Path.DMA: dma, Path.KERNEL: kernel, Path.STAGED: staged, Path.PITCHED: pitched}
+    for (_, path), cost in costs.items():
+        assert cost == pytest.approx(expected[path], rel=0.05, abs=1e-12), path
+    assert driver.blocks == {13}
+
+
+def test_costs_are_never_negative_and_noise_moves_them_little() -> None:
+    counts = [(1, 1, 4 << 10), (32, 32, 32 << 20), (8192, 8192, 32 << 20), (256, 8192, 32 << 20)]
+    true, rng = Cost(20e-6, 0.9e-6, 0, 1 / 50e9), np.random.default_rng(3)
+    for _ in range(50):
+        found = calibration.fit(counts, [true.of(*c) * rng.uniform(0.95, 1.05) for c in counts])
+        assert min(found) >= 0
+        assert all(found.of(*c) == pytest.approx(true.of(*c), rel=0.12) for c in counts)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("settings", WAYS, ids=lambda s: f"{s.out and s.out.value}-{s.inward and s.inward.value}")
+async def test_no_pages_are_no_copies(simulated_device: Make, settings: Settings) -> None:
+    device = simulated_device(settings=settings)
+    mover, none, stream = Mover(device, [pool()]), np.zeros(0, np.int32), device.stream("own")
+    full, host = mover.device_pools["full"], mover.host_pools["full"]
+    device.device_to_host(stream, [PageCopy(full, host, none, none)])
+    loaded = device.host_to_device(stream, [PageCopy(full, host, none, none)], mover.layers)
+    device.device_to_device(stream, [PageCopy(full, None, none, none)])
+    await asyncio.gather(stream.record().wait(), *(event.wait() for event in loaded))
+    assert driver_of(device).calls["copy"] == driver_of(device).calls["launch"] == 0
+    await device.aclose()

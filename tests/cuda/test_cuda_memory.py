@@ -57,6 +57,18 @@ def test_large_memory_is_pinned_in_chunks_and_touched_in_parts(
     assert driver.pinned == {}
 
 
+@pytest.mark.parametrize(("stride", "chunk"), [
+    (4096, 4 * MIB), (5, 4 * MIB // 20480 * 20480), (3 << 10, 4 * MIB // 12288 * 12288), (5 * MIB, 5 * MIB),
+    (5 * MIB + 1, (5 * MIB + 1) * 4096),  # a strange page is worth a larger registration
+])  # fmt: skip
+def test_a_registration_ends_with_a_page_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch, stride: int, chunk: int
+) -> None:
+    monkeypatch.setattr(pinned, "CHUNK", 4 * MIB)
+    assert pinned.chunk_of(stride) == chunk
+    assert chunk % stride == chunk % BLOCK == 0
+
+
 def test_memory_that_cannot_be_pinned_whole_is_not_kept(
     driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
