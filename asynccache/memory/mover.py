@@ -15,6 +15,7 @@ import torch
 
 from asynccache.errors import ConfigError
 from asynccache.memory.device import Device, Event, PageCopy, Stream
+from asynccache.memory.fences import Fences
 from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ class Mover:
         self._moved = _by_component(pools)
         self._backups = device.stream("backup_host")
         self._loads = device.stream("load_back")  # clones too: one may copy what the load before it brought
-        self._fences: list[Event] = []
-        self._fences_checked = 0
+        self._fences = Fences(_slots_of(pools))
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
         """Enqueue a backup_host: device to host, once ``after`` (the engine's writes) is done."""
@@ -94,28 +94,30 @@ class Mover:
         return self._backups.record()
 
     def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
-        """Enqueue a load_back: host to device, layer by layer, behind all fences and ``after``."""
+        """Enqueue a load_back: host to device, layer by layer, behind ``after`` and the fences of the pages that it
+        writes."""
         copies = self._copies(moves)
         if not copies:
             return LayerEvents((NOTHING,) * self.layers)
-        _hold(self._loads, (*self._take_fences(), *after))
+        fences = self._fences.before((move.component, move.dst) for move in moves)
+        _hold(self._loads, (*fences, *after))
         return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue private copies on the device, behind all fences, ``after`` and every load before."""
+        """Enqueue private copies on the device, behind ``after``, every load before, and the fences of the pages that
+        they read and write."""
         copies = self._copies(moves)
         if not copies:
             return NOTHING
-        _hold(self._loads, (*self._take_fences(), *after))
+        fences = self._fences.before((move.component, slots) for move in moves for slots in (move.src, move.dst))
+        _hold(self._loads, (*fences, *after))
         self.device.device_to_device(self._loads, copies)
         return self._loads.record()
 
-    def fence(self, event: Event) -> None:
-        """Have later loads and clones wait, on the device, for ``event``: an engine may still read what it released."""
-        self._fences.append(event)
-        if len(self._fences) > 2 * self._fences_checked + 16:
-            self._fences = [e for e in self._fences if not e.done()]
-            self._fences_checked = len(self._fences)
+    def fence(self, event: Event, slots: Mapping[int, bytes] | None = None) -> None:
+        """Have later loads and clones into these device ``slots`` (int32 of each component; None: into any) wait, on
+        the device, for ``event``: until then an engine may use them, whoever has them then."""
+        self._fences.add(event, slots)
 
     def engine_stream(self, stream: object) -> Stream:
         """``stream``, or an engine's own (torch, cupy) as one of the device's, where the device takes those."""
@@ -125,12 +127,6 @@ class Mover:
     def bytes_moved(self, moves: Sequence[Move]) -> int:
         """How many bytes these moves copy."""
         return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))
-
-    def _take_fences(self) -> list[Event]:
-        """One stream does all loads and clones, so the first batch behind a fence holds it for every later one."""
-        fences, self._fences = self._fences, []
-        self._fences_checked = 0
-        return fences
 
     def _copies(self, moves: Sequence[Move]) -> list[PageCopy]:
         return [self._copy(spec.name, m) for m in moves if m.src for spec in self._moved.get(m.component, ())]
@@ -145,6 +141,13 @@ class Mover:
 
 def _as_it_is(stream: object) -> Stream:
     return cast("Stream", stream)
+
+
+def _slots_of(pools: Sequence[PoolSpec]) -> dict[int, int]:
+    slots: dict[int, int] = {}
+    for spec in pools:
+        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
+    return slots
 
 
 def _hold(stream: Stream, events: Sequence[Event]) -> None:

@@ -364,8 +364,8 @@ class Lease:
         self._machine.driver.perform(self._machine.core.truncate(self._core, length))
 
     def _fence(self, after: Event | None) -> None:
-        if after is not None and not after.done():
-            self._machine.mover.fence(after)
+        if after is not None:
+            self._machine.fence(self._held(), after)
 
     # committing
 

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
+from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.events import Notice
+from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks
 from asynccache.runtime.acks import Freezer, run_acks
@@ -98,6 +100,7 @@ class Machine:
         self.epochs: Counter[str | bytes | None] = Counter()
         self.draining = False
         self.has_swa = int(ComponentKind.SWA) in self.pools.components
+        self._tables = [int(ComponentKind.FULL)] + [int(ComponentKind.SWA)] * self.has_swa
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
         self.hashing = store is not None or on_event is not None  # a store may be attached at any time
         self._thread = threading.get_ident()
@@ -110,7 +113,7 @@ class Machine:
     def _build_stages(self, on_event: OnEvent | None) -> None:
         post, size_of, clock = self.driver.post, self.pools.size_of, time.perf_counter
         self.backup_host = BackupHostStage(self.mover, self.readiness, post, size_of, clock)
-        self.load_back = LoadBackStage(self.mover, self.readiness, post, size_of, clock)
+        self.load_back = LoadBackStage(self.mover, post, size_of, clock)
         self.retire = RetireStage(post, self.supervisor.spawn)
         self.driver.route(BackupHost, self.backup_host.put)
         self.driver.route(LoadBack, self.load_back.put)
@@ -191,6 +194,19 @@ class Machine:
         waiting, self.waiting = self.waiting, {}
         for entry in waiting.values():
             entry.fail(error())
+
+    # the engine's events
+
+    def fence(self, lease: CoreLease, *events: Event) -> None:
+        """The engine may use the lease's pages until ``events`` have fired: what is copied into one of them later, on
+        whoever's behalf, waits for that on the device."""
+        pending = [event for event in events if not event.done()]
+        if pending:
+            slots = {kind: self.core.pages(lease, kind) for kind in self._tables}
+            if self.default_states:
+                slots[int(ComponentKind.MAMBA)] = lease.states
+            for event in pending:
+                self.mover.fence(event, slots)
 
     # guards
 

@@ -59,9 +59,11 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
 
     def expect(self, ready: Event) -> None:
-        """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit."""
+        """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so
+        do copies into the lease's pages, some of which the commit may leave to others."""
         self._events = True
         self._ready = [*unfired(*self._ready), ready]
+        self._machine.fence(self._core, ready)
 
     async def publish(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> None:
         """In its ``order``. Waits where pages are being loaded for others. Cancelling it publishes everything or
@@ -110,8 +112,7 @@ class Publishing:
     def release(self, after: Event | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` have fired."""
         machine, events = self._machine, unfired(*self._ready, after)
-        for event in events:
-            machine.mover.fence(event)
+        machine.fence(self._core, *events)
         retire = bool(events)
         if machine.lockstep is not None:  # an event may have fired on one rank and not yet on another
             retire = after is not None or bool(self._ready)

@@ -223,3 +223,55 @@ async def test_a_commit_must_continue_what_the_lease_holds() -> None:
                 await lease.commit(text(1))
             await lease.commit(text(3))
         assert (await cache.match(text(3))).device == 3 * PAGE
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["commit", "release", "advance"])
+async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> None:
+    device = CpuDevice()
+    async with opened(settings(device=12, host=32, swa=12), device=device) as cache:
+        pools = ("full", "swa")
+        await serve(cache, text(3, seed=1), pools)
+        await settled(cache)
+        await push_out(cache, 12)
+        work = device.gate()
+        async with cache.lease(text(3, seed=2), new_tokens=PAGE) as lease:
+            if how == "commit":
+                await lease.commit(text(3, seed=2), ready=work)
+            elif how == "advance":
+                lease.advance(2 * PAGE, after=work)
+            else:
+                lease.release(after=work)
+            async with cache.lease(text(3, seed=1, extra=1)) as other:
+                assert other.hits.host == 3 * PAGE
+                await other.loaded()
+                assert not work.done()
+                assert_cached_bytes(cache, other, text(3, seed=1), pools)
+            work.open()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_ready() -> None:
+    """They are the tree's, and nobody's, while the engine may still write them: no call has named them since."""
+    device = CpuDevice()
+    async with opened(settings(device=16, host=64, swa=8, write_policy="write_through_selective"), device=device) as cache:
+        for _ in range(2):  # seen twice, it is worth a place on the host
+            await serve(cache, text(2, seed=1), ("full", "swa"))
+        await settled(cache)
+        await push_out(cache, 8)
+        ready = device.gate()
+        async with cache.lease(text(6, seed=2)) as lease:
+            written = [slot for slot in lease.page_table("swa").tolist() if slot >= 0]
+            await lease.commit(text(6, seed=2), ready=ready)
+            lease.advance(6 * PAGE)
+            async with cache.lease(text(2, seed=1, extra=1), wait=False) as other:
+                brought = [slot for slot in other.page_table("swa").tolist() if slot >= 0]
+                assert set(brought) & set(written)
+                loaded = asyncio.create_task(other.loaded())
+                await turns(20_000)  # without the fence it is there long before
+                assert not loaded.done()
+                ready.open()
+                await loaded
+                assert_cached_bytes(cache, other, text(2, seed=1), ("swa",))
+    await device.aclose()

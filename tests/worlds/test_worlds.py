@@ -79,5 +79,5 @@ def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mover, "fence", lambda self, event: None)
+    monkeypatch.setattr(Mover, "fence", lambda self, event, slots: None)
     assert survivors(600) == "WrongBytes"

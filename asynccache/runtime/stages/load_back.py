@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 from asynccache.core.plan import Clone, LoadBack, Move, Outcome, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
-from asynccache.runtime.readiness import Readiness
 from asynccache.runtime.stages.queue import Inbox
 from asynccache.runtime.stats import Meter
 
@@ -56,13 +55,11 @@ class LoadBackStage:
     def __init__(
         self,
         mover: Copier,
-        readiness: Readiness,
         post: Callable[[Outcome], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
-        self._readiness = readiness
         self._post = post
         self._size_of = size_of
         self._clock = clock
@@ -109,7 +106,7 @@ class LoadBackStage:
 
     def _submit_loads(self, loads: Sequence[tuple[LoadBack, float]]) -> None:
         moves = [move for effect, _ in loads for move in effect.moves]
-        events = self._mover.load(moves, self._readiness.pending())
+        events = self._mover.load(moves)
         self.meter.count(len(loads), *self._size_of(moves))
         for effect, queued in loads:
             self._fly(Copying(effect.op, events.layers, events.done, None, queued))
@@ -117,8 +114,7 @@ class LoadBackStage:
     def _submit_clone(self, effect: Clone, queued: float) -> None:
         source = self._by_op.get(effect.after)
         needs = source.done if source is not None else None
-        after = (*self._readiness.pending(), *(() if needs is None else (needs,)))
-        event = self._mover.clone(effect.moves, after)
+        event = self._mover.clone(effect.moves, () if needs is None else (needs,))
         self._fly(Copying(effect.op, (), event, needs, queued))
 
     def _fly(self, copying: Copying) -> None:

@@ -1,0 +1,98 @@
+"""Which of an engine's events stand before which device slots: until they have fired, the engine may still read or
+write there, and nothing may be copied into them.
+
+Law: slot by slot, so that a copy into pages that nobody uses runs beside the engine's work. A slot carries the number
+of a set of events; sets are made as events are added, and forgotten when all of theirs have fired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.memory.device import Event
+
+Stamps = npt.NDArray[np.int64]
+
+SWEEP = 64
+"""Sets beyond twice as many as were alive, before those behind one that lasts are looked through."""
+
+
+class Fences:
+    """``slots``: of each component, on the device."""
+
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
+        self._sets: dict[int, tuple[Event, ...]] = {}  # by rising number
+        self._everywhere: tuple[Event, ...] = ()
+        self._number = 0
+        self._sweep_at = SWEEP
+
+    def __repr__(self) -> str:
+        return f"Fences({len(self._sets)} sets, {len(self._everywhere)} everywhere)"
+
+    def __len__(self) -> int:
+        return len(self._sets) + len(self._everywhere)
+
+    def add(self, event: Event, slots: Mapping[int, bytes] | None) -> None:
+        """``slots``: int32 of each component, -1 where there is none; None: all there are."""
+        if event.done():
+            return
+        self._forget()
+        if slots is None:
+            self._everywhere = (*_unfired(self._everywhere), event)
+            return
+        made: dict[int, int] = {}
+        for component, table in slots.items():
+            self._stamp(self._stamps[component], _slots(table), event, made)
+
+    def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[Event]:
+        """The events that stand before any of these slots, each once, and have not fired."""
+        self._forget()
+        numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
+        found = dict.fromkeys(_unfired(self._everywhere))
+        for number in sorted(numbers):
+            found.update(dict.fromkeys(_unfired(self._sets.get(number, ()))))
+        return list(found)
+
+    def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], event: Event, made: dict[int, int]) -> None:
+        """``made``: the sets that this event has joined, by what they were before."""
+        before = stamps[slots]
+        before[before < next(iter(self._sets), self._number + 1)] = 0
+        for old in np.unique(before).tolist():
+            if old not in made:
+                made[old] = self._join(old, event)
+            stamps[slots[before == old]] = made[old]
+
+    def _join(self, old: int, event: Event) -> int:
+        alive = _unfired(self._sets.get(old, ()))
+        if event in alive:
+            return old
+        self._number += 1
+        self._sets[self._number] = (*alive, event)
+        return self._number
+
+    def _alive(self, stamps: Stamps, table: bytes) -> list[int]:
+        if not self._sets:
+            return []
+        found = stamps[_slots(table)]
+        return np.unique(found[found >= next(iter(self._sets))]).tolist()  # type: ignore[no-any-return]
+
+    def _forget(self) -> None:
+        """Sets whose events have all fired: the oldest; now and then those behind one that lasts, too."""
+        while self._sets and not _unfired(self._sets[oldest := next(iter(self._sets))]):
+            del self._sets[oldest]
+        if len(self._sets) >= self._sweep_at:
+            self._sets = {number: alive for number, events in self._sets.items() if (alive := _unfired(events))}
+            self._sweep_at = 2 * len(self._sets) + SWEEP
+
+
+def _unfired(events: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple([event for event in events if not event.done()])
+
+
+def _slots(table: bytes) -> npt.NDArray[np.int32]:
+    slots = np.frombuffer(table, np.int32)
+    return slots[slots >= 0]
