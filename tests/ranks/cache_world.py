@@ -75,6 +75,7 @@ class CacheWorld:
         self.seed = seed
         self.topology = topology
         self.iterations = iterations
+        self.idles = True
         self.climate = climate or _brisk(draw_climate(seed))
         self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
         self.pages: dict[PageKey, tuple[bytes, bytes]] = {}
@@ -99,7 +100,9 @@ class CacheWorld:
 
     async def lose(self, victim: int, fate: Fate, after: float) -> Report:
         """``victim`` is killed or hangs; the others are told, each within the time-out, and close. Then a new group of
-        all begins, with empty caches and what storage has."""
+        all begins, with empty caches and what storage has. Nobody is idle in these lives: a rank that is would be told
+        of the end as late as it likes."""
+        self.idles = False
         lives = [self.loop.create_task(member.live(0)) for member in self.members]
         await asyncio.sleep(after)
         struck = self.loop.time()
@@ -151,7 +154,6 @@ class Member:
         self.backend = self._store("backend", world.pages) if world.has_store else None
         self.guest = self._store("guest", world.guest_pages)
         self.page = self.config.page_size
-        self.said: list[list[int]] = [[]]
         self.tries = 0
         self.cache: AsyncCache
         self.bytes: EngineBytes
@@ -190,6 +192,7 @@ class Member:
         """A new cache, not open yet."""
         self.life = life
         self.script = Random(f"{self.world.seed}/script {life}")
+        self.said: list[list[int]] = [[]]  # of a life that was cut short ranks remember different things
         self.jobs: list[Job] = []
         ranks = self.world.net.member(self.rank)
         self.cache = AsyncCache(self.config, device=self.device, storage=self.backend, ranks=ranks)
@@ -486,7 +489,7 @@ class Member:
         await self.cache.flush()
         lockstep = self.cache._opened().lockstep
         assert lockstep is not None
-        if not lockstep.in_flight():
+        if self.world.idles and not lockstep.in_flight():
             self.met["idle stretch"] += 1
             await asyncio.sleep(2 * TIMEOUT + self.local.random())
 

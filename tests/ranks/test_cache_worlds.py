@@ -17,7 +17,7 @@ EVERY = [Topology(tp, cp, pp) for tp in (1, 2, 3, 4) for cp in (1, 2) for pp in 
 SMALL = [topology for topology in EVERY if 1 < topology.ranks <= 4]
 MEDIUM = [topology for topology in EVERY if 4 < topology.ranks <= 8]
 LARGE = [topology for topology in EVERY if 16 <= topology.ranks <= 32]
-TREES, LARGE_TREES, LOST = 140, 12, 6
+TREES, LARGE_TREES, LOST = 140, 12, 12
 MET: dict[str, set[int]] = {}
 PLAYED: Counter[str] = Counter()
 
@@ -54,7 +54,7 @@ def note(kind: str, seed: int, report: Report) -> None:
 
 
 @pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
-@pytest.mark.parametrize("seed", worlds(LOST, quick=1))
+@pytest.mark.parametrize("seed", worlds(LOST, quick=2))
 def test_a_lost_rank_ends_the_group_and_a_new_one_begins(seed: int, fate: Fate) -> None:
     report = lose(seed, Random(f"{seed}/topology").choice(SMALL), fate)
     assert report.errors
