@@ -166,9 +166,10 @@ class Driver:
     async def step_last(self, cut: str) -> None:
         """From now on nobody steps but this task; of a step that it is cancelled in, ``cut`` is said. Returns when the
         step under way has ended. Cancelling it stops the waiting."""
+        self.scheduler = asyncio.current_task()
+        self._last = True  # already: whoever waits for the lock behind this task would step after it
         async with self._one_step:
-            self.scheduler = asyncio.current_task()
-            self._last, self._cut = True, cut
+            self._cut = cut
 
     async def _step(self) -> None:
         try:

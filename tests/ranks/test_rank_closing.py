@@ -12,7 +12,7 @@ import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.core import audit
-from asynccache.errors import RankFailure
+from asynccache.errors import CacheClosed, RankFailure
 from asynccache.ranks import Topology
 from asynccache.runtime import closing
 from asynccache.runtime.cache import CloseReport
@@ -159,6 +159,42 @@ def test_worlds_that_end_in_the_middle_end_at_one_step(seed: int) -> None:
         assert {member.seen for member in members} == {members[0].seen}
 
     simulate(world, seed)
+
+
+def test_a_step_under_way_is_not_disturbed_by_another_task_that_closes() -> None:
+    """It ends; whoever would take the next one hears that the cache is closing."""
+
+    async def world(loop: SimulatedLoop) -> None:
+        net = SimulatedRanks(Topology(tp=2), Random(1), timeout=TIMEOUT)
+
+        async def lived(rank: int) -> None:
+            device = SimulatedDevice(seed=rank)
+            async with AsyncCache(CONFIG, device=device, ranks=net.member(rank)) as cache:
+                async with cache.lease(TEXT, wait=False) as lease:
+                    await lease.commit(TEXT)
+                await asyncio.sleep(1.0 * rank)
+                begun, taken = asyncio.Event(), list[int]()
+                stepping = loop.create_task(steps(cache, begun, taken))
+                await begun.wait()
+                report = await cache.aclose()
+                assert report == CloseReport()
+                with pytest.raises(CacheClosed):
+                    await stepping
+                assert len(taken) == 1
+            await device.aclose()
+
+        await asyncio.gather(lived(0), lived(1))
+
+    for seed in range(5):
+        simulate(world, seed)
+
+
+async def steps(cache: AsyncCache, begun: asyncio.Event, taken: list[int]) -> None:
+    driver = cache._opened().driver
+    begun.set()
+    for number in range(1000):
+        await driver.step()  # as in a call that waits
+        taken.append(number)
 
 
 def test_whoever_has_nothing_in_flight_closes_without_a_word() -> None:
