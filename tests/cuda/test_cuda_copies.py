@@ -18,7 +18,6 @@ from asynccache.memory.cuda.driver import Launch, Pitched, Spans, Towards
 from asynccache.memory.cuda.paths import PUBLISHED, Chooser, Cost, Path, Settings, Shape
 from asynccache.memory.cuda.rows import Rows, Runs, merged
 from asynccache.memory.cuda.submission import shape_of
-from asynccache.memory.device import PageCopy
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import driver_of, submitted
@@ -385,17 +384,3 @@ def test_costs_are_never_negative_and_noise_moves_them_little() -> None:
         found = calibration.fit(counts, [true.of(*c) * rng.uniform(0.95, 1.05) for c in counts])
         assert min(found) >= 0
         assert all(found.of(*c) == pytest.approx(true.of(*c), rel=0.12) for c in counts)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("settings", WAYS, ids=lambda s: f"{s.out and s.out.value}-{s.inward and s.inward.value}")
-async def test_no_pages_are_no_copies(simulated_device: Make, settings: Settings) -> None:
-    device = simulated_device(settings=settings)
-    mover, none, stream = Mover(device, [pool()]), np.zeros(0, np.int32), device.stream("own")
-    full, host = mover.device_pools["full"], mover.host_pools["full"]
-    device.device_to_host(stream, [PageCopy(full, host, none, none)])
-    loaded = device.host_to_device(stream, [PageCopy(full, host, none, none)], mover.layers)
-    device.device_to_device(stream, [PageCopy(full, None, none, none)])
-    await asyncio.gather(stream.record().wait(), *(event.wait() for event in loaded))
-    assert driver_of(device).calls["copy"] == driver_of(device).calls["launch"] == 0
-    await device.aclose()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +85,61 @@ def test_memory_that_cannot_be_pinned_whole_is_not_kept(
     assert driver.pinned == {}
 
 
+class Looking(SimulatedCuda):
+    """``resident``: for each registration, whether all of its memory was there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resident: list[bool] = []
+
+    def host_register(self, address: int, size: int) -> None:
+        pages = ctypes.create_string_buffer(-(-size // BLOCK))
+        if ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages):
+            pytest.skip(f"this system does not tell what is in memory: {os.strerror(ctypes.get_errno())}")
+        self.resident.append(all(page[0] & 1 for page in zip(pages.raw, strict=True)))
+        super().host_register(address, size)
+
+
+def test_memory_is_touched_by_several_threads_at_once_and_pinned_then(
+    drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, together, touch = Looking(), threading.Barrier(2), pinned._touch_part
+    drivers.append(driver)
+
+    def meet(array: Any, start: int) -> None:
+        together.wait(30)
+        touch(array, start)
+
+    monkeypatch.setattr(pinned, "_touch_part", meet)
+    monkeypatch.setattr(pinned, "TOUCH", MIB)
+    monkeypatch.setattr(pinned, "CHUNK", 3 * MIB)
+    tensor = pinned_tensor(driver, (4 * MIB,), Pinning(huge_pages=False))
+    assert driver.resident == [True, True]
+    del tensor
+
+
+def flags_of(address: int) -> list[str]:
+    """What the system knows of the mapping that this address lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return pytest.skip("this system does not tell how memory is mapped")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
+@pytest.mark.parametrize("wanted", [True, False])
+def test_huge_pages_are_asked_for_before_memory_is_touched(
+    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    flags: list[list[str]] = []
+    monkeypatch.setattr(pinned, "_touch_part", lambda array, start: flags.append(flags_of(array.ctypes.data)))
+    pinned_tensor(driver, (8 * MIB,), Pinning(huge_pages=wanted))
+    assert ["hg" in found for found in flags] == [wanted]
+
+
 def test_nothing_is_no_memory(driver: SimulatedCuda) -> None:
     assert pinned_tensor(driver, (0, 4096), Pinning()).numel() == 0
     assert driver.pinned == {}
@@ -97,6 +158,40 @@ def test_memory_of_a_numa_node_that_there_is_not(driver: SimulatedCuda) -> None:
     with pytest.raises(ConfigError, match="numa_node=1000"):
         pinned_tensor(driver, (BLOCK,), Pinning(numa_node=1000))
     assert driver.pinned == {}
+
+
+def meminfo(**mib: int) -> str:
+    """What the system tells of a node."""
+    none = dict.fromkeys(("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"), 0)
+    fields = {"MemTotal": 64, "Mapped": 99, **none, **mib}
+    lines = [f"Node 0 {name + ':':<16}{n * 1024:>12} kB" for name, n in fields.items()]
+    return "\n".join([*lines, "Node 0 HugePages_Free:      0"])
+
+
+def test_memory_that_a_numa_node_does_not_have_is_not_touched(
+    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The system would end the process, however much there is on other nodes."""
+    monkeypatch.setattr(pinned, "NODES", tmp_path)
+    monkeypatch.setattr(pinned, "_touch", lambda array: pytest.fail("it was touched"))
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "meminfo").write_text(meminfo(MemFree=3))
+    with pytest.raises(ConfigError, match=r"numa_node=0: 0\.01 GiB .* do not fit on this node: 0\.00 GiB are"):
+        pinned_tensor(driver, (8 * MIB,), Pinning(numa_node=0))
+    assert driver.pinned == {}
+
+
+def test_what_a_numa_node_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Free memory and file cache, but for a 64th of the node."""
+    monkeypatch.setattr(pinned, "NODES", tmp_path)
+    assert pinned._node_room(0) is None
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "meminfo").write_text(
+        meminfo(MemFree=3, **{"Active(file)": 2, "Inactive(file)": 4, "SReclaimable": 1})
+    )
+    assert pinned._node_room(0) == 9 * MIB
+    (tmp_path / "node0" / "meminfo").write_text("Node 0 MemFree: many kB")
+    assert pinned._node_room(0) is None
 
 
 def big(device: int, host: int) -> PoolSpec:

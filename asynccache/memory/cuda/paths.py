@@ -166,4 +166,4 @@ def _can(path: Path, shape: Shape) -> bool:
         return shape.pitched < shape.spans
     if path is Path.STAGED:
         return shape.aligned and shape.staged > 0
-    return path is Path.DMA or (shape.aligned and shape.rows > 0)
+    return path is Path.DMA or shape.aligned

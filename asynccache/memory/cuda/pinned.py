@@ -15,6 +15,8 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,8 @@ from asynccache.memory.pools import BLOCK
 CHUNK = 64 << 30
 TOUCH = 256 << 20
 """Bytes that one thread touches at a time."""
+
+NODES = Path("/sys/devices/system/node")
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_BIND = 2
@@ -85,14 +89,15 @@ def _touch(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     """The system finds and zeroes pages when they are first written: several threads wait less for that than one."""
     starts = range(0, len(array), TOUCH)
 
-    def touch(start: int) -> None:
-        array[start : start + TOUCH : BLOCK] = 0
-
     if len(starts) == 1:
-        touch(0)
+        _touch_part(array, 0)
         return
     with ThreadPoolExecutor(min(len(starts), 2 * (os.cpu_count() or 1), 16)) as threads:
-        list(threads.map(touch, starts))
+        list(threads.map(partial(_touch_part, array), starts))
+
+
+def _touch_part(array: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> None:
+    array[start : start + TOUCH : BLOCK] = 0
 
 
 def _pin(driver: Driver, memory: _Mapping, address: int, size: int, chunk: int) -> None:
@@ -109,6 +114,14 @@ def _pin(driver: Driver, memory: _Mapping, address: int, size: int, chunk: int) 
 
 
 def _bind(address: int, size: int, node: int) -> None:
+    """Memory of this node and of no other. Where the node has too little, the system would end the process, even if the
+    machine has enough: so that is looked at first."""
+    room = _node_room(node)
+    if room is not None and size > room:
+        raise ConfigError(
+            f"numa_node={node}: {size / (1 << 30):.2f} GiB of host memory do not fit on this node: "
+            f"{room / (1 << 30):.2f} GiB are available there"
+        )
     number = _MBIND.get(platform.machine())
     mask = (ctypes.c_ulong * (node // 64 + 1))()
     mask[node // 64] = 1 << node % 64
@@ -120,3 +133,15 @@ def _bind(address: int, size: int, node: int) -> None:
     if failed:
         reason = os.strerror(ctypes.get_errno()) if number is not None else "not on this processor"
         raise ConfigError(f"numa_node={node}: memory of this node cannot be had: {reason}")
+
+
+def _node_room(node: int) -> int | None:
+    """Bytes that can be had on a NUMA node; file cache counts as free, and a little is left to the system. ``None``:
+    the system does not tell."""
+    try:
+        lines = (NODES / f"node{node}" / "meminfo").read_text().splitlines()
+        kib = {name.rstrip(":"): int(number) for _, _, name, number, *_ in map(str.split, lines)}
+        free = sum(kib[name] for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
+        return max(0, free - kib["MemTotal"] // 64) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
