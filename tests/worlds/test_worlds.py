@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache.errors import CopyFailed
+from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
-from asynccache.runtime.readiness import Readiness
+from asynccache.runtime.publishing import Publishing
+from asynccache.runtime.readiness import Readiness, unfired
 from asynccache.runtime.stages.retire import RetireStage
 from asynccache.testing.simulated_loop import Deadlock
 from asynccache.testing.simulated_world import WrongBytes, play
@@ -80,4 +82,14 @@ def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: p
 @pytest.mark.slow
 def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mover, "fence", lambda self, event, slots: None)
+    assert survivors(600) == "WrongBytes"
+
+
+@pytest.mark.slow
+def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expect(self: Publishing, ready: Event) -> None:
+        self._events = True
+        self._ready = [*unfired(*self._ready), ready]
+
+    monkeypatch.setattr(Publishing, "expect", expect)
     assert survivors(600) == "WrongBytes"
