@@ -3,6 +3,7 @@
     header   kind, health, step, -step, digest, -digest, size, -size      size: operations in the ledger
     rows     ``window`` times: operation, status, go_on, a count per pool
 
+DIVERGED says, in place of where its rank is, where those are who were found apart, as far as that is known (``Apart``).
 Unequal lengths make gloo abort the process, so nothing here depends on what is in flight. The MIN over ranks of a field
 and of its negation are each other's negation exactly where all ranks agree.
 """
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import zip_longest
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ HEADER = 8
 FIXED = 3
 
 _HEADER = Struct(f"={HEADER}q")
+_FIELDS = slice(2, HEADER)
 _NOBODY = 0, Progress(0, 0, ())  # the rest of a frame
 
 
@@ -112,6 +114,39 @@ class Frames:
         found = dict(self._read)
         found.pop(_NOBODY[0], None)
         return found
+
+
+Apart: TypeAlias = tuple[int, ...]
+"""The header's pairs after a MIN over ranks."""
+
+UNKNOWN: Apart = (2**63 - 1,) * (HEADER - 2)  # after which a MIN says what others say
+
+
+def found_apart(words: Words, mine: Header) -> Apart:
+    """What a VECTOR or DECIDE that was judged says beside this rank's header."""
+    pairs = _pairs(mine)
+    told = tuple(words[_FIELDS].tolist()) if words[0] in (Kind.VECTOR, Kind.DECIDE) else UNKNOWN
+    return tuple(map(min, told, pairs)) if told not in (UNKNOWN, tuple(pairs)) else UNKNOWN
+
+
+def told_apart(words: Words) -> Apart:
+    """What a DIVERGED says."""
+    return tuple(words[_FIELDS].tolist())
+
+
+def tell_apart(words: Words, apart: Apart) -> None:
+    """Write it into a DIVERGED."""
+    words[_FIELDS] = apart
+
+
+def in_words(apart: Apart) -> str | None:
+    """Where ranks are apart, but for what they have done."""
+    if apart == UNKNOWN:
+        return None
+    step, step_below, _, _, size, size_below = apart
+    steps = [f"ranks are at steps {step} and {-step_below}"] if step != -step_below else []
+    sizes = [f"they have {size} and {-size_below} operations in flight"] if size != -size_below else []
+    return ", ".join(steps + sizes) or None
 
 
 def judge(words: Words, mine: Header) -> Health:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from asynccache.errors import ConfigError
 
-SCHEMA = 1  # of frames and of the protocol; to be raised with every change of either
+SCHEMA = 2  # of frames and of the protocol; to be raised with every change of either
 ABSENT = "absent"
 
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | Mapping[str, Plain] | None"

@@ -11,7 +11,7 @@ the next decision, and in the first stage it goes through the next MIN, so that 
 is in flight than a frame can tell of, steps tell of it in turn: nothing waits for what hangs.
 
 Mutable state: ``step_number``, the health of the group, the latest report from below, decisions not yet answered,
-where the last window ended, and what a neighbour that parted from here has done.
+where the last window ended, and, where ranks parted, what a neighbour has done and where they were found apart.
 """
 
 from __future__ import annotations
@@ -24,8 +24,22 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from asynccache.errors import RankDivergence, RankFailure
-from asynccache.ranks.chain import Chain, parting, ring_words
-from asynccache.ranks.frames import HEADER, Frames, Header, Health, Kind, Words, judge
+from asynccache.ranks.chain import KEPT, Chain, parting, ring_words
+from asynccache.ranks.frames import (
+    HEADER,
+    UNKNOWN,
+    Apart,
+    Frames,
+    Header,
+    Health,
+    Kind,
+    Words,
+    found_apart,
+    in_words,
+    judge,
+    tell_apart,
+    told_apart,
+)
 from asynccache.ranks.links import Link, Links
 from asynccache.ranks.progress import Progress, fold, pending
 
@@ -63,6 +77,7 @@ class Steps:
         self._below: Mapping[int, Progress] = {}
         self._window_end = 0
         self._strange: Words | None = None
+        self._apart: Apart = UNKNOWN
         self._told_above = False
         self._error: RankFailure | RankDivergence | None = None
         self._cause = ""
@@ -96,6 +111,8 @@ class Steps:
         progress = self._progress(window)
         words = await self._agree(mine, progress)
         health = judge(words, mine)
+        if health is Health.DIVERGED and self._apart == UNKNOWN:
+            self._apart = found_apart(words, mine)
         self._pass_on(words, health, mine, progress)
         if health is not Health.OK:
             await self._fail(health)
@@ -204,12 +221,14 @@ class Steps:
         if health is Health.DIVERGED:
             ring = np.array(ring_words(self._replica.chain, self._frames.length - HEADER), np.int64)
             words[HEADER:] = ring if self._strange is None else np.minimum(ring, self._strange)
+            tell_apart(words, self._apart)
         return words
 
     def _listen(self, words: Words) -> None:
         """A neighbour may say what it has done."""
         if words[0] == Kind.DIVERGED:
             self._strange = words[HEADER:]
+            self._apart = told_apart(words)
 
     def _bad_news(self, health: Health, cause: str) -> None:
         """A stage below has failed: those above are told at once, in place of the next report."""
@@ -235,11 +254,13 @@ class Steps:
         chain = self._replica.chain
         if not self._links.groups and self._strange is None:
             last = chain.at(chain.count)
-            return f"another stage has done something else; here the last was {last.what if last else 'nothing'!r}"
+            apart = in_words(self._apart) or "another stage has done something else"
+            return f"{apart}; here the last was {last.what if last else 'nothing'!r}"
         words = self._bad(Health.DIVERGED, self._header())
         try:
             for group in self._links.groups:
                 words = await group.minimum(words)
         except RankFailure as error:
             return str(error)
-        return parting(chain, words[HEADER:].tolist())
+        said = in_words(told_apart(words)), parting(chain, words[HEADER:].tolist())
+        return "; ".join(filter(None, said)) or f"the last {KEPT} entries are alike"

@@ -153,9 +153,9 @@ class Lockstep:
         if self.steps.has_below:
             await self.steps.read_reports()
 
-    def record(self, name: str, content: bytes) -> None:
-        """A lockstep call, or one in a turn, with its arguments and result."""
-        self.chain.add(self.steps.step_number, name, content)
+    def record(self, name: str, arguments: bytes, result: bytes = b"") -> None:
+        """A lockstep call, or one in a turn."""
+        self.chain.add(self.steps.step_number, name, arguments, result)
 
     def _open(self, transfer: Transfer) -> int:
         number, self._next = self._next, self._next + 1
@@ -184,7 +184,7 @@ class Lockstep:
             transfer.hear(agreed)
             return
         del self._ledger[op]
-        self.chain.add(self.steps.step_number, f"decided {op}", repr(agreed).encode())
+        self.chain.add(self.steps.step_number, f"decided {op}", b"", repr(agreed).encode())
         if transfer.op:
             del self._numbers[transfer.op]
             self.overdue.pop(transfer.op, None)

@@ -19,7 +19,10 @@ CALLS = (
 )  # fmt: skip
 
 
-def recorded(config: CoreConfig, record: Callable[[str, bytes], None]) -> CacheCore:
+Record = Callable[[str, bytes, bytes], None]
+
+
+def recorded(config: CoreConfig, record: Record) -> CacheCore:
     """A core of which ``record`` hears every call that may change it."""
     core = CacheCore(config)
     for name in CALLS:
@@ -27,9 +30,10 @@ def recorded(config: CoreConfig, record: Callable[[str, bytes], None]) -> CacheC
     return core
 
 
-def _recorded(name: str, call: Callable[..., Any], record: Callable[[str, bytes], None]) -> Callable[..., Any]:
+def _recorded(name: str, call: Callable[..., Any], record: Record) -> Callable[..., Any]:
     @wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        arguments = _bytes_of((args, tuple(kwargs.items())))  # which the call may change
         result: object = None
         try:
             result = call(*args, **kwargs)
@@ -37,10 +41,14 @@ def _recorded(name: str, call: Callable[..., Any], record: Callable[[str, bytes]
             result = type(error).__name__
             raise
         finally:
-            record(name, b"\0".join(_flat((args, tuple(kwargs.items()), result), [])))
+            record(name, arguments, _bytes_of(result))
         return result
 
     return wrapped
+
+
+def _bytes_of(value: object) -> bytes:
+    return b"\0".join(_flat(value, []))
 
 
 def _flat(value: object, parts: list[bytes]) -> list[bytes]:
