@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from asynccache.errors import CopyFailed
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 class Bell:

@@ -3,6 +3,7 @@
 Law: it is honest where that hurts. Between streams there is no order but by events, and the thread picks which stream
 goes on by a seed; a copy comes in halves; an event that was never recorded reads as complete, one that is recorded
 again stands for the later work; an error of the device is sticky; memory that was not pinned cannot be copied from.
+Every thread begins on device 0, and this is device 1; a stream's queue has room for so many entries.
 
 Besides, a vector clock per stream tells which work is ordered before which, by streams, by events and by what the host
 has seen to be complete. Two accesses to a byte, one of them a write, that nothing orders are a ``problem``, whatever
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from random import Random
 
@@ -27,6 +29,7 @@ from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched
 Clock = Counter[int]
 Piece = tuple[int, int, int]  # dst, src, size
 Range = tuple[int, int]
+INDEX = 1
 
 
 @dataclass
@@ -47,6 +50,7 @@ class _Op:
     clock: Clock
     units: Iterator[None]
     ready: Callable[[], bool]
+    entries: int = 1
 
 
 @dataclass
@@ -59,19 +63,28 @@ class _Access:
     writes: bool
 
 
+@dataclass
+class _Refusal:
+    call: str
+    stream: int | None
+    left: int
+    error: Exception
+
+
 class SimulatedCuda:
     """``break_at``: the number of the piece of work that meets an illegal address. ``refuse_at``: numbers of calls for
-    copies that the driver refuses, which harms nothing else. ``depth``: how much a stream queues before a call blocks.
-    ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""
+    copies that the driver refuses, which harms nothing else. ``depth``: entries of a stream's queue, before a call
+    blocks. ``free``: bytes of device memory; ``pinnable``: bytes that can be pinned."""
 
     def __init__(
         self, seed: int = 0, *, break_at: int | None = None, refuse_at: frozenset[int] = frozenset(),
-        depth: int | None = None, free: int = 1 << 33, pinnable: int = 1 << 33, batches: bool = True,
+        depth: int = 1024, free: int = 1 << 33, pinnable: int = 1 << 33, batches: bool = True,
     ) -> None:  # fmt: skip
         self.problems: list[str] = []
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.held: set[int] = set()
+        self.chose: set[str] = set()  # threads that were put on the device
         self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
         self._random = Random(seed)
         self._break_at, self._refuse_at, self._depth = break_at, refuse_at, depth
@@ -84,7 +97,8 @@ class SimulatedCuda:
         self._accesses: list[_Access] = []
         self._memory: dict[int, torch.Tensor] = {}
         self._broken: DriverError | None = None
-        self._threads: set[int] = set()
+        self._refusals: list[_Refusal] = []
+        self._current = threading.local()
         self._next = 0x1000
         self._done = 0
         self._copies = 0
@@ -112,6 +126,15 @@ class SimulatedCuda:
         with self._state:
             self.held.add(stream)
 
+    def refuse(
+        self, call: str, code: int = 901, *, stream: int | None = None, times: int = 1, error: Exception | None = None
+    ) -> None:
+        """The next ``times`` such calls (on this stream) are refused with ``code``, or with ``error``. A sticky code is
+        the end of the device."""
+        error = error or DriverError(f"{call}: refused ({code})", code)
+        with self._state:
+            self._refusals.append(_Refusal(call, stream, times, error))
+
     def compute(
         self, stream: int, action: Callable[[], None], *, reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
@@ -124,7 +147,9 @@ class SimulatedCuda:
             yield
             action()
 
-        self._submit(stream, units)
+        with self._state:
+            self._check()
+            self._enqueue(stream, units)
 
     def pending(self) -> int:
         """Work that is queued on all streams."""
@@ -144,7 +169,10 @@ class SimulatedCuda:
         return Identity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, 13000, self._batches)
 
     def use_device(self) -> None:
-        self._threads.add(threading.get_ident())
+        with self._state:
+            self._admit("use_device")
+        self._current.device = INDEX
+        self.chose.add(threading.current_thread().name)
 
     def free_memory(self) -> int:
         return self._free
@@ -178,7 +206,7 @@ class SimulatedCuda:
 
     def stream_create(self) -> int:
         with self._state:
-            self._check()
+            self._admit("stream_create")
             handle = self._handle()
             self._streams[handle], self._clocks[handle] = deque(), Counter()
             return handle
@@ -188,9 +216,19 @@ class SimulatedCuda:
             if self._streams.pop(stream):
                 self.problems.append("a stream was destroyed with work in it")
 
+    def stream_synchronize(self, stream: int) -> None:
+        with self._state:
+            self._admit("stream_synchronize", stream, here=True)
+            ops = self._streams[stream]
+            number, clock = self._clocks[stream][stream], self._clocks[stream].copy()
+            while ops and ops[0].number <= number and self._broken is None:
+                self._state.wait()
+            self._check()
+            self._seen |= clock
+
     def stream_wait_event(self, stream: int, event: int) -> None:
         with self._state:
-            self._check()
+            self._admit("stream_wait_event", stream)
             state = self._events[event]
             version = state.version
             self._clocks[stream] |= state.clock
@@ -198,7 +236,7 @@ class SimulatedCuda:
 
     def event_create(self, *, timed: bool = False) -> int:
         with self._state:
-            self._check()
+            self._admit("event_create")
             handle = self._handle()
             self._events[handle] = _Event(timed=timed)
             return handle
@@ -211,7 +249,7 @@ class SimulatedCuda:
 
     def event_record(self, event: int, stream: int) -> None:
         with self._state:
-            self._check()
+            self._admit("event_record", stream)
             state = self._events[event]
             state.version += 1
             version = state.version
@@ -224,8 +262,7 @@ class SimulatedCuda:
 
     def event_query(self, event: int) -> bool:
         with self._state:
-            self._check_thread()
-            self._check()
+            self._admit("event_query", here=True)
             state = self._events[event]
             if state.done >= state.version:
                 self._seen |= state.clock
@@ -234,7 +271,7 @@ class SimulatedCuda:
 
     def event_synchronize(self, event: int) -> None:
         with self._state:
-            self._check_thread()
+            self._admit("event_synchronize", here=True)
             state = self._events[event]
             version, clock = state.version, state.clock
             while state.done < version and self._broken is None:
@@ -249,11 +286,13 @@ class SimulatedCuda:
                 raise DriverError("an event without timing, or one that has not happened")
             return last.at - first.at
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
         self.calls["copy"] += 1
         self.calls["spans"] += len(spans.size)
         pieces = list(zip(*(array.tolist() for array in spans), strict=True))
-        self._copy(stream, towards, lambda: pieces)
+        entries = -(-len(pieces) // 8) if self._batches else len(pieces)
+        self._copy(stream, towards, lambda: pieces, entries)
+        return entries
 
     def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
         self.calls["pitched"] += 1
@@ -279,8 +318,11 @@ class SimulatedCuda:
 
     # inside
 
-    def _copy(self, stream: int, towards: Towards | None, pieces: Callable[[], list[Piece]]) -> None:
+    def _copy(
+        self, stream: int, towards: Towards | None, pieces: Callable[[], list[Piece]], entries: int = 1
+    ) -> None:
         with self._state:
+            self._admit("copy", stream, here=True)
             number, self._copies = self._copies, self._copies + 1
         if number in self._refuse_at:
             raise DriverError("invalid argument")
@@ -297,23 +339,25 @@ class SimulatedCuda:
                 yield
                 ctypes.memmove(dst + half, src + half, size - half)
 
-        self._submit(stream, units)
-
-    def _submit(self, stream: int, units: Callable[[_Op], Iterator[None]]) -> None:
         with self._state:
-            self._check()
-            while self._depth is not None and len(self._streams[stream]) >= self._depth and self._broken is None:
-                self._state.wait()
-            self._enqueue(stream, units)
+            self._await_room(stream, entries)
+            self._enqueue(stream, units, entries=entries)
+
+    def _await_room(self, stream: int, entries: int) -> None:
+        ops = self._streams[stream]
+        if ops and sum(op.entries for op in ops) + entries > self._depth:
+            self.calls["blocked"] += 1
+        while ops and sum(op.entries for op in ops) + entries > self._depth and self._broken is None:
+            self._state.wait()
 
     def _enqueue(
-        self, stream: int, units: Callable[[_Op], Iterator[None]], ready: Callable[[], bool] = lambda: True
-    ) -> _Op:
-        self._check_thread()
+        self, stream: int, units: Callable[[_Op], Iterator[None]], ready: Callable[[], bool] = lambda: True,
+        entries: int = 1,
+    ) -> _Op:  # fmt: skip
         clock = self._clocks[stream]
         clock |= self._seen
         clock[stream] += 1
-        op = _Op(stream, clock[stream], clock.copy(), iter(()), ready)
+        op = _Op(stream, clock[stream], clock.copy(), iter(()), ready, entries)
         op.units = units(op)
         self._streams[stream].append(op)
         self._state.notify_all()
@@ -323,15 +367,25 @@ class SimulatedCuda:
         self._next += 8
         return self._next
 
-    def _check_thread(self) -> None:
-        """A new thread is on device 0, whichever the process uses."""
-        thread = threading.current_thread()
-        if thread.ident not in self._threads and thread is not threading.main_thread():
-            self.problems.append(f"{thread.name} calls the driver and never chose the device")
+    def _admit(self, call: str, stream: int | None = None, *, here: bool = False) -> None:
+        """``here``: the calling thread has to be on this device."""
+        if here and getattr(self._current, "device", 0) != INDEX:
+            self.problems.append(f"{threading.current_thread().name}: {call} from a thread that is on another device")
+        self._check()
+        for refusal in self._refusals:
+            if refusal.call == call and refusal.stream in (None, stream) and refusal.left:
+                refusal.left -= 1
+                self._break_if_sticky(refusal.error)
+                raise copy(refusal.error)  # one that is kept keeps the frames that it went through
+
+    def _break_if_sticky(self, error: Exception) -> None:
+        if isinstance(error, DriverError) and error.sticky:
+            self._broken = error
+            self._state.notify_all()
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise DriverError(str(self._broken))
+            raise DriverError(str(self._broken), self._broken.code)
 
     def _run(self) -> None:
         with self._state:
@@ -356,7 +410,7 @@ class SimulatedCuda:
                 ops.popleft()
                 self._done += 1
                 if self._done - 1 == self._break_at:
-                    self._broken = DriverError("an illegal memory access was encountered")
+                    self._broken = DriverError("an illegal memory access was encountered", 700)
                 return
 
     def _allowed(self, towards: Towards | None, pieces: Sequence[Piece]) -> bool:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ _KIND = {Towards.OUT: 2, Towards.IN: 1, Towards.WITHIN: 3}
 _NON_BLOCKING = 1
 _BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
+_BATCHED_PER_ENTRY = 8
+"""Copies of one call that are counted as one entry of the driver's queue: what they really take is not documented."""
 
 
 class Found(NamedTuple):
@@ -92,9 +94,29 @@ def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            raise DriverError(str(error)) from error
+            raise DriverError(str(error), _code(error)) from error
 
     return translated
+
+
+def _code(error: RuntimeError) -> int | None:
+    """CUDA's number of an error of cupy (``status``) or of torch (``error_code``)."""
+    found = getattr(error, "status", getattr(error, "error_code", None))
+    return found if isinstance(found, int) else None
+
+
+def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
+    """For calls that mean the thread's current device: from a thread of somebody else's, which is on another one, too.
+    torch gives that device back without making a context where there is none."""
+
+    @wraps(call)
+    def on_device(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if driver.is_current():
+            return call(driver, *args, **kwargs)
+        with torch.cuda.device(driver.index):
+            return call(driver, *args, **kwargs)
+
+    return on_device
 
 
 class CupyDriver:
@@ -106,12 +128,11 @@ class CupyDriver:
             raise ConfigError(f"device=cuda:{index}: {found.missing}")
         if not 0 <= index < found.devices:
             raise ConfigError(f"device=cuda:{index}: there are {found.devices} GPUs, counted from 0")
-        self._index = index
+        self.index = index
         self._proven = False
         cupy: Any = import_module("cupy")
         self._runtime = cupy.cuda.runtime
         self._modules = cupy.cuda.driver
-        self.use_device()
         self._make_context()
         self._library = LibCuda()
         self._batches = self._library.batches
@@ -122,17 +143,23 @@ class CupyDriver:
     def _make_context(self) -> None:
         """Which torch and cupy share. torch refuses here what it cannot use, and after a fork, in many lines."""
         try:
-            torch.empty(1, device=f"cuda:{self._index}")
+            torch.empty(1, device=f"cuda:{self.index}")
         except (RuntimeError, AssertionError) as error:
             raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
+
+    def is_current(self) -> bool:
+        """Whether this is the calling thread's device."""
+        current: int = self._runtime.getDevice()
+        return current == self.index
 
     @_translated
     def _check_mapping(self) -> None:
         attribute = self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not self._runtime.deviceGetAttribute(attribute, self._index):
+        if not self._runtime.deviceGetAttribute(attribute, self.index):
             raise DriverError("this machine maps pinned memory at another address for the device")
 
     @_translated
+    @_on_device
     def _load(self) -> int:
         module = self._modules.moduleLoadData(kernels.image_for(self.identity().capability))
         kernel: int = self._modules.moduleGetFunction(module, kernels.NAME)
@@ -140,69 +167,84 @@ class CupyDriver:
 
     @_translated
     def identity(self) -> Identity:
-        properties = self._runtime.getDeviceProperties(self._index)
+        properties = self._runtime.getDeviceProperties(self.index)
         return Identity(
             properties["name"].decode(), (properties["major"], properties["minor"]), properties["totalGlobalMem"],
-            self._runtime.deviceGetPCIBusId(self._index), self._runtime.driverGetVersion(),
+            self._runtime.deviceGetPCIBusId(self.index), self._runtime.driverGetVersion(),
             self._runtime.runtimeGetVersion(), self._batches,
         )  # fmt: skip
 
     @_translated
     def use_device(self) -> None:
-        self._runtime.setDevice(self._index)
+        self._runtime.setDevice(self.index)
 
     @_translated
+    @_on_device
     def free_memory(self) -> int:
         free: int = self._runtime.memGetInfo()[0]
         return free
 
     @_translated
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        with torch.cuda.device(self._index):
-            tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self._index}")
+        with torch.cuda.device(self.index):
+            tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self.index}")
             torch.cuda.current_stream().synchronize()
         return tensor
 
     @_translated
+    @_on_device
     def malloc(self, size: int) -> int:
         address: int = self._runtime.malloc(size)
         return address
 
     @_translated
+    @_on_device
     def free(self, address: int) -> None:
         self._runtime.free(address)
 
     @_translated
+    @_on_device
     def host_register(self, address: int, size: int) -> None:
         self._runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
 
     @_translated
+    @_on_device
     def host_unregister(self, address: int) -> None:
         self._runtime.hostUnregister(address)
 
     @_translated
+    @_on_device
     def stream_create(self) -> int:
         stream: int = self._runtime.streamCreateWithFlags(_NON_BLOCKING)
         return stream
 
     @_translated
+    @_on_device
     def stream_destroy(self, stream: int) -> None:
         self._runtime.streamDestroy(stream)
 
     @_translated
+    def stream_synchronize(self, stream: int) -> None:
+        self._runtime.streamSynchronize(stream)
+
+    @_translated
+    @_on_device
     def stream_wait_event(self, stream: int, event: int) -> None:
         self._runtime.streamWaitEvent(stream, event)
 
     @_translated
+    @_on_device
     def event_create(self, *, timed: bool = False) -> int:
         event: int = self._runtime.eventCreateWithFlags(0 if timed else _WITHOUT_TIMING | _BLOCKING_SYNC)
         return event
 
     @_translated
+    @_on_device
     def event_destroy(self, event: int) -> None:
         self._runtime.eventDestroy(event)
 
     @_translated
+    @_on_device
     def event_record(self, event: int, stream: int) -> None:
         self._runtime.eventRecord(event, stream)
 
@@ -219,12 +261,13 @@ class CupyDriver:
         return milliseconds / 1e3
 
     @_translated
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
         if len(spans.size) > 1 and self._batched(stream, spans):
-            return
+            return -(-len(spans.size) // _BATCHED_PER_ENTRY)
         copy, kind = self._runtime.memcpyAsync, _KIND[towards]
         for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
             copy(dst, src, size, kind, stream)
+        return len(spans.size)
 
     def _batched(self, stream: int, spans: Spans) -> bool:
         """A driver that refuses the first batch is not asked again: the same copies one by one are as good."""
@@ -232,8 +275,8 @@ class CupyDriver:
             return False
         try:
             self._library.copy_batch(stream, spans)
-        except DriverError:
-            if self._proven:
+        except DriverError as error:
+            if self._proven or error.sticky:
                 raise
             self._batches = False
         self._proven = True

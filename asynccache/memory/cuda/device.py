@@ -1,10 +1,12 @@
 """``CudaDevice``: one GPU behind the ``Device`` protocol.
 
 Law: the loop's thread pays for a queue entry per batch and no more; streams are ordered by ``wait_event`` on the device
-alone; whoever stops waiting stops no copy; and ``aclose`` returns when the device has let go of every buffer.
+alone; whoever stops waiting stops no copy; and ``aclose`` returns when the device has let go of every buffer. No thread
+but the device's own is put on another GPU than it was on.
 
-Errors: what the driver refuses fails the batch that it belongs to. What the device reports later (an illegal address,
-say) is the end of its context: everything in flight and everything asked for from then on fails with that error.
+Errors: what the driver refuses fails the batch that it belongs to, when the device has let go of it. What the device
+reports later (an illegal address, say) is the end of its context: everything in flight and everything asked for from
+then on fails with that error.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -44,11 +47,12 @@ class CudaDevice:
         self.chooser = chooser or Chooser(self.settings)
         self._context = Context(driver)
         self._fates = Fates(faults or Faults())
-        self._streams: list[CudaStream] = []
-        self._submissions: dict[CudaStream, Submission] = {}
+        self._lock = threading.Lock()  # for what follows, up to ``_closed``
+        self._submissions: dict[CudaStream, Submission] = {}  # of all streams that have not ended
+        self._spare: list[Scratch] = []
         self._engines: dict[int, EngineStream] = {}
-        self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
         self._closed = False
+        self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
         self._releasing = threading.Lock()
         self._released = False
 
@@ -64,11 +68,31 @@ class CudaDevice:
     # streams and events
 
     def stream(self, name: str) -> CudaStream:
-        """A new stream, with the thread that submits to it and the one that waits for it."""
-        stream = CudaStream(name, self._context)
-        self._streams.append(stream)
-        self._submissions[stream] = Submission(stream, Scratch(self.driver), self.chooser)
+        """A new stream, with the thread that submits to it and the one that waits for it. ``release`` ends them."""
+        with self._lock:
+            self._refuse_if_closed()
+            stream = CudaStream(name, self._context, self._ended)
+            scratch = self._spare.pop() if self._spare else Scratch(self.driver)
+            self._submissions[stream] = Submission(stream, scratch, self.chooser)
         return stream
+
+    def release(self, stream: Stream) -> None:
+        """Take no more work for a stream of this device. Its threads end, and it is given back, when what it has been
+        given is done; nobody waits for that. For a device that outlives those who use it."""
+        if isinstance(stream, CudaStream) and stream.context is self._context:
+            stream.close()
+
+    def _ended(self, stream: CudaStream) -> None:
+        """In its waiter. Its buffers go to the next stream: to free them, the driver would stop the device."""
+        with suppress(DriverError):
+            if self.failure is None:
+                self.driver.stream_destroy(stream.handle)
+        with self._lock:
+            self._spare.append(self._submissions.pop(stream).scratch)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise CacheClosed(f"the device {self.name!r} is closed")
 
     def engine_stream(self, stream: object) -> Stream:
         """An engine's own stream (torch, cupy, or anything with ``__cuda_stream__``) as one of this device's: it can
@@ -79,12 +103,12 @@ class CudaDevice:
         """
         if isinstance(stream, CudaStream | EngineStream):
             return stream
-        if self._closed:
-            raise CacheClosed(f"the device {self.name!r} is closed")
         pointer = stream_pointer(stream)
-        if pointer not in self._engines:
-            self._engines[pointer] = EngineStream(f"engine-{pointer:x}", pointer, self._context)
-        return self._engines[pointer]
+        with self._lock:
+            self._refuse_if_closed()
+            if pointer not in self._engines:
+                self._engines[pointer] = EngineStream(f"engine-{pointer:x}", pointer, self._context)
+            return self._engines[pointer]
 
     def gate(self) -> CudaGate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
@@ -113,24 +137,27 @@ class CudaDevice:
     # copies
 
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_host_parts(copies, np.int32)
-        own = self._own(stream)
-        own.copy(self._submissions[own].out(parts), self._fates.draw(1), parts)
+        parts = batch.device_to_host_parts(_with_pages(copies), np.int32)
+        own, submission = self._own(stream)
+        own.copy(submission.out(parts), self._fates.draw(1), parts)
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
-        parts = batch.host_to_device_parts(copies, np.int32)
-        own = self._own(stream)
-        return own.copy(self._submissions[own].inward(parts, layers), self._fates.draw(layers), parts, layers)
+        parts = batch.host_to_device_parts(_with_pages(copies), np.int32)
+        own, submission = self._own(stream)
+        return own.copy(submission.inward(parts, layers), self._fates.draw(layers), parts, layers)
 
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
-        parts = batch.device_to_device_parts(copies, np.int32)
-        own = self._own(stream)
-        own.copy(self._submissions[own].within(parts), self._fates.draw(1), parts)
+        parts = batch.device_to_device_parts(_with_pages(copies), np.int32)
+        own, submission = self._own(stream)
+        own.copy(submission.within(parts), self._fates.draw(1), parts)
 
-    def _own(self, stream: Stream) -> CudaStream:
-        if not isinstance(stream, CudaStream) or stream not in self._submissions:
+    def _own(self, stream: Stream) -> tuple[CudaStream, Submission]:
+        if not isinstance(stream, CudaStream) or stream.context is not self._context:
             raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
-        return stream
+        submission = self._submissions.get(stream)
+        if submission is None:
+            raise CacheClosed(f"stream {stream.name!r} was released")
+        return stream, submission
 
     # the end
 
@@ -139,15 +166,20 @@ class CudaDevice:
         for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the threads end by
         themselves.
         """
-        self._closed = True
-        for stream in self._streams:
+        with self._lock:
+            self._closed = True
+        for stream in self._open():
             stream.close()
         for gate in list(self._gates):
             gate.open()
         await asyncio.to_thread(self._join)
 
+    def _open(self) -> list[CudaStream]:
+        with self._lock:
+            return list(self._submissions)
+
     def _join(self) -> None:
-        for stream in self._streams:
+        for stream in self._open():
             stream.join()
         with self._releasing:
             if not self._released:
@@ -159,16 +191,17 @@ class CudaDevice:
             engine.close()
         if self.failure is not None:
             return  # nothing can be given back to a context that is gone
-        self.driver.use_device()
-        for submission in self._submissions.values():
-            submission.scratch.close()
+        for scratch in self._spare:
+            scratch.close()
         self._context.events.close()
-        for stream in self._streams:
-            self.driver.stream_destroy(stream.handle)
 
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""
-        return f"<CudaDevice {self.name!r}: {len(self._streams)} streams{state}>"
+        return f"<CudaDevice {self.name!r}: {len(self._submissions)} streams{state}>"
+
+
+def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
+    return [copy for copy in copies if len(copy.src) or len(copy.dst)]
 
 
 def open_device(name: str, settings: Settings | None = None, *, faults: Faults | None = None) -> CudaDevice:
@@ -188,7 +221,7 @@ def open_device(name: str, settings: Settings | None = None, *, faults: Faults |
     settings = settings or settings_from(parsed.options)
     try:
         driver = CupyDriver(parsed.number)
-        chooser = Chooser(settings, calibrate(driver)) if settings.calibrate else Chooser(settings)
+        chooser = Chooser(settings, calibrate(driver, settings.blocks)) if settings.calibrate else Chooser(settings)
     except DriverError as error:
         raise ConfigError(f"device={parsed}: {error}") from error
     return CudaDevice(driver, str(parsed), settings=settings, chooser=chooser, faults=faults)

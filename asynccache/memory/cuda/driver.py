@@ -1,8 +1,10 @@
 """What the CUDA device asks of the driver: a dozen calls on integers, so that a simulated one can stand in.
 
-Law: no call waits for the device except ``event_synchronize`` (and ``host_register``, which waits for the system); each
-lets go of the GIL where it may take long. Handles and addresses are plain integers. Every call may come from any thread
-that has called ``use_device`` before. Errors are ``DriverError``, whatever they are underneath.
+Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
+waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies,
+launches, and what asks for or waits for an event or a stream, come from threads that have called ``use_device``; every
+other call comes from any thread, and leaves that thread's current device as it is. Errors are ``DriverError``, whatever
+they are underneath.
 """
 
 from __future__ import annotations
@@ -14,11 +16,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from asynccache.errors import AsyncCacheError
+
 Addresses = npt.NDArray[np.uint64]
 
 
-class DriverError(Exception):
-    """The driver refused a call, or reports that earlier work failed."""
+STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
+"""CUDA's codes after which a context does nothing any more: illegal addresses and instructions, failed launches, memory
+and links with errors, a driver that is shutting down."""
+
+
+class DriverError(AsyncCacheError):
+    """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of it, where it has one.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def sticky(self) -> bool:
+        """Whether it is the end of the context. Otherwise the call alone was refused, and work in flight runs on."""
+        return self.code in STICKY
 
 
 class Towards(Enum):
@@ -87,7 +106,7 @@ class Driver(Protocol):
         ...
 
     def use_device(self) -> None:
-        """Make it the calling thread's device."""
+        """Make it the calling thread's device. For threads that nobody else uses."""
         ...
 
     def free_memory(self) -> int:
@@ -122,6 +141,10 @@ class Driver(Protocol):
         """Work in flight still ends."""
         ...
 
+    def stream_synchronize(self, stream: int) -> None:
+        """Sleep or spin until all work that ``stream`` was given so far has happened."""
+        ...
+
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
         ...
@@ -149,8 +172,9 @@ class Driver(Protocol):
         """Seconds of the device's clock between two timed events that have happened."""
         ...
 
-    def copy(self, stream: int, towards: Towards, spans: Spans) -> None:
-        """Enqueue copies of runs. Sources are read in the order of the stream."""
+    def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
+        """Enqueue copies of runs. Sources are read in the order of the stream. Returns how many entries of the driver's
+        queue they take; every other call takes one."""
         ...
 
     def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:

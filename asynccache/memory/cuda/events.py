@@ -1,17 +1,23 @@
 """CUDA events: points in streams that coroutines, threads and other streams wait for.
 
 Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``; and a handle
-that has fired is used again, so nobody looks at one after that. Both are checked under the stream's lock.
+that has fired is used again, so nobody looks at one after that. Both are checked under the stream's lock. An event
+whose recording was refused has no handle, and fires when its stream is empty: nobody is told of an end before it.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Protocol
 
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.driver import Driver, DriverError
 from asynccache.memory.signals import Bells, Signal, Work
+
+PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
+"""Seconds between the attempts to ask a driver that refuses to tell of an event and has not failed: while an engine
+captures a graph, say."""
 
 
 class EventPool:
@@ -28,8 +34,10 @@ class EventPool:
         with self._lock:
             if self._free:
                 return self._free.pop()
+        handle = self._driver.event_create()
+        with self._lock:
             self.created += 1
-        return self._driver.event_create()
+        return handle
 
     def give(self, handle: int) -> None:
         """It has fired, and nobody will ask for it again."""
@@ -59,16 +67,43 @@ class Context:
             self.failure = error
         return self.failure
 
+    def refused(self, error: Exception) -> Exception:
+        """What a refused call tells: the device has failed, or else nothing but the call."""
+        if not isinstance(error, DriverError):
+            return error
+        forget_frames(error)
+        return self.fail(error) if error.sticky else error
+
+    def use_device(self) -> None:
+        """For a new thread of the device's. If it cannot be chosen, the device has failed: events tell of it."""
+        try:
+            self.driver.use_device()
+        except DriverError as error:
+            self.fail(error)
+
+
+def forget_frames(error: BaseException) -> None:
+    """An error that is kept would keep, by the frames that it went through, the memory of a batch."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+
 
 class Source(Protocol):
     """The stream of an event, as the event sees it."""
 
     name: str
+    handle: int
     context: Context
     condition: threading.Condition
 
     def held_by(self) -> Signal | None:
         """What its submitter waits for on the host."""
+        ...
+
+    def give_up(self, error: Exception) -> Exception:
+        """The driver does not tell of the stream's work any more; what the events fail of."""
         ...
 
 
@@ -84,7 +119,7 @@ class CudaEvent(Signal):
         self._handle: int | None = None
 
     def record_as(self, handle: int | None) -> None:
-        """It is on the device now; ``None``: it never will be, and ``failure`` says why."""
+        """It is in the stream now; ``None``: it never will be, and ``failure`` says why."""
         with self.stream.condition:
             self._handle, self.recorded = handle, True
             self.stream.condition.notify_all()
@@ -115,30 +150,54 @@ class CudaEvent(Signal):
             held = held.stream.held_by()
         return held
 
-    def hold(self, stream: int) -> None:
-        """Later work of ``stream`` waits for this event, which is recorded, on the device."""
+    def hold(self, stream: int) -> bool:
+        """Later work of ``stream`` waits for this event, which is recorded, on the device. False: it has no handle, and
+        has not happened.
+
+        Raises:
+            DriverError: the driver refused that.
+        """
         with self.stream.condition:
             if self._handle is not None and not self._fired:
                 self.stream.context.driver.stream_wait_event(stream, self._handle)
+            return self._handle is not None or self._fired
 
     def happened(self) -> bool:
-        """Whether it has, without waiting. Its failure is noted. For the waiter."""
+        """Whether it has, without waiting. Its failure is noted. For the waiter; never raises."""
+        context = self.stream.context
+        if self._handle is None:
+            return context.failure is not None
         try:
-            return self._handle is None or self.stream.context.driver.event_query(self._handle)
-        except DriverError as error:
-            self._failed(error)
-            return True
+            return context.driver.event_query(self._handle)
+        except Exception as error:
+            context.refused(error)
+            return self._is_lost()
 
     def synchronize(self) -> None:
-        """Sleep until it has happened. Its failure is noted. For the waiter."""
-        try:
-            if self._handle is not None:
-                self.stream.context.driver.event_synchronize(self._handle)
-        except DriverError as error:
-            self._failed(error)
+        """Sleep until it has happened, or nobody will ever know. Its failure is noted. For the waiter; never raises."""
+        for pause in PATIENCE:
+            try:
+                self._sleep()
+                return
+            except Exception as error:
+                self.stream.context.refused(error)
+                if self._is_lost():
+                    return
+                last = error
+                time.sleep(pause)
+        self.failure = self.stream.give_up(last)
 
-    def _failed(self, error: DriverError) -> None:
-        self.failure = self.stream.context.fail(error)
+    def _sleep(self) -> None:
+        context = self.stream.context
+        if self._handle is not None:
+            context.driver.event_synchronize(self._handle)
+        elif context.failure is None:
+            context.driver.stream_synchronize(self.stream.handle)
+
+    def _is_lost(self) -> bool:
+        """The device has failed, and this event with it."""
+        self.failure = self.stream.context.failure or self.failure
+        return self.stream.context.failure is not None
 
     def land(self) -> list[Work]:
         """It has happened: who is to be told. Its handle goes back, unless the device has failed."""

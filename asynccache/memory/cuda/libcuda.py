@@ -68,7 +68,7 @@ class LibCuda:
         answer: int = self._query(event)
         if answer in (0, NOT_READY):
             return answer == 0
-        raise DriverError(f"cuEventQuery: {self._name(answer)}")
+        raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
 
     def copy_batch(self, stream: int, spans: Spans) -> None:
         """Enqueue all of them by one call. Not for the default stream."""
@@ -81,7 +81,8 @@ class LibCuda:
         answer = self._batch(dst.ctypes.data, src.ctypes.data, size.ctypes.data, count, ctypes.addressof(attributes),
                              ctypes.addressof(first), 1, ctypes.addressof(failed), stream)  # fmt: skip
         if answer:
-            raise DriverError(f"cuMemcpyBatchAsync: {self._name(answer)} at copy {failed.value} of {count}")
+            text = f"cuMemcpyBatchAsync: {self._name(answer)} at copy {failed.value} of {count}"
+            raise DriverError(text, answer)
 
     def _name(self, answer: int) -> str:
         text = ctypes.c_char_p()

@@ -1,11 +1,15 @@
 """Streams: the device's own, each with a thread that submits, and an engine's, on which the caller submits.
 
 Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
-pays for a queue entry and no more, and a driver that blocks (its queue of launches is full) blocks no loop. It never
-waits for work on the device; on the host it waits only for gates, and for another stream's submission.
+pays for a queue entry and no more. It waits for the device only where the driver's queue would become full, or where
+the driver refuses to order two streams; on the host it waits for gates, and for another stream's submission. It
+outlives every error: an event tells of it.
 
-Where the mutable state lives: ``_failure``, ``_held`` and what is lent belong to the submitter; the state of events to
-the stream's ``condition``.
+Errors: what the driver refuses fails its batch, or is raised in the engine's thread; work in flight runs on, and events
+fire behind it. Only an error after which a context does nothing any more is the end of the device.
+
+Where the mutable state lives: ``_failure``, ``_held``, ``_backlog`` and what is lent belong to the submitter; the state
+of events to the stream's ``condition``.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from queue import SimpleQueue
 
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.copies import Hitch, InjectedFault
+from asynccache.memory.cuda.backlog import Backlog
 from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
 from asynccache.memory.cuda.waiter import Waiter
@@ -29,46 +34,36 @@ Step = Sequence[Work]
 
 
 class _Recorder:
-    """What both kinds of stream do to record an event."""
+    """What both kinds of stream have."""
 
     def __init__(self, name: str, handle: int, context: Context) -> None:
         self.name = name
         self.handle = handle
         self.context = context
         self.condition = threading.Condition(threading.Lock())
-        self.waiter = Waiter(name, context.driver)
-
-    def record_now(self, event: CudaEvent) -> None:
-        """In the thread that submits. On a failed device the event fails, behind those before it."""
-        error: Exception | None = self.context.failure
-        handle = None
-        if error is None:
-            try:
-                handle = self._put_on_device()
-            except DriverError as refused:
-                error = self.context.fail(refused)
-        event.failure = event.failure or error
-        event.record_as(handle)
-        self.waiter.put(event)
+        self.waiter = Waiter(name, context, self._end)
 
     def _put_on_device(self) -> int:
         handle = self.context.events.take()
-        self.context.driver.event_record(handle, self.handle)
+        try:
+            self.context.driver.event_record(handle, self.handle)
+        except BaseException:
+            self.context.events.give(handle)
+            raise
         return handle
 
-    def hold_now(self, event: CudaEvent) -> None:
-        """Later work waits for ``event`` on the device. In the thread that submits."""
-        try:
-            event.hold(self.handle)
-        except DriverError as error:
-            self.context.fail(error)
+    def _end(self) -> None:
+        """The waiter's last act."""
 
 
 class CudaStream(_Recorder):
-    """A stream of the device, with the thread that submits to it."""
+    """A stream of the device, with the thread that submits to it. ``at_end`` is called, by the other thread, when it is
+    closed and everything submitted has ended."""
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, context: Context, at_end: Callable[[CudaStream], None] | None = None) -> None:
+        self._at_end = at_end
         super().__init__(name, context.driver.stream_create(), context)
+        self._backlog = Backlog()
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._closed = False
         self._failure: Exception | None = None  # since the last event
@@ -108,7 +103,8 @@ class CudaStream(_Recorder):
         return events
 
     def call(self, work: Work) -> None:
-        """Have the submitter call ``work`` when everything before it is submitted."""
+        """Have the submitter call ``work`` when everything before it is submitted. If it raises, the next event tells.
+        """
         self._submit(work)
 
     def lend(self, give_back: Work) -> None:
@@ -134,24 +130,59 @@ class CudaStream(_Recorder):
             raise CacheClosed(f"the device of stream {self.name!r} is closed")
         self._queue.put(work)
 
+    def _end(self) -> None:
+        if self._at_end is not None:
+            self._at_end(self)
+
     def _work(self) -> None:
-        self.context.driver.use_device()
+        self.context.use_device()
         while work := self._queue.get():
-            work()
+            self._do(work)
             del work  # it holds buffers, and the next get may last
         self.waiter.close()
+
+    def _do(self, work: Work) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._failure = self._failure or self.context.refused(error)
 
     # in the submitter
 
     def _report(self, event: CudaEvent) -> None:
         event.failure, self._failure = self._failure, None
-        self.record_now(event)
+        self._record(event)
+
+    def _record(self, event: CudaEvent) -> None:
+        """What cannot be recorded fails, when the stream is empty; on a failed device, behind those before it."""
+        error: Exception | None = self.context.failure
+        handle = None
+        if error is None:
+            try:
+                self._backlog.admit()
+                handle = self._put_on_device()
+            except Exception as refused:
+                error = self.context.refused(refused)
+        event.failure = event.failure or error
+        event.record_as(handle)
+        self.waiter.put(event)
+        self._backlog.took(1)
+        if self._backlog.due:
+            self._backlog.mark(event)
 
     def _wait(self, event: CudaEvent) -> None:
         self._block(event, event.await_submitted)
-        self.hold_now(event)
+        self._backlog.admit()
+        try:
+            held = event.hold(self.handle)
+            self._backlog.took(1)
+        except Exception as error:
+            self.context.refused(error)
+            held = False
+        if not held:
+            event.block()  # what the device does not order, this thread does
 
-    def _block(self, held: Signal, until: Callable[[], None]) -> None:
+    def _block(self, held: Signal, until: Work) -> None:
         self._held = held
         until()
         self._held = None
@@ -164,21 +195,29 @@ class CudaStream(_Recorder):
             for i, step in enumerate(steps):
                 self._issue(step, hitches.get(i))
                 if left:
-                    self.record_now(left.pop(0))
+                    self._record(left.pop(0))
         except Exception as error:
-            self._refused(error, left)
+            self._refused(self.context.refused(error), left)
         self._return_lent(keep)
 
     def _issue(self, step: Step, hitch: Hitch | None) -> None:
         if self.context.failure is not None:
             raise self.context.failure
         half = len(step) // 2 if hitch else len(step)
-        _call(step[:half])
+        self._call(step[:half])
         if hitch is not None:
             time.sleep(hitch.before + hitch.between)
             if hitch.fails:
                 raise InjectedFault("an injected fault")
-            _call(step[half:])
+            self._call(step[half:])
+
+    def _call(self, works: Sequence[Work]) -> None:
+        for work in works:
+            self._backlog.admit()
+            taken = work()
+            self._backlog.took(taken if isinstance(taken, int) else 1)
+            if self._backlog.due:
+                self._record(CudaEvent(self))
 
     def _refused(self, error: Exception, left: Sequence[CudaEvent]) -> None:
         """What was submitted before still runs: so the failure is told by the events behind it."""
@@ -186,45 +225,58 @@ class CudaStream(_Recorder):
             self._failure = self._failure or error
         for event in left:
             event.failure = error
-            self.record_now(event)
+            self._record(event)
 
     def _return_lent(self, keep: object) -> None:
         event, lent = CudaEvent(self), self._lent
         self._lent, event.keep = [], keep
         for give_back in lent:
             event.subscribe(give_back)
-        self.record_now(event)
+        self._record(event)
+
+    def give_up(self, error: Exception) -> Exception:
+        """What nobody can be told of has failed."""
+        return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
 
     def __repr__(self) -> str:
         return f"<CudaStream {self.name!r}: {self._queue.qsize()} queued>"
 
 
 class EngineStream(_Recorder):
-    """An engine's own stream. Calls go to the driver at once, in the caller's thread, and are quick."""
+    """An engine's own stream. Calls go to the driver at once, in the caller's thread. What the driver refuses is raised
+    there: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
 
     _closed = False
 
     def record(self) -> CudaEvent:
-        """An event after all work that the engine has put on its stream so far."""
+        """An event after all work that the engine has put on its stream so far.
+
+        Raises:
+            DriverError: the driver refuses it.
+        """
         if self._closed:
             raise CacheClosed(f"the device of stream {self.name!r} is closed")
         event = CudaEvent(self)
-        self.record_now(event)
+        event.failure = self.context.failure
+        event.record_as(self._put_on_device() if event.failure is None else None)
+        self.waiter.put(event)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Hold later work of the engine's stream until ``event`` is done, on the device. The caller is held until what
-        is queued before the event is submitted: some microseconds, at most some 100 of them per 1,000 fragments.
+        """Hold later work of the engine's stream until ``event`` is done, on the device. The caller is held until the
+        event is submitted: as long as the driver calls that are queued before it take. Where they are more than the
+        driver's queue is given, that is as long as the device works on some of them.
 
         Raises:
             ConfigError: the event belongs to another kind of device, or is one that the host has to fire.
+            DriverError: the driver refuses it, and nothing holds the engine's stream.
         """
         if event.done():
             return
         if not isinstance(event, CudaEvent) or event.stream.context is not self.context:
             raise ConfigError(f"an engine's CUDA stream cannot wait for {event!r}")
         event.await_recorded()
-        self.hold_now(event)
+        event.hold(self.handle)  # one without a handle has failed: whoever awaits it learns of that
 
     def held_by(self) -> Signal | None:
         return None
@@ -238,13 +290,12 @@ class EngineStream(_Recorder):
         """Block until all that was recorded has happened."""
         self.waiter.join()
 
+    def give_up(self, error: Exception) -> Exception:
+        """What an engine did to its own stream is no failure of the device."""
+        return error
+
     def __repr__(self) -> str:
         return f"<EngineStream {self.name!r}>"
-
-
-def _call(works: Sequence[Work]) -> None:
-    for work in works:
-        work()
 
 
 def stream_pointer(stream: object) -> int:

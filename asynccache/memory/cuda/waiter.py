@@ -2,7 +2,8 @@
 
 Law: it sleeps in ``event_synchronize`` on the oldest event, never in a loop of queries; all that have happened by then
 are fired together, so a loop gets one hop per burst. Nothing is fired before the stream has let go of the buffers of
-the work before it: a failed submission too is reported only when the event behind it has happened.
+the work before it: a failed submission too is reported only when the event behind it has happened. The thread outlives
+every error, so that no event is left alone.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import threading
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
-from asynccache.memory.cuda.driver import Driver
-from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.signals import call_all
+from asynccache.memory.cuda.events import Context, CudaEvent
+from asynccache.memory.signals import Work, call_all
 
 
 class Waiter:
-    """The FIFO of one stream's recorded events and its thread."""
+    """The FIFO of one stream's recorded events and its thread. ``at_end``: what the thread does last."""
 
-    def __init__(self, name: str, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, name: str, context: Context, at_end: Work) -> None:
+        self._context = context
+        self._at_end = at_end
         self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}-waiter", daemon=True)
         self._thread.start()
@@ -38,7 +39,7 @@ class Waiter:
         self._thread.join()
 
     def _work(self) -> None:
-        self._driver.use_device()
+        self._context.use_device()
         head = self._fifo.get()
         while head is not None:
             head.synchronize()
@@ -46,6 +47,7 @@ class Waiter:
             _fire(burst)
             del burst, head  # they hold waiters, and the next get may last
             head = rest[0] if rest else self._fifo.get()
+        self._at_end()
 
     def _happened(self, burst: list[CudaEvent]) -> tuple[list[CudaEvent], Sequence[CudaEvent | None]]:
         """``burst`` and all after it that have happened too; and the first that has not, if one was taken."""
