@@ -51,6 +51,23 @@ def access_of(store: TieredStore) -> Access:
     return Access.WRITE if store.writes else Access.READ
 
 
+def options_of(
+    storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]
+) -> StoreOptions | None:
+    """How it is to be used; None: opening it will say what is wrong."""
+    try:
+        return take_options(_parsed(storage, options))[0]
+    except ConfigError:
+        return None
+
+
+def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]) -> ParsedUrl:
+    if isinstance(storage, str):
+        return parse_url(storage, options)
+    given = storage.backend if isinstance(storage, CheckedStore) else storage
+    return ParsedUrl(type(given).__name__, options=options)
+
+
 async def open_attached(
     storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
     check: Callable[[StoreOptions], None],
@@ -63,14 +80,13 @@ async def open_attached(
         Unavailable: the backend cannot be opened now.
     """
     if isinstance(storage, str):
-        common, _ = take_options(parse_url(storage, options))
+        common, _ = take_options(_parsed(storage, options))
         check(common)
         store = await open_store(storage, layout, options=options)
         if store is None:
             raise ConfigError(f"storage={storage!r}: there is nothing to attach")
         return Attached(store, common)
-    given = storage.backend if isinstance(storage, CheckedStore) else storage
-    common, rest = take_options(ParsedUrl(type(given).__name__, options=options))
+    common, rest = take_options(_parsed(storage, options))
     rest.allow_only(())
     check(common)
     if not isinstance(storage, CheckedStore):
@@ -146,6 +162,7 @@ async def _add(machine: Machine, attached: Attached, position: int | None, *, ba
     store = machine.tiers()
 
     def add() -> Plan:
+        _note(machine, f"attach_storage {attached.options.name!r}", (attached.options.write, position, backfill))
         store.attach(attached, position)
         plan = machine.core.attach_storage(access_of(store))
         if machine.announcing is not None:
@@ -203,6 +220,7 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
         nonlocal closing
         if not attached.there:
             raise ConfigError(f"storage: {attached.options.name!r} was detached by somebody else meanwhile")
+        _note(machine, f"detach_storage {attached.options.name!r}", ())
         store.detach(attached)
         if machine.announcing is not None:
             machine.announcing.end(attached)
@@ -212,6 +230,12 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
     await machine.driver.transact(remove)
     await together(machine.driver, "detach_storage", closed)
     return left
+
+
+def _note(machine: Machine, what: str, terms: tuple[object, ...]) -> None:
+    """Several ranks: they use the same store, by the same name, in the same way."""
+    if machine.lockstep is not None:
+        machine.lockstep.record(what, repr(terms).encode())
 
 
 async def _save(machine: Machine, deadline: float) -> None:

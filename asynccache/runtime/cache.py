@@ -20,7 +20,7 @@ from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, detach, open_all
+from asynccache.runtime.attaching import attach, detach, open_all, options_of
 from asynccache.runtime.closing import save
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
@@ -131,7 +131,7 @@ class AsyncCache:
             pools = self._pools()
             if self._ranks is not None:
                 await shake_hands(self._ranks.gather, description(
-                    self.config, self._ranks.topology, self._on_event is not None, len(self._stores())
+                    self.config, self._ranks.topology, self._on_event is not None, self._store_options()
                 ))
             mover = await open_on_all(self._ranks, partial(self._open_tiers, self._device, pools))
             self._machine = Machine(
@@ -218,8 +218,13 @@ class AsyncCache:
             return
         layout = store_layout(self.config.pools())
         self._store = store = TieredStore()
-        options = self.config.storage_options if given is None else {}
-        await open_all(store, self._stores(), layout, options)
+        await open_all(store, self._stores(), layout, self._options())
+
+    def _store_options(self) -> list[StoreOptions | None]:
+        return [options_of(storage, self._options()) for storage in self._stores()]
+
+    def _options(self) -> Mapping[str, str]:
+        return self.config.storage_options if self._given_storage is None else {}
 
     def _stores(self) -> tuple[str | StorageBackend | CheckedStore, ...]:
         """What there is at the start: given, or named by the configuration."""

@@ -6,6 +6,7 @@ the runtime calls it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import asynccache
@@ -13,15 +14,18 @@ from asynccache.config import CacheConfig
 from asynccache.core.settings import CoreConfig
 from asynccache.ranks.handshake import Description
 from asynccache.ranks.topology import Topology
+from asynccache.storage import StoreOptions
 
 
-def description(config: CacheConfig, topology: Topology, events: bool, stores: int) -> Description:
-    """Of this rank. ``events``: whether it tells of them; they need hashes, which the core is handed. ``stores``: how
-    many there are at the start."""
+def description(
+    config: CacheConfig, topology: Topology, events: bool, stores: Sequence[StoreOptions | None]
+) -> Description:
+    """Of this rank. ``events``: whether it tells of them; they need hashes, which the core is handed. ``stores``: those
+    that there are at the start, nearest first; None: of one that cannot be opened."""
     pools = {
         spec.name: {
             "component": spec.component.name, "from": spec.indices_from, "dtype": spec.dtype,
-            "hit_policy": spec.hit_policy.value, "replicated": spec.replicated,
+            "replicated": spec.replicated,
         }
         for spec in config.pools()
     }  # fmt: skip
@@ -31,11 +35,11 @@ def description(config: CacheConfig, topology: Topology, events: bool, stores: i
         "model": config.model,
         "pools": pools,
         "order": list(pools),
-        "core": _core(config.core()),
         "events": events,
-        "stores": stores,
+        "stores": len(stores),
+        "store": [{} if store is None else {"name": store.name, "write": store.write} for store in stores],
+        "core": _core(config.core()),
         "prefetch_policy": config.prefetch_policy.value,
-        "prefetch_threshold": config.prefetch_threshold,
         "backup_quota": config.backup_quota,
         "kept_fraction": config.kept_fraction,
     }

@@ -34,7 +34,7 @@ def caches(topology: Topology, stores: list[Store], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(opening, "backend_class", by_scheme.__getitem__)
 
     def make(rank: int, device: Any, ranks: Ranks) -> AsyncCache:
-        config = replace(CONFIG, storage=f"{scheme_of(rank)}:", storage_options={"timeout": "1000"})
+        config = replace(CONFIG, storage=f"{scheme_of(rank)}:", storage_options={"timeout": "1000", "name": "store"})
         return AsyncCache(config, device=device, ranks=ranks)
 
     return make
