@@ -78,7 +78,7 @@ def _row(
     bench: Bench, towards: Towards, width: int, count: int, name: str, chooser: Chooser, rounds: int
 ) -> Figures:
     rows = bench.rows(towards, Path.PITCHED if name == Path.PITCHED.value else Path.DMA, width, count)
-    path = chooser.choose(shape_of(rows, Runs.of(rows), stages=towards is Towards.OUT))
+    path = chooser.choose(shape_of(rows, Runs.of(rows)))
     rate = rows.size / min(bench.seconds(rows, chooser) for _ in range(rounds))
     return {"direction": towards.value, "width": width, "count": rows.pieces, "way": name, "path": path.value,
             "bytes_per_s": round(rate), "goal": GOALS[width] if name == "chosen" else None}  # fmt: skip

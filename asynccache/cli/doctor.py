@@ -83,7 +83,6 @@ def measured(device: Any) -> Report:
 def _bandwidth(bench: Any, chooser: Any) -> Iterator[Report]:
     from asynccache.cli.cuda_copies import WAYS
     from asynccache.memory.cuda.calibration import forced
-    from asynccache.memory.cuda.driver import Towards
     from asynccache.memory.cuda.paths import Path
     from asynccache.memory.cuda.rows import Runs
     from asynccache.memory.cuda.submission import shape_of
@@ -91,7 +90,7 @@ def _bandwidth(bench: Any, chooser: Any) -> Iterator[Report]:
     for towards, paths in WAYS.items():
         for width in WIDTHS:
             scattered = bench.rows(towards, Path.DMA, width)
-            shape = shape_of(scattered, Runs.of(scattered), stages=towards is Towards.OUT)
+            shape = shape_of(scattered, Runs.of(scattered))
             rates = {path.value: _rate(bench, bench.rows(towards, path, width), forced(towards, path))
                      for path in paths}  # fmt: skip
             yield {"direction": towards.value, "width": width, "gb_s": rates, "chosen": chooser.choose(shape).value}

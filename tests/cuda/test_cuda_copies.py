@@ -257,8 +257,8 @@ def test_staged_pages_are_counted_as_they_are_copied(pitch: int) -> None:
     dst, src = np.r_[8:28, 40, 50].astype(np.intp), rng.permutation(22)
     bases = tuple((1 << 20 | i << 6, 2 << 20 | i << 12) for i in range(4))
     r = Rows(OUT, bases, dst, src, pitch * 64, 64, 64)
-    assert shape_of(r, Runs.of(r), stages=True).staged == 3
-    assert shape_of(r, Runs.of(r), stages=False).staged == 0
+    assert shape_of(r, Runs.of(r)).staged == 3
+    assert shape_of(r._replace(towards=IN), Runs.of(r)).staged == 0
 
 
 def test_a_path_can_be_forced_where_it_is_possible() -> None:

@@ -124,7 +124,7 @@ class Bench:
         found = {}
         for layout in layouts(path):
             rows = self.laid_out(towards, layout)
-            found[shape_of(rows, Runs.of(rows), stages=towards is Towards.OUT).counts(path)] = rows
+            found[shape_of(rows, Runs.of(rows)).counts(path)] = rows
         nothing = self.best(self.laid_out(towards, Layout(SMALL, 1, fragments=0)), forced(towards, Path.DMA))
         chooser = forced(towards, path, blocks)
         return fit([*found], [max(1e-9, self.best(rows, chooser) - nothing) for rows in found.values()])

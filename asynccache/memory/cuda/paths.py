@@ -7,7 +7,7 @@ hold. The kernel takes multiprocessors from whatever computes, the copy engines 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -155,10 +155,6 @@ class Chooser:
         """Seconds, and for a kernel what it must win by."""
         seconds = self.costs[shape.towards, path].of(*shape.counts(path))
         return seconds if path in (Path.DMA, Path.PITCHED) else seconds / MARGIN
-
-    def explain(self, shape: Shape) -> Iterable[tuple[Path, float]]:
-        """Every possible path with its estimate, the best first."""
-        return sorted(((p, self.estimate(p, shape)) for p in self.possible(shape)), key=lambda found: found[1])
 
 
 def _can(path: Path, shape: Shape) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asynccache.errors import InvariantViolation
 from asynccache.memory.copies import Ids, Part
@@ -75,17 +76,24 @@ class Runs(NamedTuple):
         breaks = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
         if rows.chunk_pages:
             breaks |= rows.host_ids[1:] % rows.chunk_pages == 0
-        starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        return cls(starts, np.diff(starts, append=len(src)))
+        return cls.broken(breaks)
+
+    @classmethod
+    def broken(cls, breaks: npt.NDArray[np.bool_]) -> Runs:
+        """Those that end where a row is followed by one that is no neighbour."""
+        ends = np.flatnonzero(breaks)
+        edges = np.empty(len(ends) + 2, np.intp)
+        edges[0], edges[1:-1], edges[-1] = 0, ends + 1, len(breaks) + 1
+        return cls(edges[:-1], edges[1:] - edges[:-1])
 
     def pieces(self, rows: Rows, *, pitched: bool) -> int:
         """How many there are when runs are merged."""
         if rows.dense():
             return len(self.starts) * len(rows.bases)
-        if not pitched:
-            return rows.pieces
         tall = self.lengths >= TALL
-        return (int(tall.sum()) + int(self.lengths[~tall].sum())) * len(rows.bases)
+        calls = int(np.count_nonzero(tall)) if pitched else 0
+        saved = int(self.lengths[tall].sum()) - calls if calls else 0
+        return rows.pieces - saved * len(rows.bases)
 
 
 class Merged(NamedTuple):

@@ -58,16 +58,16 @@ class Submission:
     def rows(self, rows: Rows) -> list[Work]:
         """All of them, by the path that suits them."""
         runs = Runs.of(rows)
-        path = self.path(rows, runs, stages=rows.towards is Towards.OUT)
+        path = self.path(rows, runs)
         if path is Path.STAGED:
             return self.staged(rows)
         if path is Path.KERNEL:
             return self.kernel(rows).all()
         return self.pieces(rows, merged(rows, runs, pitched=path is Path.PITCHED))
 
-    def path(self, rows: Rows, runs: Runs, *, stages: bool) -> Path:
+    def path(self, rows: Rows, runs: Runs) -> Path:
         """How these rows go."""
-        return self._chooser.choose(shape_of(rows, runs, stages=stages))
+        return self._chooser.choose(shape_of(rows, runs))
 
     def pieces(self, rows: Rows, pieces: Merged) -> list[Work]:
         """By the copy engines, in groups."""
@@ -82,6 +82,7 @@ class Submission:
         """As many pages at a time as the staging area holds. The stream's order makes its reuse safe."""
         staging, step, count = self.scratch.staging(), pages_at_a_time(rows), len(rows.src_ids)
         out = put_together(rows, staging)
+        out = out._replace(src_ids=out.src_ids % step)
         bases = tuple((staging + i * rows.width, src) for i, (_, src) in enumerate(rows.bases))
         gather = self.kernel(rows._replace(towards=Towards.WITHIN, bases=bases, dst_ids=out.src_ids,
                                            dst_pitch=out.width))  # fmt: skip
@@ -143,7 +144,7 @@ class _Load:
         self._submission = submission
         self._rows = rows
         runs = Runs.of(rows)
-        path = submission.path(rows.layer(0), runs, stages=False)
+        path = submission.path(rows.layer(0), runs)
         self._kernel = submission.kernel(rows) if path is Path.KERNEL else None
         self._distances = distances(rows, runs, pitched=path is Path.PITCHED) if path is not Path.KERNEL else None
 
@@ -154,18 +155,20 @@ class _Load:
         return self._submission.pieces(self._rows, self._distances.moved(self._rows.bases[i : i + 1]))
 
 
-def shape_of(rows: Rows, runs: Runs, *, stages: bool) -> Shape:
+def shape_of(rows: Rows, runs: Runs) -> Shape:
     """What a path is chosen by."""
-    together = put_together(rows, 0) if stages and pages_at_a_time(rows) else None
-    staged = Runs.of(together).pieces(together, pitched=True) if together is not None else 0
+    staged = 0
+    if rows.towards is Towards.OUT and pages_at_a_time(rows):
+        pages = put_together(rows, 0)
+        staged = Runs.of(pages).pieces(pages, pitched=True)
     return Shape(rows.towards, rows.pieces, rows.size, rows.aligned(), runs.pieces(rows, pitched=False),
                  runs.pieces(rows, pitched=True), staged)  # fmt: skip
 
 
 def put_together(rows: Rows, staging: int) -> Rows:
-    """Whole pages of the host, from where the kernel puts their layers together: it begins again when that is full."""
+    """Whole pages of the host, from where the kernel puts their layers together, one page behind the other."""
     page = len(rows.bases) * rows.width
-    places = np.arange(len(rows.src_ids), dtype=rows.src_ids.dtype) % pages_at_a_time(rows)
+    places = np.arange(len(rows.src_ids), dtype=rows.src_ids.dtype)
     return rows._replace(bases=((rows.bases[0][0], staging),), src_ids=places, src_pitch=page, width=page)
 
 
