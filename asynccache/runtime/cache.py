@@ -34,7 +34,7 @@ from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, store_layout
+from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, completed, store_layout
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Device
@@ -127,13 +127,15 @@ class AsyncCache:
         if self._machine is not None:
             raise RuntimeError("a cache is opened once")
         try:
-            self._device = self._given_device or _open_device(self.config.device)
+            self._device = self._given_device
+            if self._device is None:
+                await completed(asyncio.to_thread(self._open_device))
             pools = self._pools()
             if self._ranks is not None:
                 await shake_hands(self._ranks.gather, description(
                     self.config, self._ranks.topology, self._on_event is not None, self._store_options()
                 ))
-            mover = await open_on_all(self._ranks, partial(self._open_tiers, self._device, pools))
+            mover = await open_on_all(self._ranks, partial(self._open_tiers, pools))
             self._machine = Machine(
                 self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
             )  # fmt: skip
@@ -203,9 +205,15 @@ class AsyncCache:
         pools = self.config.pools()
         return pools if self._ranks is None else tuple(spec.on_rank(*shard(self._ranks)) for spec in pools)
 
-    async def _open_tiers(self, device: Device, pools: tuple[PoolSpec, ...]) -> Mover:
+    def _open_device(self) -> None:
+        """In a thread: a GPU is measured first."""
+        self._device = _open_device(self.config.device)
+
+    async def _open_tiers(self, pools: tuple[PoolSpec, ...]) -> Mover:
         """Everything that may take long, or fail on one rank alone."""
-        mover = Mover(device, pools)  # first: it may refuse, and a store leaves traces
+        assert self._device is not None
+        # First: it may refuse, and a store leaves traces. In a thread: to pin 100 GiB takes half a minute.
+        mover = await completed(asyncio.to_thread(Mover, self._device, pools))
         await self._open_stores()
         return mover
 

@@ -255,7 +255,8 @@ async def test_a_load_runs_beside_the_engines_work_on_other_pages(how: str) -> N
 async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_ready() -> None:
     """They are the tree's, and nobody's, while the engine may still write them: no call has named them since."""
     device = CpuDevice()
-    async with opened(settings(device=16, host=64, swa=8, write_policy="write_through_selective"), device=device) as cache:
+    config = settings(device=16, host=64, swa=8, write_policy="write_through_selective")
+    async with opened(config, device=device) as cache:
         for _ in range(2):  # seen twice, it is worth a place on the host
             await serve(cache, text(2, seed=1), ("full", "swa"))
         await settled(cache)

@@ -98,7 +98,7 @@ def test_requests_do_not_wait_for_a_store_that_is_a_hundred_times_too_slow(host:
     assert slow.statistics is not None
     assert slow.statistics.dropped_backups > 200 or host == 20
     assert slow.statistics.stages["backup_storage"].ops > 0, "what was not dropped was stored"
-    assert slow.p99 <= 2 * alone.p99 + 0.008, "a load or two: with storage there are more hits"
+    assert slow.p99 <= 2 * alone.p99 + 0.012, "a load or two (eight seeds: 7 to 11 ms), never a put"
     assert sum(latency > 0.02 for latency in slow.latencies) <= 4, "those that found out that it is late"
     assert max(slow.latencies) < 0.2
     assert slow.statistics.lookups.requests == 500

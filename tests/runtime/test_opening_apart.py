@@ -1,0 +1,64 @@
+"""What opening does that takes long, a GPU that is measured and memory that is pinned, leaves the loop free."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from asynccache import AsyncCache
+from asynccache.memory.cpu import CpuDevice
+from asynccache.runtime import cache as cache_module
+from tests.runtime.runtime_kit import settings, turns
+
+
+class Slow(CpuDevice):
+    """Memory that somebody has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go, self.ended = threading.Event(), threading.Event(), False
+
+    def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.asked.set()
+        assert self.go.wait(60)
+        return super().host_tensor(shape)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self.ended = True
+
+
+async def begun(device: Slow, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[AsyncCache]:
+    """A cache on its way; the test goes on beside it."""
+    monkeypatch.setattr(cache_module, "_open_device", lambda name: device)
+    opening = asyncio.create_task(AsyncCache(settings(device=8, host=8)).__aenter__())
+    await asyncio.to_thread(device.asked.wait, 60)
+    return opening
+
+
+@pytest.mark.asyncio
+async def test_the_loop_goes_on_while_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Slow()
+    opening = await begun(device, monkeypatch)
+    await turns(100)
+    assert not opening.done()
+    device.go.set()
+    cache = await opening
+    await cache.aclose()
+    assert device.ended
+
+
+@pytest.mark.asyncio
+async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Slow()
+    opening = await begun(device, monkeypatch)
+    opening.cancel()
+    await turns(100)
+    assert not opening.done()
+    device.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert device.ended
