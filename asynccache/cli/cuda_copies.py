@@ -1,28 +1,32 @@
 """Bandwidth of page copies: every size and number of fragments, both ways, as a share of one large pinned copy.
 
-Law: the reference is measured in the same run, before and after; a figure is the best of some rounds, since whatever
-disturbs only makes it slower; fragments are scattered, so nothing is merged that a real cache could not merge.
+Law: the reference is measured in the same run, before and after, and both by the device's clock; a figure is the best
+of some rounds, since whatever disturbs only makes it slower; fragments are scattered, so nothing is merged that a real
+cache could not merge. Beside each stands what a thread sees that submits the batch and waits for it, with planning,
+submission and wake-up in it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from asynccache.cli.cuda_clock import best, device_seconds, ended, one_copy
 from asynccache.memory.cuda.calibration import Bench, forced
-from asynccache.memory.cuda.driver import Spans, Towards
+from asynccache.memory.cuda.driver import Towards
 from asynccache.memory.cuda.paths import Chooser, Path
-from asynccache.memory.cuda.rows import Runs
+from asynccache.memory.cuda.rows import Rows, Runs
 from asynccache.memory.cuda.submission import shape_of
 
 WIDTHS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 COUNTS = (64, 512, 4096, 50_000)
-GOALS = {4 << 10: 0.6, 16 << 10: 0.85, 64 << 10: 0.95, 256 << 10: 0.95, 2 << 20: 0.95}
-GOAL_BOTH = 80.0
-"""GB/s in both directions at once, where one direction makes 50."""
+BOTH_WIDTHS = (64 << 10, 2 << 20)
+PLUG = 60e9
+"""Bytes of plug for each second that a batch took a thread: more than a bus moves in that time."""
 WAYS = {Towards.OUT: (Path.DMA, Path.PITCHED, Path.STAGED, Path.KERNEL),
         Towards.IN: (Path.DMA, Path.PITCHED, Path.KERNEL)}
 
@@ -31,19 +35,13 @@ Figures = dict[str, Any]
 
 def reference(bench: Bench, towards: Towards, rounds: int) -> float:
     """Bytes a second of one large copy, the best there is."""
-    host, device = bench.host.data_ptr(), bench.device[0].data_ptr()
-    dst, src = (host, device) if towards is Towards.OUT else (device, host)
-    spans = Spans(*(np.array([n], np.uint64) for n in (dst, src, bench.size)))
-    handle, driver = bench.stream.handle, bench.driver
-    best = min(_timed(bench, lambda: driver.copy(handle, towards, spans)) for _ in range(rounds))
-    return bench.size / best
+    copy = one_copy(bench, towards, bench.size)
 
+    def submit() -> Any:
+        bench.stream.call(copy)
+        return bench.stream.record()
 
-def _timed(bench: Bench, submit: Any) -> float:
-    began = time.perf_counter()
-    bench.stream.call(submit)
-    bench.stream.record().block()
-    return time.perf_counter() - began
+    return bench.size / best(lambda: device_seconds(bench, submit), rounds)
 
 
 def measure(bench: Bench, chooser: Chooser, rounds: int, *, every_path: bool) -> Figures:
@@ -51,13 +49,15 @@ def measure(bench: Bench, chooser: Chooser, rounds: int, *, every_path: bool) ->
     before = {towards: reference(bench, towards, rounds) for towards in WAYS}
     rows = [row for towards in WAYS for row in _table(bench, towards, chooser, rounds, every_path)]
     after = {towards: reference(bench, towards, rounds) for towards in WAYS}
-    best = {towards: max(before[towards], after[towards]) for towards in WAYS}
+    large = {towards: max(before[towards], after[towards]) for towards in WAYS}
     for row in rows:
-        row["ratio"] = round(row["bytes_per_s"] / best[Towards(row["direction"])], 3)
+        one = large[Towards(row["direction"])]
+        row |= {"ratio": round(row["bytes_per_s"] / one, 3), "ratio_to_a_thread": round(row["to_a_thread"] / one, 3)}
     return {
-        "reference_gb_s": {towards.value: round(rate / 1e9, 2) for towards, rate in best.items()},
+        "reference_gb_s": {towards.value: round(rate / 1e9, 2) for towards, rate in large.items()},
+        "buffer_bytes": bench.size,
         "fragments": rows,
-        "both_directions": [both(bench, chooser, width, rounds) for width in (64 << 10, 2 << 20)],
+        "both_directions": [both(bench, chooser, width, rounds) for width in BOTH_WIDTHS],
     }
 
 
@@ -66,8 +66,6 @@ def _table(
 ) -> Iterator[Figures]:
     for width in WIDTHS:
         for count in COUNTS:
-            if width * count > bench.size:
-                continue
             yield _row(bench, towards, width, count, "chosen", chooser, rounds)
             for path in WAYS[towards] if every_path else ():
                 yield _row(bench, towards, width, count, path.value, forced(towards, path, chooser.settings.blocks),
@@ -77,11 +75,26 @@ def _table(
 def _row(
     bench: Bench, towards: Towards, width: int, count: int, name: str, chooser: Chooser, rounds: int
 ) -> Figures:
-    rows = bench.rows(towards, Path.PITCHED if name == Path.PITCHED.value else Path.DMA, width, count)
-    path = chooser.choose(shape_of(rows, Runs.of(rows)))
-    rate = rows.size / min(bench.seconds(rows, chooser) for _ in range(rounds))
-    return {"direction": towards.value, "width": width, "count": rows.pieces, "way": name, "path": path.value,
-            "bytes_per_s": round(rate), "goal": GOALS[width] if name == "chosen" else None}  # fmt: skip
+    rows = fragments(bench, towards, Path(name) if name != "chosen" else Path.DMA, width, count)
+    seen = best(lambda: bench.seconds(rows, chooser), rounds)
+    plug = one_copy(bench, towards, max(1, min(bench.size, int(seen * PLUG))))
+    taken = best(lambda: device_seconds(bench, partial(bench.submit, rows, chooser), plug), rounds)
+    return {"direction": towards.value, "width": width, "count": rows.pieces, "way": name,
+            "path": path_of(chooser, rows).value, "bytes_per_s": round(rows.size / taken),
+            "to_a_thread": round(rows.size / seen), "wraps": rows.size > bench.size}  # fmt: skip
+
+
+def fragments(bench: Bench, towards: Towards, path: Path, width: int, count: int) -> Rows:
+    """So many scattered fragments (neighbours, for the pitched path). Those for which the buffers are too small begin
+    again at their start."""
+    rows = bench.rows(towards, path, width, count)
+    pages = max(1, count // len(rows.bases))
+    return rows._replace(dst_ids=np.resize(rows.dst_ids, pages), src_ids=np.resize(rows.src_ids, pages))
+
+
+def path_of(chooser: Chooser, rows: Rows) -> Path:
+    """The path that these rows go by."""
+    return chooser.choose(shape_of(rows, Runs.of(rows)))
 
 
 def both(bench: Bench, chooser: Chooser, width: int, rounds: int) -> Figures:
@@ -92,9 +105,9 @@ def both(bench: Bench, chooser: Chooser, width: int, rounds: int) -> Figures:
         (bench.rows(Towards.OUT, Path.DMA, width, half), out),
         (_upper(bench, bench.rows(Towards.IN, Path.DMA, width, half)), inward),
     )
-    best = min(_together(bench, ways, chooser) for _ in range(rounds))
+    taken = best(lambda: _together(bench, ways, chooser), rounds)
     size = sum(rows.size for rows, _ in ways)
-    return {"width": width, "gb_s": round(size / best / 1e9, 2), "goal": GOAL_BOTH}
+    return {"width": width, "gb_s": round(size / taken / 1e9, 2)}
 
 
 def _upper(bench: Bench, rows: Any) -> Any:
@@ -105,7 +118,6 @@ def _upper(bench: Bench, rows: Any) -> Any:
 
 def _together(bench: Bench, ways: Sequence[tuple[Any, Any]], chooser: Chooser) -> float:
     began = time.perf_counter()
-    events = [bench.submit(rows, chooser, stream) for rows, stream in ways]
-    for event in events:
-        event.block()
+    for event in [bench.submit(rows, chooser, stream) for rows, stream in ways]:
+        ended(event)
     return time.perf_counter() - began

@@ -1,7 +1,8 @@
 """What waiting costs: from an event on the device to the coroutine that awaits it, and from a call to its submission.
 
-Law: the loop is idle but for what is measured. When an event happened is told by a thread that spins on an event of its
-own, recorded just before; so the figure holds the wake-up of the waiter, its hop, and the loop's turn.
+Law: the loop is idle but for what is measured. When an event happened is told by the device's clock, which is tied to
+the host's before each sample; so no thread of ours takes part, and the figure holds the wake-up of the waiter, its hop,
+and the loop's turn. It is an upper bound: what may be too much is told beside it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from asynccache.cli.cuda_clock import Clock
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.paths import Chooser, Path
 from asynccache.memory.cuda.streams import CudaStream
 from asynccache.memory.device import PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 
-GOALS = {"p50_us": 80.0, "p99_us": 300.0, "loop_us_each": 5.0, "off_loop_us": 1000.0, "on_loop_us": 50.0}
 IN_FLIGHT = 1000
 PAGES = 8192
 
@@ -45,6 +48,11 @@ class Pages:
     def batch(self, count: int) -> list[PageCopy]:
         return [PageCopy(self.device, self.host, self._drawn(count), self._drawn(count))]
 
+    def run(self, count: int) -> list[PageCopy]:
+        """Neighbours on either side."""
+        ids = np.frombuffer(np.arange(count, dtype=np.int32).tobytes(), np.int32)
+        return [PageCopy(self.device, self.host, ids, ids)]
+
     def _drawn(self, count: int) -> npt.NDArray[np.int32]:
         """Read-only, as a plan's moves are."""
         ids = self._random.permutation(self.spec.device_pages)[:count].astype(np.int32)
@@ -55,58 +63,61 @@ async def measure(device: CudaDevice, samples: int) -> Figures:
     """All of it. Cancelling it leaves copies in flight, which end by themselves."""
     pages = Pages(device, PAGES, 16 << 10, 4)
     stream = device.stream("bench")
-    return {
-        "wake_up": await wake_up(device, stream, pages, samples),
-        "in_flight": await _in_flight(device, stream, pages),
-        "submitting": await _submitting(device, stream, pages, max(5, samples // 50)),
-        "goals": GOALS,
-    }
+    rounds = max(5, samples // 50)
+    found: Figures = {"wake_up": await wake_up(device, stream, pages, samples),
+                      "in_flight": await _in_flight(device, stream, pages),
+                      "submitting": [await _submitting(device, stream, "chosen", pages.batch, rounds)]}  # fmt: skip
+    for name, path, batch in (("by the kernel", Path.KERNEL, pages.batch), ("in merged runs", Path.DMA, pages.run)):
+        other = _by(device, path)
+        found["submitting"].append(await _submitting(other, other.stream("bench"), name, batch, rounds))
+        await other.aclose()
+    return found
+
+
+def _by(device: CudaDevice, path: Path) -> CudaDevice:
+    """The same GPU, with a path chosen by hand."""
+    settings = replace(device.settings, out=path, inward=path)
+    return CudaDevice(device.driver, device.name, settings=settings, chooser=Chooser(settings, device.chooser.costs))
 
 
 async def wake_up(device: CudaDevice, stream: CudaStream, pages: Pages, samples: int) -> Figures:
     """From the event to the coroutine, one at a time. Cancelling it leaves a copy in flight, which ends by itself."""
-    late = [await _woken(device, stream, pages) for _ in range(samples)]
-    late.sort()
-    return {"p50_us": _us(late[len(late) // 2]), "p99_us": _us(late[int(len(late) * 0.99)]), "samples": samples}
+    taken = [await _woken(device, stream, pages) for _ in range(samples)]
+    late = sorted(one.late for one in taken)
+    return {"p50_us": _us(late[len(late) // 2]), "p99_us": _us(late[int(len(late) * 0.99)]), "samples": samples,
+            "uncertain_us": _us(_middle([one.window for one in taken]))}  # fmt: skip
 
 
-async def _woken(device: CudaDevice, stream: CudaStream, pages: Pages) -> float:
-    """Seconds from the event to the coroutine."""
-    clock = _Clock(device, stream)
-    device.device_to_host(stream, pages.batch(16))
-    stream.call(clock.start)
+class _Sample(NamedTuple):
+    """``late``: seconds from the event to the coroutine, at most; it may be less by up to ``window``."""
+
+    late: float
+    window: float
+
+
+async def _woken(device: CudaDevice, stream: CudaStream, pages: Pages) -> _Sample:
+    """The device's clock is tied to the host's just before: at a point of the idle stream between two looks at it."""
+    clock, looks = Clock(device.driver, stream), _Looks()
+    clock.begin_here(looks.note)
+    stream.call(looks.note)
+    device.device_to_host(stream, pages.batch(64))
+    clock.end()
     await stream.record().wait()
     resumed = time.perf_counter()
-    return max(0.0, resumed - await asyncio.to_thread(clock.read))
+    before, after = looks.seen
+    late = resumed - (before + clock.seconds())
+    clock.close()
+    return _Sample(late, after - before)
 
 
-class _Clock:
-    """Tells when the stream got here. Its thread spins in the driver, without the GIL."""
+class _Looks:
+    """What the host's clock showed in the submitter."""
 
-    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
-        self._driver = device.driver
-        self._stream = stream
-        self._event = device.driver.event_create(timed=True)
-        self._recorded, self._read = threading.Event(), threading.Event()
-        self._at = 0.0
-        threading.Thread(target=self._spin, daemon=True).start()
+    def __init__(self) -> None:
+        self.seen: list[float] = []
 
-    def start(self) -> None:
-        """In the submitter."""
-        self._driver.event_record(self._event, self._stream.handle)
-        self._recorded.set()
-
-    def _spin(self) -> None:
-        self._driver.use_device()
-        self._recorded.wait()
-        self._driver.event_synchronize(self._event)
-        self._at = time.perf_counter()
-        self._read.set()
-
-    def read(self) -> float:
-        self._read.wait()
-        self._driver.event_destroy(self._event)
-        return self._at
+    def note(self) -> None:
+        self.seen.append(time.perf_counter())
 
 
 async def _in_flight(device: CudaDevice, stream: CudaStream, pages: Pages) -> Figures:
@@ -124,11 +135,13 @@ async def _in_flight(device: CudaDevice, stream: CudaStream, pages: Pages) -> Fi
     return {"transfers": IN_FLIGHT, "loop_us_each": _us((time.thread_time() - began) / IN_FLIGHT)}
 
 
-async def _submitting(device: CudaDevice, stream: CudaStream, pages: Pages, rounds: int) -> Figures:
+async def _submitting(
+    device: CudaDevice, stream: CudaStream, way: str, batch: Callable[[int], list[PageCopy]], rounds: int
+) -> Figures:
     """CPU time of submitting many pages, in the caller's thread and in the submitter's. The stream is idle."""
     on, off = [], []
     for _ in range(rounds):
-        copies, spent = pages.batch(PAGES), _Spent()
+        copies, spent = batch(PAGES), _Spent()
         stream.call(spent.note)
         began = time.thread_time()
         device.device_to_host(stream, copies)
@@ -138,7 +151,7 @@ async def _submitting(device: CudaDevice, stream: CudaStream, pages: Pages, roun
         await event.wait()
         await asyncio.to_thread(spent.noted.wait)
         off.append(spent.seconds())
-    return {"pages": PAGES, "on_loop_us": _us(_middle(on)), "off_loop_us": _us(_middle(off))}
+    return {"way": way, "pages": PAGES, "on_loop_us": _us(_middle(on)), "off_loop_us": _us(_middle(off))}
 
 
 class _Spent:

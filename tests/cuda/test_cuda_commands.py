@@ -5,18 +5,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda, cuda_copies, cuda_waking, doctor
+from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_goals, cuda_leases, cuda_waking, doctor
 from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
+from asynccache.memory.cuda.calibration import Bench
 from asynccache.memory.cuda.cupy_driver import Found
 from asynccache.memory.cuda.device import CudaDevice
+from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda.events import CudaEvent
+from asynccache.memory.cuda.paths import Path
 from tests.cuda.conftest import Make
+from tests.cuda.cuda_kit import driver_of
+from tests.cuda.simulated_cuda import SimulatedCuda
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -55,31 +64,185 @@ def test_bench_cuda_says_in_a_sentence_that_there_is_no_gpu(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10))
-    monkeypatch.setattr(cuda_copies, "COUNTS", (4, 64, 50_000))
+    monkeypatch.setattr(cuda_copies, "BOTH_WIDTHS", (16 << 10,))
+    monkeypatch.setattr(cuda_copies, "COUNTS", (4, 64, 512))
     monkeypatch.setattr(cuda_waking, "IN_FLIGHT", 20)
     monkeypatch.setattr(cuda_waking, "PAGES", 64)
+    monkeypatch.setattr(cuda_compute, "SIDE", 8)
+    monkeypatch.setattr(cuda_compute, "SMALL_SIDE", 8)
+    monkeypatch.setattr(cuda_compute, "PRODUCTS", 4)
+    monkeypatch.setattr(cuda_compute, "FRAGMENTS", 8)
+    monkeypatch.setattr(cuda_compute, "LAYERS", 4)
+    monkeypatch.setattr(cuda_compute.layer_wise, "__kwdefaults__", {"page": 1 << 12, "pages": 8})
+    for name, value in (("SMALL_SIDE", 8), ("LAYERS", 4), ("PAGES", 8), ("PAGE_BYTES", 1 << 12)):
+        monkeypatch.setattr(cuda_leases, name, value)
 
 
-def test_the_benchmark_measures_everything(simulated_device: Make, small: None) -> None:
-    args = argparse.Namespace(device="cuda:0", buffer=4 / 1024, rounds=1, samples=5, every_path=True, quiet=True)
-    figures = bench_cuda.measure(simulated_device(), args, compute=lambda *_: {"slow_down": {}, "layer_wise": {}})
+class TorchStream:
+    """``torch.cuda.Stream``, whose kernels run at once. Made by ``torch_on``."""
+
+    driver: SimulatedCuda
+
+    def __init__(self, device: int) -> None:
+        self.cuda_stream = self.driver.stream_create()
+
+
+class TorchEvent:
+    """``torch.cuda.Event``: the host's clock, since kernels run at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: TorchStream) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: TorchEvent) -> float:
+        return (end.at - self.at) * 1e3
+
+
+@pytest.fixture
+def torch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimulatedCuda], None]:
+    """torch with a GPU: products on the CPU, streams on this driver."""
+
+    def put(driver: SimulatedCuda) -> None:
+        monkeypatch.setattr(TorchStream, "driver", driver, raising=False)
+        randn = torch.randn
+        monkeypatch.setattr(torch, "randn", lambda *size, device, **rest: randn(*size, **rest))
+        for name, thing in (("Stream", TorchStream), ("Event", TorchEvent), ("stream", nullcontext),
+                            ("synchronize", lambda index: None)):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, thing)
+
+    return put
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    plain = {"device": "cuda:0", "buffer": 4 / 1024, "rounds": 1, "samples": 5, "every_path": True, "quiet": True}
+    return argparse.Namespace(**plain | changes)
+
+
+def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None]
+) -> None:
+    device = simulated_device()
+    torch_on(driver_of(device))
+    figures = bench_cuda.measure(device, arguments())
     json.dumps(figures)
     rows = figures["copies"]["fragments"]
     assert {(r["direction"], r["width"], r["count"]) for r in rows} == {
-        (d, w, n) for d in ("device to host", "host to device") for w in (4096, 16384) for n in (4, 64)
+        (d, w, n) for d in ("device to host", "host to device") for w in (4096, 16384) for n in (4, 64, 512)
     }
-    ways = {r["way"] for r in rows if r["direction"] == "device to host"}
-    assert ways == {"chosen", "dma", "pitched", "staged", "kernel"}
-    assert all(r["bytes_per_s"] > 0 and r["ratio"] >= 0 for r in rows)
-    assert len(figures["copies"]["both_directions"]) == 2
+    assert {(r["width"], r["count"]) for r in rows if r["wraps"]} == {(16384, 512)}  # none is left out
+    assert {r["way"] for r in rows if r["direction"] == "device to host"} == {
+        "chosen", "dma", "pitched", "staged", "kernel"
+    }  # fmt: skip
+    assert all(r["bytes_per_s"] > 0 and r["to_a_thread"] > 0 for r in rows)
+    assert [r["width"] for r in figures["copies"]["both_directions"]] == [16384]
+    beside = figures["compute"]["slow_down"]["beside"]
+    assert [(r["direction"], r["path"]) for r in beside] == [
+        ("device to host", "dma"), ("device to host", "staged"), ("device to host", "kernel"),
+        ("host to device", "dma"), ("host to device", "kernel"),
+    ]  # fmt: skip
     waking = figures["waking"]
-    assert 0 <= waking["wake_up"]["p50_us"] <= waking["wake_up"]["p99_us"]
+    assert 0 < waking["wake_up"]["p50_us"] <= waking["wake_up"]["p99_us"]
+    assert waking["wake_up"]["uncertain_us"] > 0
     assert waking["in_flight"]["loop_us_each"] > 0
-    assert waking["submitting"]["on_loop_us"] > 0
-    assert waking["submitting"]["off_loop_us"] > 0
+    assert [r["way"] for r in waking["submitting"]] == ["chosen", "by the kernel", "in merged runs"]
+    assert all(r["on_loop_us"] > 0 and r["off_loop_us"] > 0 for r in waking["submitting"])
+    for layers in (figures["compute"]["layer_wise"], figures["leases"]):
+        assert layers["ratio"] > 0
+        assert layers["load_s"] > 0
+    assert figures["leases"]["tokens"] == 8 * 16  # each lease loads its whole prompt
+    assert 0 < figures["leases"]["wait_layer"]["p50_us"] <= figures["leases"]["wait_layer"]["max_us"]
+
+
+ISSUE = [
+    "device to host, 64 fragments of 4 KiB: share of one large copy", "both directions, fragments of 16 KiB: GB/s",
+    "bf16 products beside copies host to device by dma: slower by",
+    "bf16 products beside copies device to host by kernel: slower by", "event to coroutine, p50: µs",
+    "event to coroutine, p99: µs", "20 in flight, loop time each: µs", "submitting 64 pages, chosen: µs on the loop",
+    "submitting 64 pages, by the kernel: µs off the loop", "submitting 64 pages, in merged runs: µs off the loop",
+    "load of 4 layers beside computing, by the device: share of the longer of the two",
+    "load of 4 layers beside computing, by leases: share of the longer of the two",
+]  # fmt: skip
+
+
+def test_every_goal_is_told_as_met_or_missed(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None]
+) -> None:
+    device = simulated_device()
+    torch_on(driver_of(device))
+    figures = bench_cuda.measure(device, arguments(every_path=False))
+    names = [goal["figure"] for goal in figures["goals"]]
+    assert set(ISSUE) <= set(names)
+    assert len(names) == len(set(names))
+    assert figures["met"] + figures["missed"] == len(names)
     said = bench_cuda.told(figures)
-    assert "goal 0.6" in said
-    assert "both directions" in said
+    for goal in figures["goals"]:
+        assert f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})" in said
+    assert "wait_layer in the caller's thread" in said
+
+
+@pytest.mark.parametrize(("goal", "met"), [
+    (cuda_goals.at_least("a", 0.95, 0.95), True), (cuda_goals.at_least("a", 0.94, 0.95), False),
+    (cuda_goals.at_most("a", 80.0, 80.0), True), (cuda_goals.at_most("a", 80.1, 80.0), False),
+    (cuda_goals.at_most("a", None, 80.0), False),
+])
+def test_a_goal_is_met_at_its_limit_and_never_without_a_figure(goal: cuda_goals.Goal, met: bool) -> None:
+    assert goal.met is met
+
+
+def test_what_is_asked_of_both_directions_follows_what_one_makes() -> None:
+    both = [{"width": 65536, "gb_s": 70.0}]
+    for one, limit, met in ((55.0, 80.0, False), (50.0, 80.0, False), (25.0, 40.0, True)):
+        copies = {"fragments": [], "reference_gb_s": {"out": one, "in": one + 1}, "both_directions": both}
+        (goal,) = cuda_goals._copies(copies)
+        assert (goal.limit, goal.met) == (limit, met)
+
+
+def test_copies_that_end_before_the_products_are_no_figure(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they say of the slow-down would be too little."""
+    device = simulated_device()
+    driver = driver_of(device)
+    torch_on(driver)
+    bench = Bench(driver, 1 << 20)
+    products = cuda_compute.Products(0, 8)
+    events: list[CudaEvent] = []
+    submit = bench.submit
+
+    def remember(*arguments: Any) -> CudaEvent:
+        events.append(submit(*arguments))
+        return events[-1]
+
+    def late(count: int) -> float:
+        for event in events:
+            event.block()
+        return 1.0
+
+    monkeypatch.setattr(bench, "submit", remember)
+    monkeypatch.setattr(products, "seconds", late)
+    row = cuda_compute._beside(bench, Towards.OUT, Path.DMA, products, 1e-6, 1, 8)
+    assert row["slower_by"] is None
+    bench.close()
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ({"pinnable": 1 << 20}, "host memory cannot be pinned"),
+    ({"break_at": 5}, "bench cuda: the GPU could not be measured: an illegal memory access"),
+])
+def test_a_bench_that_the_gpu_ends_is_one_sentence(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: Any, says: str
+) -> None:
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: Found("14.2.0", "13.0", 1, 13000, ""))
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(**how))
+    assert main(["bench", "cuda", "--buffer", str(4 / 1024), "--rounds", "1"]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
 
 
 def test_doctor_tells_what_will_be_used_and_why(

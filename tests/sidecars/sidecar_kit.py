@@ -195,7 +195,7 @@ def spoil_device(cache: AsyncCache, pools: Collection[str] | None = None) -> Non
     for spec in solid(cache.config):
         for i in range(spec.layers if pools is None or spec.name in pools else 0):
             cache.pools[spec.name].layer(i).fill_(GARBAGE)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()  # the streams of a CUDA device do not wait for torch's
 
 
