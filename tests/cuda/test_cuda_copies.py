@@ -164,6 +164,18 @@ def test_merging_moves_what_was_asked_for() -> None:
                              for b in r.bases for i, j in zip(dst, src, strict=True)}  # fmt: skip
 
 
+@pytest.mark.asyncio
+async def test_staged_pages_take_one_upload_a_launch_a_round_and_a_copy_a_round(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "STAGING_BYTES", 10 * 64)
+    device = simulated_device(settings=Settings(out=Path.STAGED))
+    mover = Mover(device, [pool(size=64, layers=4)])
+    await mover.backup([move(list(range(30)), list(range(46, 16, -1)))]).wait()
+    assert driver_of(device).calls == {"copy": 1 + 3, "spans": 1 + 30, "launch": 3}
+    await device.aclose()
+
+
 # registrations
 
 
