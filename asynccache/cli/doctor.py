@@ -14,13 +14,13 @@ from contextlib import closing
 from pathlib import Path as FilePath
 from typing import Any
 
+from asynccache.cli.cuda_why import SIZES, Choice
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
 
 Report = dict[str, Any]
 
 SMALL_BUFFER = 64 << 20
-WIDTHS = (4 << 10, 64 << 10, 2 << 20)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,8 @@ def examine(name: str) -> Report:
     from asynccache.memory.cuda.cupy_driver import find
 
     found = find()
-    report: Report = {"command": "doctor", "cupy": found.cupy, "torch_cuda": found.torch_cuda,
+    report: Report = {"command": "doctor", "cupy": found.cupy, "cupy_cuda": found.cupy_cuda,
+                      "torch_cuda": found.torch_cuda,
                       "driver": found.driver, "devices": found.devices, "missing": found.missing or None,
                       "nvrtc": nvrtc() if found.cupy else None, "limits": limits()}  # fmt: skip
     if not found.missing:
@@ -59,11 +60,12 @@ def examine(name: str) -> Report:
 
 def _examined(name: str) -> Report:
     from asynccache.memory.cuda.device import open_device
+    from asynccache.memory.cuda.driver import DriverError
 
     try:
         return measured(open_device(name))
-    except AsyncCacheError as error:
-        return {"error": str(error)}
+    except (AsyncCacheError, DriverError, MemoryError) as error:
+        return {"error": (str(error).splitlines() or ["out of memory"])[0]}
 
 
 def measured(device: Any) -> Report:
@@ -74,26 +76,29 @@ def measured(device: Any) -> Report:
     identity = device.driver.identity()
     with closing(Bench(device.driver, SMALL_BUFFER)) as bench:
         large = {towards.value: round(reference(bench, towards, 5) / 1e9, 2) for towards in WAYS}
-        rows = list(_bandwidth(bench, device.chooser))
+        choices = list(_choices(bench, device))
     waking = asyncio.run(_waking(device))
     return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)}, "large_gb_s": large,
-            "paths": rows, "wake_up": waking, "settings": _settings(device.settings)}  # fmt: skip
+            "paths": [{**choice._asdict(), "why": choice.why()} for choice in choices],
+            "plain": [line for choice in choices for line in choice.told()], "wake_up": waking,
+            "settings": _settings(device.settings)}  # fmt: skip
 
 
-def _bandwidth(bench: Any, chooser: Any) -> Iterator[Report]:
-    from asynccache.cli.cuda_copies import WAYS
+def _choices(bench: Any, device: Any) -> Iterator[Choice]:
+    from asynccache.cli.cuda_copies import WAYS, path_of
     from asynccache.memory.cuda.calibration import forced
     from asynccache.memory.cuda.paths import Path
-    from asynccache.memory.cuda.rows import Runs
-    from asynccache.memory.cuda.submission import shape_of
 
+    blocks = device.settings.blocks
     for towards, paths in WAYS.items():
-        for width in WIDTHS:
-            scattered = bench.rows(towards, Path.DMA, width)
-            shape = shape_of(scattered, Runs.of(scattered))
-            rates = {path.value: _rate(bench, bench.rows(towards, path, width), forced(towards, path))
-                     for path in paths}  # fmt: skip
-            yield {"direction": towards.value, "width": width, "gb_s": rates, "chosen": chooser.choose(shape).value}
+        for name, width in SIZES.items():
+            scattered, near = (bench.rows(towards, path, width) for path in (Path.DMA, Path.PITCHED))
+            rates = {path.value: _rate(bench, scattered, forced(towards, path, blocks))
+                     for path in paths if path is not Path.PITCHED}  # fmt: skip
+            best = path_of(device.chooser, near)
+            yield Choice(towards.value, name, width, path_of(device.chooser, scattered).value, rates,
+                         (best.value, _rate(bench, near, forced(towards, best, blocks))),
+                         device.settings.forced(towards) is not None)  # fmt: skip
 
 
 def _rate(bench: Any, rows: Any, chooser: Any) -> float:
@@ -156,14 +161,16 @@ def told(report: Report) -> Iterator[str]:
         yield f"There is a GPU, and it cannot be used: {report['error']}"
     else:
         yield from _hardware(report)
-        yield from _choices(report)
+        yield from _what_will_be_used(report)
 
 
 def _software(report: Report) -> Iterator[str]:
     from asynccache.memory.cuda.cupy_driver import spelled_version
 
-    yield f"cupy      {report['cupy'] or 'not installed'}"
+    cupy_cuda = spelled_version(report["cupy_cuda"]) if report["cupy_cuda"] else None
+    yield f"cupy      {report['cupy'] or 'not installed'}{f', for CUDA {cupy_cuda}' if cupy_cuda else ''}"
     yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
+    yield from _needed([version for version in (cupy_cuda, report["torch_cuda"]) if version])
     version = f"CUDA {spelled_version(report['driver'])}" if report["driver"] else "none"
     yield f"driver    {version}, {report['devices']} GPUs"
     kernel = report["nvrtc"]
@@ -172,6 +179,16 @@ def _software(report: Report) -> Iterator[str]:
     limit = report["limits"]
     memlock = "no limit" if limit["memlock"] is None else spelled(limit["memlock"])
     yield f"pinning   ulimit -l: {memlock}; memory that can be had: {spelled(limit['available_bytes'])}"
+
+
+def _needed(versions: list[str]) -> Iterator[str]:
+    """A driver serves programs for its own version of CUDA and older; of one major version, newer ones too."""
+    majors = {int(version.split(".")[0]) for version in versions}
+    if majors:
+        yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"
+    if len(majors) > 1:
+        yield (f"          cupy and torch are for different versions: pip install 'asynccache[cuda{versions[1][:2]}]' "
+               "brings torch's")  # fmt: skip
 
 
 def _hardware(report: Report) -> Iterator[str]:
@@ -184,12 +201,10 @@ def _hardware(report: Report) -> Iterator[str]:
     yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs from the event to the coroutine"
 
 
-def _choices(report: Report) -> Iterator[str]:
-    for row in report["paths"]:
-        rates = ", ".join(f"{path} {rate}" for path, rate in row["gb_s"].items())
-        yield f"{row['direction']}, fragments of {spelled(row['width'])}: {row['chosen']} will be used (GB/s: {rates})"
-    yield ("The path with the least estimate is used; a kernel only where it wins by a tenth, since it takes "
-           "multiprocessors from whoever computes.")  # fmt: skip
+def _what_will_be_used(report: Report) -> Iterator[str]:
+    yield from report["plain"]
+    yield ("A path is chosen by what it is estimated to take, from costs measured when the device opens; a kernel only "
+           "where it wins by a tenth, since it takes multiprocessors from whoever computes.")  # fmt: skip
     if report["device"]["numa_node"] is not None and report["settings"]["numa_node"] is None:
         yield (f"Host pools are not bound to a NUMA node; the device hangs at node {report['device']['numa_node']}: "
                "start under numactl, or set numa_node.")  # fmt: skip

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_goals, cuda_leases, cuda_waking, doctor
+from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_goals, cuda_leases, cuda_waking, cuda_why, doctor
 from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
 from asynccache.memory.cuda.calibration import Bench
 from asynccache.memory.cuda.cupy_driver import Found
 from asynccache.memory.cuda.device import CudaDevice
-from asynccache.memory.cuda.driver import Towards
+from asynccache.memory.cuda.driver import DriverError, Towards
 from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.cuda.paths import Path
+from asynccache.memory.cuda.paths import Path, Settings
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
@@ -245,20 +245,70 @@ def test_a_bench_that_the_gpu_ends_is_one_sentence(
     assert said.count("\n") == 1
 
 
+def found() -> Found:
+    return Found("14.2.0", "13.0", 1, 13000, "", 12090)
+
+
 def test_doctor_tells_what_will_be_used_and_why(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "SMALL_BUFFER", 2 << 20)
-    monkeypatch.setattr(doctor, "WIDTHS", (4 << 10, 64 << 10))
-    found = Found("14.2.0", "13.0", 1, 13000, "")
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", lambda: found)
+    monkeypatch.setattr(doctor, "SIZES", {"small": 4 << 10, "medium": 16 << 10, "large": 64 << 10})
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
     monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device())
     monkeypatch.setattr(doctor, "nvrtc", lambda: {"compiles": True, "bytes": 7000})
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for words in ("a simulated GPU", "CUDA 13.0, 1 GPUs", "many in one call", "for one large copy", "wake-up   p50",
-                  "will be used (GB/s: dma ", "compiles the copy kernel"):  # fmt: skip
+                  "compiles the copy kernel", "14.2.0, for CUDA 12.9", "for CUDA 13.0",
+                  "a driver for CUDA 13 or newer is needed", "pip install 'asynccache[cuda13]'"):  # fmt: skip
         assert words in said
+    lines = said.splitlines()
+    for direction in ("device to host", "host to device"):
+        for size in ("small fragments (4.0 KiB)", "medium fragments (16.0 KiB)", "large fragments (64.0 KiB)"):
+            at = next(i for i, line in enumerate(lines) if line.startswith(f"{direction}, {size}: "))
+            path = lines[at].removeprefix(f"{direction}, {size}: ").split()[0]
+            assert lines[at + 1].strip().startswith(cuda_why.HOW[path] + "; ")
+
+
+def test_doctor_says_what_was_chosen_by_hand(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "SMALL_BUFFER", 1 << 20)
+    monkeypatch.setattr(doctor, "SIZES", {"small": 4 << 10})
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=Settings(out=Path.KERNEL)))
+    assert main(["doctor", "--json"]) == 0
+    out, inward = json.loads(capsys.readouterr().out)["paths"]
+    assert (out["chosen"], out["forced"], inward["forced"]) == ("kernel", True, False)
+    assert out["why"].startswith("the settings say so; ")
+
+
+@pytest.mark.parametrize(("chosen", "rates", "why"), [
+    ("staged", {"dma": 4.0, "staged": 32.0, "kernel": 20.0}, "1.60 times as fast as the next best: kernel makes 20.0"),
+    ("dma", {"dma": 48.0, "kernel": 50.0}, "kernel makes 50.0 GB/s, which is not enough more for the multiprocessors"),
+    ("kernel", {"dma": 50.0, "kernel": 50.0}, "as fast as any: dma makes 50.0"),
+    ("kernel", {"dma": 50.0, "kernel": 30.0}, "estimated to be the fastest when the device opened, yet here dma makes"),
+    ("dma", {"dma": 50.0}, "no other path can do it"),
+])
+def test_the_reason_follows_from_what_was_measured(chosen: str, rates: dict[str, float], why: str) -> None:
+    choice = cuda_why.Choice("device to host", "small", 4096, chosen, rates, ("pitched", 40.0), False)
+    assert why in choice.why()
+    assert "neighbours: pitched will be used, 40.0 GB/s" in "\n".join(choice.told())
+
+
+@pytest.mark.parametrize("failure", [DriverError("out of memory\nmore of it"), MemoryError()])
+def test_a_gpu_that_fails_while_doctor_measures_is_told(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception
+) -> None:
+    def fail(device: object) -> object:
+        raise failure
+
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device())
+    monkeypatch.setattr(doctor, "measured", fail)
+    assert main(["doctor"]) == 1
+    assert "it cannot be used: out of memory\n" in capsys.readouterr().out
 
 
 def test_a_gpu_that_cannot_be_used_is_told(

@@ -38,6 +38,7 @@ class Found(NamedTuple):
     devices: int
     driver: int | None
     missing: str
+    cupy_cuda: int | None = None  # the version of CUDA that cupy was built for
 
 
 def find() -> Found:
@@ -51,7 +52,8 @@ def find() -> Found:
     runtime = cupy.cuda.runtime
     driver = _or_none(runtime.driverGetVersion) or None
     devices = _or_none(runtime.getDeviceCount) or 0
-    return Found(cupy.__version__, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda))
+    return Found(cupy.__version__, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
+                 _or_none(lambda: int(runtime.runtimeGetVersion())))  # fmt: skip
 
 
 def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
