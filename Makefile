@@ -3,12 +3,12 @@
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer)
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
-#   CUDA      the major version that test-gpu installs cupy for: 12 or 13
+#   CUDA      the major version that test-gpu installs cupy for, 12 or 13: torch's own, unless you say which
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 S3       ?= moto
-CUDA     ?= 12
+CUDA     ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
@@ -23,7 +23,7 @@ help:
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make test-ranks   ranks as processes, every topology, each rank killed and stopped in turn: some ten minutes"
-	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress; CUDA=12 or 13"
+	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
@@ -48,7 +48,9 @@ test-ranks: $(VENV)/.installed-dev
 test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor
 	$(BIN)/python -m pytest -q -rs tests/cuda
-	$(BIN)/python -m pytest -q -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
+	$(BIN)/python -m pytest -q -rs -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
+	$(BIN)/python -m pytest -q -rs --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
+	    -k "not costs_nothing_until_touched and not engines_tensors"
 	$(BIN)/asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1
 
 test-kernels: build/kernels/.installed
@@ -103,7 +105,9 @@ $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
 	@touch $@ $(VENV)/.installed-cli
 
 $(VENV)/.installed-gpu: $(VENV)/.created pyproject.toml constraints.txt
-	$(INSTALL) -e '.[dev,cuda$(CUDA)]'
+	$(INSTALL) -e '.[dev]'
+	cuda='$(CUDA)' && : "$${cuda:=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").split(".")[0])')}" && \
+	    $(INSTALL) -e ".[dev,cuda$$cuda]"
 	@touch $@ $(VENV)/.installed-dev $(VENV)/.installed-cli
 
 build/kernels/.installed:

@@ -16,6 +16,7 @@ from asynccache.memory.cuda.calibration import Bench
 from asynccache.memory.cuda.driver import Driver, Spans, Towards
 from asynccache.memory.cuda.events import CudaEvent
 from asynccache.memory.cuda.streams import CudaStream
+from asynccache.memory.signals import Work
 
 
 class Clock:
@@ -34,7 +35,7 @@ class Clock:
         """The second point."""
         self._record(self._end)
 
-    def begin_here(self, note: Callable[[], None]) -> None:
+    def begin_here(self, note: Work) -> None:
         """The first point, and ``note`` called in the submitter just before: the stream is idle then, so it tells what
         the host's clock shows there."""
         self._stream.call(partial(self._anchor, note))
@@ -51,7 +52,7 @@ class Clock:
     def _record(self, event: int) -> None:
         self._stream.call(partial(self._driver.event_record, event, self._stream.handle))
 
-    def _anchor(self, note: Callable[[], None]) -> None:
+    def _anchor(self, note: Work) -> None:
         note()
         self._driver.event_record(self._begin, self._stream.handle)
         self._driver.event_synchronize(self._begin)
@@ -76,7 +77,7 @@ def ended(event: CudaEvent) -> None:
         raise event.failure
 
 
-def one_copy(bench: Bench, towards: Towards, size: int) -> Callable[[], None]:
+def one_copy(bench: Bench, towards: Towards, size: int) -> Work:
     """The call of the driver that copies so many bytes in one piece."""
     host, device = bench.host.data_ptr(), bench.device[0].data_ptr()
     dst, src = (host, device) if towards is Towards.OUT else (device, host)
@@ -84,7 +85,7 @@ def one_copy(bench: Bench, towards: Towards, size: int) -> Callable[[], None]:
     return partial(bench.driver.copy, bench.stream.handle, towards, spans)
 
 
-def device_seconds(bench: Bench, submit: Callable[[], CudaEvent], plug: Callable[[], None] | None = None) -> float:
+def device_seconds(bench: Bench, submit: Callable[[], CudaEvent], plug: Work | None = None) -> float:
     """What the device takes for what ``submit`` submits, behind a ``plug``."""
     with clock(bench) as own:
         if plug is not None:
