@@ -84,6 +84,7 @@ class SimulatedCuda:
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.held: set[int] = set()
+        self.deepest = 0  # entries that were in one queue
         self.chose: set[str] = set()  # threads that were put on the device
         self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
         self._random = Random(seed)
@@ -150,6 +151,14 @@ class SimulatedCuda:
         with self._state:
             self._check()
             self._enqueue(stream, units)
+
+    def await_entries(self, stream: int, entries: int) -> bool:
+        """Return when so much of the stream's queue is taken; False if that lasts too long."""
+        with self._state:
+            return self._state.wait_for(lambda: self._taken(stream) >= entries, 30)
+
+    def _taken(self, stream: int) -> int:
+        return sum(op.entries for op in self._streams[stream])
 
     def pending(self) -> int:
         """Work that is queued on all streams."""
@@ -345,9 +354,9 @@ class SimulatedCuda:
 
     def _await_room(self, stream: int, entries: int) -> None:
         ops = self._streams[stream]
-        if ops and sum(op.entries for op in ops) + entries > self._depth:
+        if ops and self._taken(stream) + entries > self._depth:
             self.calls["blocked"] += 1
-        while ops and sum(op.entries for op in ops) + entries > self._depth and self._broken is None:
+        while ops and self._taken(stream) + entries > self._depth and self._broken is None:
             self._state.wait()
 
     def _enqueue(
@@ -360,6 +369,7 @@ class SimulatedCuda:
         op = _Op(stream, clock[stream], clock.copy(), iter(()), ready, entries)
         op.units = units(op)
         self._streams[stream].append(op)
+        self.deepest = max(self.deepest, self._taken(stream))
         self._state.notify_all()
         return op
 

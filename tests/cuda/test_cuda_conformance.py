@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from asynccache.memory.device import PageCopy
+from asynccache.memory.mover import Mover
+from tests.cuda.conftest import Make
 from tests.memory import test_devices as every_device
+from tests.memory.small_pools import pool
 from tests.memory.test_mover import test_a_fence_holds_later_loads_and_clones_but_no_backup as _fence
 
 pytestmark = pytest.mark.asyncio
@@ -15,5 +20,24 @@ for _name, _test in vars(every_device).items():
         globals()[_name] = _test
 
 test_a_fence_holds_later_loads_and_clones_but_no_backup = _fence
+
+
+async def test_a_batch_without_pages_is_done_like_any_other(make_device: Make) -> None:
+    device = make_device()
+    mover = Mover(device, [pool()])
+    stream, none = device.stream("s"), np.zeros(0, np.int32)
+    on_both = PageCopy(mover.device_pools["full"], mover.host_pools["full"], none, none)
+    device.device_to_host(stream, [on_both])
+    await stream.record().wait()
+    device.device_to_device(stream, [PageCopy(mover.device_pools["full"], None, none, none)])
+    await stream.record().wait()
+    layers = device.host_to_device(stream, [on_both], 4)
+    assert len(layers) == 4
+    for event in layers:
+        await event.wait()
+    device.device_to_host(stream, [])
+    await stream.record().wait()
+    await device.aclose()
+
 
 assert sum(name.startswith("test_") for name in list(globals())) > 15

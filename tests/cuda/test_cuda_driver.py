@@ -6,7 +6,10 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path as FilePath
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda import cupy_driver, libcuda
+from asynccache.memory.cuda import cupy_driver, kernels, libcuda
 from asynccache.memory.cuda.calibration import Bench, calibrate
 from asynccache.memory.cuda.device import open_device
 from asynccache.memory.cuda.driver import DriverError, Spans, Towards
@@ -150,16 +153,18 @@ def test_many_copies_are_one_call_with_sources_read_in_the_streams_order(library
 
 def test_a_batch_that_is_refused_says_where(library: FakeLibrary) -> None:
     library.answer = 1
-    with pytest.raises(DriverError, match=r"illegal memory access .*\(1\) at copy 2 of 3"):
+    with pytest.raises(DriverError, match=r"illegal memory access .*\(1\) at copy 2 of 3") as told:
         libcuda.LibCuda().copy_batch(0x77, spans(3))
+    assert (told.value.code, told.value.sticky) == (1, False)
 
 
 def test_an_event_that_failed_is_neither_done_nor_pending(library: FakeLibrary) -> None:
     cuda = libcuda.LibCuda()
     assert cuda.event_query(8) is True
     assert cuda.event_query(16) is False
-    with pytest.raises(DriverError, match=r"illegal memory access .*\(700\)"):
+    with pytest.raises(DriverError, match=r"illegal memory access .*\(700\)") as told:
         cuda.event_query(24)
+    assert (told.value.code, told.value.sticky) == (700, True)
 
 
 def test_a_driver_that_is_too_old_takes_no_batches(library: FakeLibrary) -> None:
@@ -190,18 +195,116 @@ def driver_on(library: FakeLibrary) -> tuple[cupy_driver.CupyDriver, Runtime]:
 def test_a_driver_that_refuses_its_first_batch_copies_one_by_one_from_then_on(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
     library.answer = 1
-    driver.copy(0x77, Towards.OUT, spans(3))
-    driver.copy(0x77, Towards.IN, spans(2))
+    assert driver.copy(0x77, Towards.OUT, spans(3)) == 3  # entries of the driver's queue
+    assert driver.copy(0x77, Towards.IN, spans(2)) == 2
     assert [c[2:] for c in runtime.copies] == [(1, 2, 0x77), (2, 2, 0x77), (3, 2, 0x77), (1, 1, 0x77), (2, 1, 0x77)]
 
 
 def test_a_driver_that_took_a_batch_once_fails_a_later_one(library: FakeLibrary) -> None:
     driver, runtime = driver_on(library)
-    driver.copy(0x77, Towards.OUT, spans(3))
+    assert driver.copy(0x77, Towards.OUT, spans(9)) == 2
     assert runtime.copies == []
-    library.answer = 700
+    library.answer = 1
     with pytest.raises(DriverError):
         driver.copy(0x77, Towards.OUT, spans(3))
+
+
+def test_a_device_that_has_failed_is_not_a_driver_without_batches(library: FakeLibrary) -> None:
+    driver, runtime = driver_on(library)
+    library.answer = 719
+    with pytest.raises(DriverError, match="719"):
+        driver.copy(0x77, Towards.OUT, spans(3))
+    assert runtime.copies == []
+
+
+# the current device
+
+
+class TwoGpus:
+    """The runtime of a thread that is on device 0. It writes down on which device each call came."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.seen: dict[str, int] = {}
+
+    def getDevice(self) -> int:
+        return self.current
+
+    def setDevice(self, index: int) -> None:
+        self.current = index
+
+    def getDeviceProperties(self, index: int) -> dict[str, Any]:
+        return {"name": b"a GPU", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
+
+    def memGetInfo(self) -> tuple[int, int]:
+        self.seen["memGetInfo"] = self.current
+        return 7, 80
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: object) -> int:
+            self.seen[name] = self.current
+            return 16
+
+        return call
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        """As ``torch.cuda.device``."""
+        before, self.current = self.current, index
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def gpus(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> TwoGpus:
+    two = TwoGpus()
+    found = cupy_driver.Found("14", "13.0", 2, 13000, "")
+    monkeypatch.setattr(cupy_driver, "find", lambda: found)
+    modules = SimpleNamespace(cuda=SimpleNamespace(runtime=two, driver=two))
+    monkeypatch.setattr(cupy_driver, "import_module", lambda name: modules)
+    monkeypatch.setattr(kernels, "image_for", lambda capability: b"")
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
+    monkeypatch.setattr(torch.cuda, "device", two.device)
+    return two
+
+
+def test_what_means_the_current_device_means_this_one_and_leaves_the_callers_alone(gpus: TwoGpus) -> None:
+    driver = cupy_driver.CupyDriver(1)
+    assert gpus.current == 0
+    driver.event_record(driver.event_create(), driver.stream_create())
+    driver.stream_wait_event(16, 16)
+    driver.free(driver.malloc(64))
+    driver.host_register(1 << 20, 4096)
+    driver.host_unregister(1 << 20)
+    driver.free_memory()
+    driver.event_destroy(16)
+    driver.stream_destroy(16)
+    asked = ("moduleLoadData", "moduleGetFunction", "streamCreateWithFlags", "eventCreateWithFlags", "eventRecord",
+             "streamWaitEvent", "malloc", "free", "hostRegister", "hostUnregister", "memGetInfo", "eventDestroy",
+             "streamDestroy")  # fmt: skip
+    assert {name: gpus.seen[name] for name in asked} == dict.fromkeys(asked, 1)
+    assert gpus.current == 0
+    driver.use_device()
+    assert gpus.current == 1
+
+
+def test_a_call_that_is_refused_leaves_the_callers_device_alone_too(
+    gpus: TwoGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(RuntimeError):
+        status = 2
+
+    def malloc(size: int) -> int:
+        raise Refused("out of memory")
+
+    driver = cupy_driver.CupyDriver(1)
+    monkeypatch.setattr(gpus, "malloc", malloc, raising=False)
+    with pytest.raises(DriverError, match="out of memory") as told:
+        driver.malloc(1)
+    assert (told.value.code, told.value.sticky) == (2, False)
+    assert gpus.current == 0
 
 
 # streams of engines

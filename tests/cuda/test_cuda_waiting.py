@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from asynccache.errors import CacheClosed, CopyFailed
 from asynccache.memory.cuda import backlog
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import DriverError
-from asynccache.memory.cuda.events import CudaEvent
+from asynccache.memory.cuda.events import Context, CudaEvent
 from asynccache.memory.cuda.paths import Path, Settings
+from asynccache.memory.cuda.streams import CudaStream, EngineStream
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, submitted
@@ -100,6 +102,129 @@ async def test_a_full_queue_of_the_driver_holds_the_submitter_and_not_the_loop(s
     await asyncio.gather(*(e.wait() for e in events))
     assert [host_page(mover, "full", s) for s in range(30)] == [device_page(mover, "full", s) for s in range(30)]
     await device.aclose()
+
+
+class Later:
+    """An event that has happened when somebody waits for it, or is told so."""
+
+    def __init__(self) -> None:
+        self.happened = self.waited = False
+
+    def done(self) -> bool:
+        return self.happened
+
+    def block(self) -> None:
+        self.waited, self.happened = not self.happened, True
+
+
+async def test_a_backlog_waits_for_the_oldest_event_that_makes_room() -> None:
+    log, marks = backlog.Backlog(), [Later() for _ in range(20)]
+    for event in marks:
+        log.admit()
+        log.took(backlog.APART)
+        assert log.due
+        log.mark(event)  # type: ignore[arg-type]
+        assert not log.due
+    within = backlog.CAP // backlog.APART
+    assert [e.waited for e in marks] == [True] * (20 - within) + [False] * within
+    marks[-within].happened = True
+    log.admit()
+    assert sum(e.waited for e in marks) == 20 - within
+    log.took(backlog.CAP)
+    log.admit()
+    assert all(e.happened for e in marks)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: bool) -> None:
+    """Else the driver would block the submitter with its locks held, and an engine's launches too."""
+    device = simulated_device(batches=batches, settings=Settings(out=Path.DMA))
+    mover, driver = Mover(device, [pool(device_pages=1024, host_pages=1024)]), driver_of(device)
+    fill_device(mover)
+    driver.pause()
+    large = [mover.backup([scattered(1024)]) for _ in range(4)]  # 4,096 pieces each
+    small = [mover.backup([move([i % 32], [i % 32])]) for i in range(1000)]
+    handle = mover._backups.handle  # type: ignore[attr-defined]
+    assert await asyncio.to_thread(driver.await_entries, handle, backlog.CAP)
+    assert not large[-1].recorded  # type: ignore[attr-defined]
+    driver.resume()
+    await asyncio.gather(*(event.wait() for event in (*large, *small)))
+    assert driver.calls["blocked"] == 0
+    assert driver.deepest < 1024
+    await device.aclose()
+
+
+async def test_a_shared_device_gets_its_streams_back(simulated_device: Make) -> None:
+    device = simulated_device(settings=Settings(out=Path.KERNEL))
+    driver, made, before = driver_of(device), list[CudaStream](), set(threading.enumerate())
+    for _ in range(5):
+        mover = Mover(device, [pool()])
+        fill_device(mover)
+        streams = list(device._submissions)
+        gate = device.gate()
+        backup = mover.backup([move([3], [4])], after=[gate])
+        for stream in streams:
+            device.release(stream)
+        assert not backup.done()
+        with pytest.raises(CacheClosed):
+            mover.backup([move([0], [0])])
+        gate.open()
+        await backup.wait()
+        assert host_page(mover, "full", 4) == device_page(mover, "full", 3)
+        for stream in streams:
+            await asyncio.to_thread(stream.join)
+            assert stream.handle not in driver._streams
+        made += streams
+    assert len({stream.handle for stream in made}) == len(made) >= 10
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
+    with pytest.raises(CacheClosed, match="released"):
+        device.device_to_host(made[0], [])
+    assert len(driver._memory) <= 5 + len(streams)  # pools, and slabs for kernels that go from one to the next
+    await device.aclose()
+    assert driver._streams == {}
+
+
+async def test_a_closed_device_makes_no_streams(simulated_device: Make) -> None:
+    device = simulated_device()
+    await device.aclose()
+    with pytest.raises(CacheClosed):
+        device.stream("late")
+    assert "asynccache-late" not in [t.name for t in threading.enumerate()]
+
+
+async def test_one_stream_of_an_engine_is_adopted_once_by_threads_that_ask_together(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, together = simulated_device(), threading.Barrier(2)
+    stream = TorchStream(driver_of(device).stream_create())
+    adopt = EngineStream.__init__
+
+    def slowly(self: EngineStream, name: str, handle: int, context: Context) -> None:
+        time.sleep(0.1)  # the other one has asked by then
+        adopt(self, name, handle, context)
+
+    def ask() -> object:
+        together.wait(ENOUGH)
+        return device.engine_stream(stream)
+
+    monkeypatch.setattr(EngineStream, "__init__", slowly)
+    assert len(set(await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(2))))) == 1
+    await device.aclose()
+
+
+async def test_only_threads_of_the_device_are_put_on_it(simulated_device: Make) -> None:
+    """Whoever opens, computes, moves and closes stays on the GPU that is its own."""
+    device = simulated_device(settings=Settings(out=Path.STAGED, inward=Path.KERNEL))
+    mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
+    await mover.backup([move([1, 5], [2, 9])], after=[engine.stream.record()]).wait()
+    load = mover.load([move([2], [3])])
+    load.wait_layer(engine.stream, 3)
+    await load.done.wait()
+    streams = len(device._submissions)
+    await device.aclose()
+    chose = driver_of(device).chose
+    assert len(chose) == 2 * streams + 1  # the engine's stream has a waiter
+    assert all(name.startswith("asynccache-") for name in chose)
 
 
 async def test_an_error_of_the_device_fails_all_that_is_in_flight_and_all_that_follows(simulated_device: Make) -> None:
@@ -213,7 +338,7 @@ async def test_closing_ends_threads_and_streams_and_lets_transfers_finish(simula
         await closing
     assert all(e.done() for e in (*backups, held.done, gate))
     assert [host_page(mover, "full", s) for s in range(31)] == [device_page(mover, "full", s) for s in range(31)]
-    assert len(handles) == 2
+    assert handles
     assert not handles & driver._streams.keys()
     with pytest.raises(CacheClosed):
         mover.backup([move([0], [0])])
