@@ -169,17 +169,22 @@ ISSUE = [
 ]  # fmt: skip
 
 
-def test_every_goal_is_told_as_met_or_missed(
-    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None]
-) -> None:
-    device = simulated_device()
+def test_the_command_tells_every_goal_as_met_or_missed(
+    simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: FilePath, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    device, path = simulated_device(), tmp_path / "cuda.json"
     torch_on(driver_of(device))
-    figures = bench_cuda.measure(device, arguments(every_path=False))
+    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: device)
+    options = ["--buffer", str(4 / 1024), "--rounds", "1", "--samples", "5"]
+    assert main(["bench", "cuda", *options, "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())
     names = [goal["figure"] for goal in figures["goals"]]
     assert set(ISSUE) <= set(names)
     assert len(names) == len(set(names))
     assert figures["met"] + figures["missed"] == len(names)
-    said = bench_cuda.told(figures)
+    said = capsys.readouterr().err
     for goal in figures["goals"]:
         assert f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})" in said
     assert "wait_layer in the caller's thread" in said
