@@ -40,3 +40,12 @@ def test_what_a_step_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["ratio"] == pytest.approx(full / bare, rel=0.01)
     assert figures["ratio_in_thread"] == pytest.approx(full / inside, rel=0.01)
     assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
+
+
+@pytest.mark.slow
+def test_a_step_reduces_once_in_each_of_two_groups(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    assert main(["bench", "ranks", "--topology", "tp2-cp2", "--steps", "20", "--json", str(path)]) == 0
+    figures = json.loads(path.read_text())["topologies"]["tp2-cp2"]
+    assert figures["empty"]["messages"] == 0
+    assert figures["stages"] == [{"reductions": 2, "frames": 0, "bytes": 2 * Frames(POOLS).length * 8}]

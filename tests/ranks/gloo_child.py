@@ -22,6 +22,7 @@ import uvloop
 
 from asynccache.errors import ConfigError, RankDivergence, RankFailure
 from asynccache.ranks import NEUTRAL, Chain, Frames, Progress, Steps, Topology
+from asynccache.ranks.circle import Circle
 from asynccache.ranks.gloo import GlooRanks, adopt, connect
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.progress import PENDING
@@ -35,14 +36,15 @@ WARM = 10
 @dataclass
 class Job:
     """``odd``: at which step this rank makes a call of its own; ``pause``: seconds between steps at most; ``stall``:
-    seconds more before every step from ``WARM`` on; ``adopt``: over groups that torch's own calls made."""
+    seconds more before every step from ``WARM`` on; ``adopt``: over groups that torch's own calls made.
+    ``timeout``: None leaves it as it is by default."""
 
     meeting: str
     topology: tuple[int, int, int]
     rank: int
     steps: int
     seed: int = 0
-    timeout: float = 3.0
+    timeout: float | None = 3.0
     pause: float = 0.003
     stall: float = 0.0
     odd: int = -1
@@ -54,7 +56,7 @@ class Job:
 @dataclass
 class Answer:
     """``at``: the machine's monotonic clock when stepping ended; ``closing``: how long closing took; ``lag``: the worst
-    of the loop, in seconds, from the first step on."""
+    of the loop, in seconds, from the first step on; ``timeouts``: of each group, and of the calls in it."""
 
     rank: int
     error: str = ""
@@ -65,6 +67,7 @@ class Answer:
     messages: int = 0
     commits: int = 0
     digests: list[int] = field(default_factory=list)
+    timeouts: list[list[float]] = field(default_factory=list)
 
 
 class Toy:
@@ -132,6 +135,7 @@ async def serve(job: Job) -> Answer:
         ranks = await _connected(job)
     except (RankFailure, ConfigError) as error:
         return _failed(answer, error)
+    answer.timeouts = [_timeouts(circle) for circle in ranks._circles.each()]
     try:
         await shake_hands(ranks.gather, {"page_size": 16, "topology": asdict(ranks.topology), **job.fields})
         await _stepping(job, ranks, answer)
@@ -149,10 +153,20 @@ def _failed(answer: Answer, error: Exception) -> Answer:
     return answer
 
 
+def _timeouts(circle: Circle) -> list[float]:
+    calls = [circle._timeout, *(options.timeout.total_seconds() for options in (circle._lowest, circle._highest))]
+    group: Any = circle._group
+    return [*calls, group.options._timeout.total_seconds()] if circle.own else calls  # one of ours is made with it, too
+
+
+def _given(job: Job) -> dict[str, Any]:
+    return {} if job.timeout is None else {"timeout": job.timeout}
+
+
 async def _connected(job: Job) -> GlooRanks:
     topology = Topology(*job.topology)
     if not job.adopt:
-        return await connect(topology, job.rank, f"file://{job.meeting}", timeout=job.timeout, arrival=60)
+        return await connect(topology, job.rank, f"file://{job.meeting}", **_given(job), arrival=60)
     return await asyncio.to_thread(_adopted, job, topology)
 
 
@@ -171,7 +185,7 @@ def _adopted(job: Job, topology: Topology) -> GlooRanks:
                 group = dist.new_group(members, timeout=patience)
                 if job.rank in members:
                     mine[name] = group
-    return adopt(dist.new_group(timeout=patience), **mine, timeout=job.timeout)
+    return adopt(dist.new_group(timeout=patience), **mine, **_given(job))
 
 
 async def _stepping(job: Job, ranks: GlooRanks, answer: Answer) -> None:

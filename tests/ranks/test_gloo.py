@@ -122,6 +122,16 @@ def test_the_loop_does_not_wait_for_a_peer_that_is_late(crew: Crew, loop: str) -
         assert min(lags) < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("shape", [TP2_CP2, TP2_PP2])
+def test_every_group_has_the_time_out(crew: Crew, shape: Shape, adopt: bool) -> None:
+    for answer in run(crew, shape, 1, adopt=adopt, timeout=None):
+        assert answer.text == ""
+        assert len(answer.timeouts) == (3 if shape == TP2_CP2 or answer.rank < 2 else 2)
+        assert {found for each in answer.timeouts for found in each} == {30.0}
+
+
 # the whole matrix: make test-ranks
 
 

@@ -19,10 +19,11 @@ from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 
 
 class Meeting:
-    """Where ranks of one process gather."""
+    """Where ranks of one process gather. ``order``: of the world, which may be another than that of ranks."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, order: int = 1) -> None:
         self.said: list[bytes | None] = [None] * count
+        self.order = order
         self.all = asyncio.Event()
 
 
@@ -42,11 +43,11 @@ class Member:
         if all(said is not None for said in self._meeting.said):
             self._meeting.all.set()
         await self._meeting.all.wait()
-        return [said or b"" for said in self._meeting.said]
+        return [said or b"" for said in self._meeting.said[:: self._meeting.order]]
 
 
-async def connected(count: int, timeout: float = 30.0) -> list[StreamOrders]:
-    meeting = Meeting(count)
+async def connected(count: int, timeout: float = 30.0, order: int = 1) -> list[StreamOrders]:
+    meeting = Meeting(count, order)
     members = [Member(meeting, rank) for rank in range(count)]
     return await asyncio.gather(*(connect_orders(member, timeout=timeout) for member in members))
 
@@ -63,8 +64,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.asyncio
-async def test_every_rank_gets_every_order_in_order() -> None:
-    leader, *others = orders = await connected(4)
+@pytest.mark.parametrize("world", [1, -1])
+async def test_every_rank_gets_every_order_in_order(world: int) -> None:
+    leader, *others = orders = await connected(4, order=world)
     sent = [bytes([i]) * (i * i) for i in range(60)]
     for order in sent:
         leader.send(order)
