@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from asynccache.cli import cuda_copies, cuda_goals, cuda_waking
+from asynccache.cli.cuda_why import gpu
 from asynccache.errors import ConfigError
 
 Figures = dict[str, Any]
@@ -24,7 +25,8 @@ GIB = 1 << 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="which GPU (default: %(default)s)")
+    parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
+                        help="which GPU (default: %(default)s)")
     parser.add_argument("--buffer", type=float, default=4.0, metavar="GIB",
                         help="of the buffers on either side; what is larger goes round them again (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the best counts (%(default)s)")

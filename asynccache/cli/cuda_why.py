@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from asynccache.cli.text import size as spelled
+from asynccache.errors import ConfigError
+from asynccache.memory.naming import parse_device
 
 SIZES = {"small": 4 << 10, "medium": 64 << 10, "large": 2 << 20}
 
@@ -21,6 +23,17 @@ HOW = {
 KERNELS = ("kernel", "staged")
 CLOSE = 1.05
 """What is nearer than this is called as fast."""
+
+
+def gpu(text: str) -> str:
+    """For argparse: the name of a GPU.
+
+    Raises:
+        ConfigError: it is none; argparse says so, since it is a ValueError.
+    """
+    if parse_device(text).kind != "cuda":
+        raise ConfigError(f"{text} is no GPU")
+    return text
 
 
 class Choice(NamedTuple):

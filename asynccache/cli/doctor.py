@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path as FilePath
 from typing import Any
 
-from asynccache.cli.cuda_why import SIZES, Choice
+from asynccache.cli.cuda_why import SIZES, Choice, gpu
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
 
@@ -25,7 +25,8 @@ SMALL_BUFFER = 64 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="which GPU (default: %(default)s)")
+    parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
+                        help="which GPU (default: %(default)s)")
     parser.add_argument("--json", metavar="PATH|-", nargs="?", const="-",
                         help="as JSON, to a file or (-) instead of text")
 

@@ -61,6 +61,16 @@ def test_bench_cuda_says_in_a_sentence_that_there_is_no_gpu(
     assert "there is no GPU to measure: " in said.err
 
 
+@pytest.mark.parametrize("command", [["bench", "cuda"], ["doctor"]])
+@pytest.mark.parametrize("name", ["cpu", "gpu0"])
+def test_what_is_no_gpu_is_refused_before_anything_is_measured(
+    command: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--device", name])
+    assert f"argument --device: invalid gpu value: '{name}'" in capsys.readouterr().err
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10))
