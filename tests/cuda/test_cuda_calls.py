@@ -93,6 +93,8 @@ class FakeCupy:
 class FakeLibCuda:
     batches = False
 
+    def relax_captures(self) -> None: ...
+
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:

@@ -103,6 +103,8 @@ class FakeLibrary:
         self.cuGetProcAddress_v2 = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
         )(self.find)  # fmt: skip
+        self.modes: list[int] = []
+        self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.exchange)
 
     def find(self, name: bytes, found: int, version: int, flags: int, status: int) -> int:
         self.seen["asked"] = (name, version, flags)
@@ -117,6 +119,10 @@ class FakeLibrary:
                       "indices": ctypes.c_size_t.from_address(indices).value}  # fmt: skip
         ctypes.c_size_t.from_address(failed).value = 2
         return self.answer
+
+    def exchange(self, mode: int) -> int:
+        self.modes.append(ctypes.c_int.from_address(mode).value)
+        return 0
 
     def query(self, event: int) -> int:
         return {8: 0, 16: 600}.get(event, 700)
@@ -288,6 +294,16 @@ def test_what_means_the_current_device_means_this_one_and_leaves_the_callers_alo
     assert gpus.current == 0
     driver.use_device()
     assert gpus.current == 1
+
+
+def test_threads_of_the_device_do_not_spoil_a_graph_that_another_captures(
+    gpus: TwoGpus, library: FakeLibrary
+) -> None:
+    driver = cupy_driver.CupyDriver(1)
+    driver.stream_create()
+    assert library.modes == []  # the caller's thread is left as it is
+    driver.use_device()
+    assert library.modes == [2]
 
 
 def test_a_call_that_is_refused_leaves_the_callers_device_alone_too(

@@ -179,6 +179,7 @@ class CupyDriver:
     @_translated
     def use_device(self) -> None:
         self._runtime.setDevice(self.index)
+        self._library.relax_captures()
 
     @_translated
     @_on_device

@@ -1,4 +1,4 @@
-"""The two calls of the CUDA driver that cupy does not have, or does not make without holding the GIL.
+"""The calls of the CUDA driver that cupy does not have, or does not make without holding the GIL.
 
 ``cuMemcpyBatchAsync`` is asked for by the version in which it appeared (12.8): what comes is its first ABI, with
 ``failIdx``, whatever the driver's own version. ``cuEventQuery`` goes past cupy because cupy holds the GIL for it, and
@@ -21,6 +21,7 @@ IN_STREAM_ORDER = 1
 """Sources are read where the stream has got to. The other order that there is for pinned memory (ANY) reads them at any
 moment, also before the backup has come that the stream was told to wait for."""
 _OVERLAP_WITH_COMPUTE = 1
+_RELAXED = 2
 
 
 class _Location(ctypes.Structure):
@@ -62,6 +63,13 @@ class LibCuda:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         return kind(found.value)
+
+    def relax_captures(self) -> None:
+        """While an engine captures a graph in another thread, many calls of this one would be refused, and would spoil
+        the graph. From now on they are not, and do not: none of them has to do with it."""
+        exchange = getattr(self._library, "cuThreadExchangeStreamCaptureMode", None)
+        if exchange is not None:
+            exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def event_query(self, event: int) -> bool:
         """Whether it has happened. Raises ``DriverError`` for every answer but yes and no."""
