@@ -81,7 +81,8 @@ class Mover:
         self.device_pools, self.host_pools = _allocate(device, pools, own, host_align)
         self._moved = _by_component(pools)
         self._backups = device.stream("backup_host")
-        self._loads = device.stream("load_back")  # clones too: one may copy what the load before it brought
+        self._loads = device.stream("load_back")
+        self._clones = device.stream("clone")
         self._fences = Fences(_slots_of(pools))
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
@@ -104,15 +105,15 @@ class Mover:
         return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue private copies on the device, behind ``after``, every load before, and the fences of the pages that
-        they read and write."""
+        """Enqueue private copies on the device, behind ``after`` (the loads that bring what they read) and the fences
+        of the pages that they read and write."""
         copies = self._copies(moves)
         if not copies:
             return NOTHING
         fences = self._fences.before((move.component, slots) for move in moves for slots in (move.src, move.dst))
-        _hold(self._loads, (*fences, *after))
-        self.device.device_to_device(self._loads, copies)
-        return self._loads.record()
+        _hold(self._clones, (*fences, *after))
+        self.device.device_to_device(self._clones, copies)
+        return self._clones.record()
 
     def fence(self, event: Event, slots: Mapping[int, bytes] | None = None) -> None:
         """Have later loads and clones into these device ``slots`` (int32 of each component; None: into any) wait, on

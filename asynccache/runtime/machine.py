@@ -168,6 +168,7 @@ class Machine:
             ("acks", acks),
             ("backup-host", self.backup_host.run()),
             ("load-back", self.load_back.run()),
+            ("clones", self.load_back.run_clones()),
         ]
         if self.events is not None:
             workers.append(("events", self.events.run()))

@@ -49,13 +49,27 @@ async def test_work_of_one_stream_keeps_its_order(make_device: Make) -> None:
     await mover.device.aclose()
 
 
-async def test_a_clone_finds_what_the_load_before_it_brought(make_device: Make) -> None:
+async def test_a_clone_finds_what_the_load_that_it_needs_brought(make_device: Make) -> None:
     mover = Mover(make_device(faults=SLOW), [pool()])
     mover.host_pools["full"].page(5)[:] = bytes(range(64))
-    mover.load([move([5], [6])])
-    await mover.clone([move([6], [7])]).wait()
+    load = mover.load([move([5], [6])])
+    await mover.clone([move([6], [7])], after=[load.done]).wait()
     assert device_page(mover, "full", 7) == bytes(range(64))
     await mover.device.aclose()
+
+
+async def test_a_clone_does_not_wait_for_a_load_that_it_does_not_need(make_device: Make) -> None:
+    device = make_device()
+    mover, gate = Mover(device, [pool()]), device.gate()
+    fill_device(mover)
+    wanted = device_page(mover, "full", 3)
+    load = mover.load([move([5], [6])], after=[gate])
+    await mover.clone([move([3], [7])]).wait()
+    assert not load.done.done()
+    assert device_page(mover, "full", 7) == wanted
+    gate.open()
+    await load.done.wait()
+    await device.aclose()
 
 
 async def test_streams_run_past_each_other_and_a_missing_wait_shows(make_device: Make) -> None:

@@ -1,6 +1,6 @@
 """load_back: host to device, layer by layer, and the private copies (device to device) that follow it.
 
-Law: one batched load per submission and clones behind the loads they need, in the order of the queue. A submission is
+Law: one batched load per submission, and clones, on a stream of their own, behind the loads they need. A submission is
 a plain function, because ``wait_layer`` needs the layer's event at once: it submits what is queued and does not wait
 for the worker. A batch that fails fails every load in it: an engine that was ordered behind its layers has seen them.
 """
@@ -49,8 +49,21 @@ class Copying(NamedTuple):
         return self.layers[i] if self.layers else self.done
 
 
+class _Line:
+    """What waits to be submitted to one stream, and what is on it, in order."""
+
+    def __init__(self) -> None:
+        self.inbox: Inbox[tuple[LoadBack | Clone, float]] = Inbox()
+        self.flying: deque[Copying] = deque()
+        self.filled = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"{len(self.inbox)} queued, {len(self.flying)} on the device"
+
+
 class LoadBackStage:
-    """A queue of ``LoadBack`` and ``Clone`` effects, what is on the device, and the worker that awaits it."""
+    """Queues of ``LoadBack`` and ``Clone`` effects, what is on the device, and the workers that await it: a private
+    copy, which is short, waits for the loads that it needs and for no others."""
 
     def __init__(
         self,
@@ -63,83 +76,91 @@ class LoadBackStage:
         self._post = post
         self._size_of = size_of
         self._clock = clock
-        self._inbox: Inbox[tuple[LoadBack | Clone, float]] = Inbox()
-        self._filled = asyncio.Event()
-        self._flying: deque[Copying] = deque()
+        self._loads = _Line()
+        self._clones = _Line()
         self._by_op: dict[int, Copying] = {}
         self._broken: BaseException | None = None
         self.meter = Meter()
 
     def __repr__(self) -> str:
-        return f"LoadBackStage({len(self._inbox)} queued, {len(self._flying)} on the device, {self.meter!r})"
+        return f"LoadBackStage(loads {self._loads!r}; clones {self._clones!r}; {self.meter!r})"
 
     def __len__(self) -> int:
-        return len(self._inbox)
+        return len(self._loads.inbox) + len(self._clones.inbox)
 
     def put(self, effect: LoadBack | Clone) -> None:
         """Queue the effect; its outcome is posted exactly once."""
-        self._inbox.put((effect, self._clock()))
-        self._filled.set()
+        line = self._clones if isinstance(effect, Clone) else self._loads
+        line.inbox.put((effect, self._clock()))
+        line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
         """Where ``op`` stands on the device, submitting what is queued; None once it has ended.
 
-        A device that refuses the batch is for the worker to die of, not for the caller alone: its loads are lost.
+        A device that refuses the batch is for the workers to die of, not for the caller alone: its loads are lost.
         """
         try:
             self.submit()
         except BaseException as error:
             self._broken = error
-            self._filled.set()
+            self._loads.filled.set()
             raise
         return self._by_op.get(op)
 
     def submit(self) -> None:
         """Hand all that is queued to the device: one batch of loads, then the clones."""
-        batch = self._inbox.take()
-        loads = [(effect, queued) for effect, queued in batch if isinstance(effect, LoadBack)]
+        loads = self._loads.inbox.take()
         if loads:
             self._submit_loads(loads)
-        for effect, queued in batch:
-            if isinstance(effect, Clone):
-                self._submit_clone(effect, queued)
+        for effect, queued in self._clones.inbox.take():
+            assert isinstance(effect, Clone)
+            self._submit_clone(effect, queued)
 
-    def _submit_loads(self, loads: Sequence[tuple[LoadBack, float]]) -> None:
+    def _submit_loads(self, loads: Sequence[tuple[LoadBack | Clone, float]]) -> None:
         moves = [move for effect, _ in loads for move in effect.moves]
         events = self._mover.load(moves)
         self.meter.count(len(loads), *self._size_of(moves))
         for effect, queued in loads:
-            self._fly(Copying(effect.op, events.layers, events.done, None, queued))
+            self._fly(self._loads, Copying(effect.op, events.layers, events.done, None, queued))
 
     def _submit_clone(self, effect: Clone, queued: float) -> None:
         source = self._by_op.get(effect.after)
         needs = source.done if source is not None else None
         event = self._mover.clone(effect.moves, () if needs is None else (needs,))
-        self._fly(Copying(effect.op, (), event, needs, queued))
+        self._fly(self._clones, Copying(effect.op, (), event, needs, queued))
 
-    def _fly(self, copying: Copying) -> None:
-        self._flying.append(copying)
+    def _fly(self, line: _Line, copying: Copying) -> None:
+        line.flying.append(copying)
+        line.filled.set()
         self._by_op[copying.op] = copying
 
     async def run(self) -> None:
         """Submit and await, for ever. Cancelling it abandons outcomes, never a buffer in use: the device finishes
         what was submitted."""
-        while True:
-            await self._something()
-            self.submit()
-            await self._land(self._flying[0])
+        await self._serve(self._loads)
 
-    async def _something(self) -> None:
+    async def run_clones(self) -> None:
+        """As ``run``, for the private copies."""
+        await self._serve(self._clones)
+
+    async def _serve(self, line: _Line) -> None:
+        while True:
+            await self._something(line)
+            self.submit()
+            await self._land(line)
+
+    async def _something(self, line: _Line) -> None:
         """Return when there is something to submit or to await: ``wait_layer`` may have emptied the queue already."""
-        while not self._flying and not len(self._inbox) and self._broken is None:
-            self._filled.clear()
-            await self._filled.wait()
+        while not line.flying and not len(line.inbox) and self._broken is None:
+            line.filled.clear()
+            await line.filled.wait()
         if self._broken is not None:
             raise self._broken
 
-    async def _land(self, copying: Copying) -> None:
+    async def _land(self, line: _Line) -> None:
+        copying = line.flying[0]
         status = await _copied(copying)
-        self._flying.popleft()
+        line.flying.popleft()
         del self._by_op[copying.op]
         self.meter.errors += status is Status.FAILED
         self.meter.took(self._clock() - copying.queued)
