@@ -78,6 +78,10 @@ class CpuStream:
             self._closed = True
             self._queue.put(None)
 
+    def ended(self) -> bool:
+        """Whether it was closed, and has done all that was queued."""
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         """Block until the thread has ended."""
         self._thread.join()
@@ -148,10 +152,14 @@ class CpuDevice:
         self._gates: dict[Gate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
-        """A new stream, with its thread."""
+        """A new stream, with its thread. ``release`` ends it."""
         stream = CpuStream(name, self._bells)
-        self._streams.append(stream)
+        self._streams = [*(s for s in self._streams if not s.ended()), stream]
         return stream
+
+    def release(self, stream: Stream) -> None:
+        """Take no more work for a stream of this device; its thread ends after what is queued."""
+        _own(stream).close()
 
     def gate(self) -> Gate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""

@@ -73,6 +73,10 @@ class Device(Protocol):
         """A new long-lived stream."""
         ...
 
+    def release(self, stream: Stream) -> None:
+        """Take no more work for ``stream``, which is given back when what it has been given is done."""
+        ...
+
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Whether pools of these sizes (bytes by name, on either tier) fit together, before any is allocated.
 

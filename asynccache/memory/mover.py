@@ -125,6 +125,11 @@ class Mover:
         adopt: Callable[[object], Stream] = getattr(self.device, "engine_stream", _as_it_is)
         return adopt(stream)
 
+    def close(self) -> None:
+        """Move nothing any more: the streams go back to the device, after what they were given."""
+        for stream in (self._backups, self._loads, self._clones):
+            self.device.release(stream)
+
     def bytes_moved(self, moves: Sequence[Move]) -> int:
         """How many bytes these moves copy."""
         return sum(len(m.src) // 4 * spec.bytes_per_page for m in moves for spec in self._moved.get(m.component, ()))

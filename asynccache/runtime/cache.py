@@ -33,6 +33,7 @@ from asynccache.runtime.opening import open_on_all
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
+from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, completed, store_layout
 
@@ -103,6 +104,7 @@ class AsyncCache:
         self._agreement = agreement or SingleRank()
         self._on_event = on_event
         self._device: Device | None = None
+        self._mover: Mover | None = None
         self._store: TieredStore | None = None
         self._machine: Machine | None = None
         self._keeper: Keeper
@@ -193,6 +195,7 @@ class AsyncCache:
             self._opened().claims.drop_all()
         finally:
             await machine.supervisor.stop()
+            await settle(machine.driver)
             if machine.events is not None and machine.supervisor.error is None:
                 machine.events.hand_on()  # what the last acks announced
             machine.close(None)
@@ -209,11 +212,15 @@ class AsyncCache:
         """In a thread: a GPU is measured first."""
         self._device = _open_device(self.config.device)
 
+    def _make_mover(self, device: Device, pools: tuple[PoolSpec, ...]) -> Mover:
+        self._mover = Mover(device, pools)
+        return self._mover
+
     async def _open_tiers(self, pools: tuple[PoolSpec, ...]) -> Mover:
         """Everything that may take long, or fail on one rank alone."""
         assert self._device is not None
         # First: it may refuse, and a store leaves traces. In a thread: to pin 100 GiB takes half a minute.
-        mover = await completed(asyncio.to_thread(Mover, self._device, pools))
+        mover = await completed(asyncio.to_thread(self._make_mover, self._device, pools))
         await self._open_stores()
         return mover
 
@@ -243,6 +250,8 @@ class AsyncCache:
             if self._store is not None:
                 await self._store.aclose()
         finally:
+            if self._mover is not None:
+                self._mover.close()
             if self._device is not None and self._device is not self._given_device:
                 await self._device.aclose()
 

@@ -173,6 +173,9 @@ class SimulatedDevice:
         self._streams.append(stream)
         return stream
 
+    def release(self, stream: Stream) -> None:
+        """It has nothing to give back."""
+
     def gate(self) -> SimulatedGate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
         gate = SimulatedGate(self._gates)

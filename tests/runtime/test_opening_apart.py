@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from asynccache import AsyncCache
+from asynccache import AsyncCache, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import cache as cache_module
-from tests.runtime.runtime_kit import settings, turns
+from tests.runtime.runtime_kit import serve, settings, text, turns
 
 
 class Slow(CpuDevice):
@@ -62,3 +62,21 @@ async def test_cancelled_meanwhile_it_waits_for_the_memory_and_gives_it_back(mon
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert device.ended
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
+    device = CpuDevice()
+    before = set(threading.enumerate())
+    for _ in range(5):
+        async with AsyncCache(settings(device=8, host=8), device=device) as cache:
+            await serve(cache, text(2))
+        with pytest.raises(ConfigError):
+            await AsyncCache(settings(device=8, host=8), device=device, storage="nowhere:").__aenter__()
+        for thread in set(threading.enumerate()) - before:
+            if thread.name.startswith("asynccache-"):
+                await asyncio.to_thread(thread.join, 60)
+    assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
+    device.stream("engine")
+    assert len(device._streams) == 1
+    await device.aclose()

@@ -195,10 +195,16 @@ class CudaStream(_Recorder):
             for i, step in enumerate(steps):
                 self._issue(step, hitches.get(i))
                 if left:
-                    self._record(left.pop(0))
+                    self._arrived(left.pop(0))
         except Exception as error:
             self._refused(self.context.refused(error), left)
         self._return_lent(keep)
+
+    def _arrived(self, layer: CudaEvent) -> None:
+        """Whose event was refused, nobody on the device waits for it: so the layers after it fail too, as it has."""
+        self._record(layer)
+        if layer.failure is not None:
+            raise layer.failure
 
     def _issue(self, step: Step, hitch: Hitch | None) -> None:
         if self.context.failure is not None:
