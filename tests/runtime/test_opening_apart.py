@@ -72,7 +72,7 @@ async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
         async with AsyncCache(settings(device=8, host=8), device=device) as cache:
             await serve(cache, text(2))
         with pytest.raises(ConfigError):
-            await AsyncCache(settings(device=8, host=8), device=device, storage="nowhere:").__aenter__()
+            await AsyncCache(settings(device=8, host=8, storage="nowhere:"), device=device).__aenter__()
         for thread in set(threading.enumerate()) - before:
             if thread.name.startswith("asynccache-"):
                 await asyncio.to_thread(thread.join, 60)
