@@ -18,16 +18,18 @@ from tests.cuda.cuda_kit import driver_of
 def test_the_hosts_clock_is_read_around_a_point_that_has_happened() -> None:
     """The second look comes after the point, or the tie between the clocks would be worth nothing."""
     done: list[str] = []
-    driver = SimpleNamespace(event_create=lambda timed: 5, event_record=lambda event, stream: done.append("recorded"),
-                             event_synchronize=lambda event: done.append("happened"))  # fmt: skip
+    driver: Any = SimpleNamespace(event_create=lambda timed: 5, event_record=lambda event, stream: done.append("recorded"),
+                                  event_synchronize=lambda event: done.append("happened"))  # fmt: skip
     stream: Any = SimpleNamespace(handle=7, call=lambda work: work())
-    clock = cuda_clock.Clock(driver, stream)  # type: ignore[arg-type]
+    clock = cuda_clock.Clock(driver, stream)
     clock.begin_here(lambda: done.append("look"))
     stream.call(lambda: done.append("look"))
     assert done == ["look", "recorded", "happened", "look"]
 
 
-def test_the_devices_time_holds_the_copies_and_not_what_is_before_them(simulated_device: Make) -> None:
+def test_the_devices_time_holds_the_copies_and_not_what_is_before_them(
+    simulated_device: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = simulated_device()
     driver = driver_of(device)
     bench = Bench(driver, 1 << 20)
@@ -43,7 +45,8 @@ def test_the_devices_time_holds_the_copies_and_not_what_is_before_them(simulated
         order.append(f"copy of {len(arguments[2].size)}")
         return copy(*arguments)
 
-    driver.event_record, driver.copy = recorded, copied  # type: ignore[method-assign]
+    monkeypatch.setattr(driver, "event_record", recorded)
+    monkeypatch.setattr(driver, "copy", copied)
     plug = cuda_clock.one_copy(bench, Towards.OUT, 4096)
     assert cuda_clock.device_seconds(bench, lambda: bench.submit(rows, chooser), plug) > 0
     began, ended = (i for i, name in enumerate(order) if name == "timed")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda
+from asynccache.cli import bench_cuda, cuda_copies
 from asynccache.cli.main import main
 from asynccache.core.plan import Move
 from asynccache.memory.cuda import submission
@@ -131,7 +131,10 @@ def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_benchmark_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_copies, "COUNTS", (64, 4096))
     args = argparse.Namespace(device="cuda:0", buffer=0.25, rounds=1, samples=20, every_path=True, quiet=False)
     figures = bench_cuda.run(args)
     assert figures["copies"]["fragments"]
     assert figures["compute"]["layer_wise"]["ratio"] > 0.5
+    assert figures["leases"]["ratio"] > 0.5
+    assert figures["met"] + figures["missed"] == len(figures["goals"])
