@@ -18,8 +18,10 @@ from tests.cuda.cuda_kit import driver_of
 def test_the_hosts_clock_is_read_around_a_point_that_has_happened() -> None:
     """The second look comes after the point, or the tie between the clocks would be worth nothing."""
     done: list[str] = []
-    driver: Any = SimpleNamespace(event_create=lambda timed: 5, event_record=lambda event, stream: done.append("recorded"),
-                                  event_synchronize=lambda event: done.append("happened"))  # fmt: skip
+    driver: Any = SimpleNamespace(
+        event_create=lambda timed: 5, event_record=lambda event, stream: done.append("recorded"),
+        event_synchronize=lambda event: done.append("happened"),
+    )  # fmt: skip
     stream: Any = SimpleNamespace(handle=7, call=lambda work: work())
     clock = cuda_clock.Clock(driver, stream)
     clock.begin_here(lambda: done.append("look"))
