@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from asynccache.errors import CopyFailed
+from asynccache import AsyncCache
+from asynccache.errors import CopyFailed, LoadFailed
 from asynccache.memory.cuda import events as cuda_events
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import STICKY, DriverError
@@ -16,9 +18,11 @@ from asynccache.memory.cuda.paths import Path, Settings
 from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, submitted
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
+from tests.cuda.test_cuda_cache import Worker
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.runtime.runtime_kit import settings, text
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,6 +44,19 @@ async def fires(event: Event) -> BaseException | None:
         except CopyFailed as error:
             return error.__cause__
     return None
+
+
+def refuse_records(driver: SimulatedCuda, *, from_the: int, up_to_the: int = 1 << 31) -> None:
+    """Of the events that are recorded from now on, counted from 1."""
+    seen = []
+
+    def record(event: int, stream: int) -> None:
+        seen.append(event)
+        if from_the <= len(seen) <= up_to_the:
+            raise DriverError("not now", 901)
+        SimulatedCuda.event_record(driver, event, stream)
+
+    driver.event_record = record  # type: ignore[method-assign]
 
 
 # an engine's stream
@@ -148,18 +165,30 @@ async def test_a_batch_whose_event_is_refused_fails_when_the_device_has_let_go_o
 async def test_a_batch_that_is_refused_half_way_with_its_events_keeps_its_pages(simulated_device: Make) -> None:
     device, driver, mover = parts(simulated_device, refuse_at=frozenset({1}))
     driver.pause()
-    driver.refuse("event_record", 2, times=5)
+    refuse_records(driver, from_the=2)
     load = mover.load([move([1, 3], [0, 2])])  # the first layer is in flight when the second is refused
     for event in load.layers:
         submitted(event)
     await asyncio.sleep(0.05)
     assert not any(event.done() for event in load.layers)
     driver.resume()
-    assert all([isinstance(await fires(event), DriverError) for event in load.layers])
+    assert [isinstance(await fires(event), DriverError) for event in load.layers] == [False, True, True, True]
     assert driver.pending() == 0
+    refuse_records(driver, from_the=1 << 30)
     assert device.failure is None
     assert await fires(mover.load([move([1, 3], [0, 2])]).done) is None
     assert device_page(mover, "full", 2) == host_page(mover, "full", 3)
+    await device.aclose()
+
+
+async def test_a_load_fails_from_the_layer_on_whose_event_is_refused(simulated_device: Make) -> None:
+    """The engine's stream did not wait for that layer, so the load must not pass for one that came."""
+    device, driver, mover = parts(simulated_device)
+    refuse_records(driver, from_the=2, up_to_the=2)
+    load = mover.load([move([1], [2])])
+    failed = [await fires(event) is not None for event in load.layers]
+    assert failed == [False, True, True, True]
+    assert device.failure is None
     await device.aclose()
 
 
@@ -265,5 +294,63 @@ async def test_an_engines_stream_that_comes_after_the_device_has_failed_is_told(
     assert await fires(mover.backup([move([0], [0])])) is device.failure
     late = device.engine_stream(TorchStream(0x77))
     assert await fires(late.record()) is device.failure
+    async with asyncio.timeout(ENOUGH):
+        await device.aclose()
+
+
+# all of it together
+
+
+class Moody(SimulatedCuda):
+    """Refuses one call in eight of those that keep order on the device's own streams, and some copies."""
+
+    spared = 0
+    refused = 0
+
+    def _admit(self, call: str, stream: int | None = None, *, here: bool = False) -> None:
+        super()._admit(call, stream, here=here)
+        orders = call in ("event_record", "stream_wait_event") and stream != self.spared
+        asks = call in ("event_query", "event_synchronize", "stream_synchronize")
+        if self._random.random() < (0.125 if orders or asks else 0.02 if call == "copy" else 0.0):
+            self.refused += 1
+            raise DriverError(f"{call}: not now", 901)
+
+
+async def carefully(worker: Worker, tokens: Sequence[int]) -> None:
+    """A request that asks whether its loads came, before it publishes what it made of them."""
+    async with worker.cache.lease(tokens) as lease:
+        worker.loaded += lease.hits.host
+        worker._prefill(lease, tokens)
+        await lease.loaded()
+        await lease.commit(tokens, ready=worker.engine.stream.record())
+        lease.release(after=worker.engine.stream.record())
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_moody_driver_costs_batches_and_never_a_byte_or_the_device(
+    drivers: list[SimulatedCuda], seed: int
+) -> None:
+    driver, rng = Moody(seed), random.Random(seed)
+    drivers.append(driver)
+    device, served = CudaDevice(driver), 0
+    async with AsyncCache(settings(device=16, host=128), device=device) as cache:
+        worker = Worker(cache, device)
+        driver.spared = worker.engine.handle
+        for _ in range(40):
+            try:
+                async with asyncio.timeout(ENOUGH):
+                    await carefully(worker, text(4, rng.randrange(12), extra=1))
+                served += 1
+            except (LoadFailed, CopyFailed):
+                await worker.engine.stream.record().wait()
+                worker.wrong.clear()  # it was told that what it read is not good
+                races(driver)
+            await worker.engine.stream.record().wait()
+            assert worker.wrong == []
+            assert races(driver) == []
+        assert worker.loaded > 0
+    assert served > 0
+    assert driver.refused > 10
+    assert device.failure is None
     async with asyncio.timeout(ENOUGH):
         await device.aclose()
