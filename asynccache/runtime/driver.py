@@ -8,7 +8,7 @@ Laws:
 
 Mutable state: the core (under the lock; release, advance, truncate and claims are single transactions that split
 nothing and need none; nor does a call that one slice suffices for while nobody has the lock or waits for it), the
-outcomes that wait, ``saving`` (backups in flight), and ``closed``.
+outcomes that wait, ``saving`` (backups in flight), ``closed``, and ``unsettled`` (what a store was at then).
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Driver:
         self._last = False
         self._cut = "a step was cancelled on this rank"
         self.saving: set[int] = set()
+        self.unsettled: list[asyncio.Task[None]] = []
         self._outcomes: list[Outcome] = []
         self._sinks: dict[type, Sink] = {}
         self.at_step: Callable[[], Awaitable[None]] = _nothing

@@ -5,6 +5,7 @@ Laws:
   ranks share; how it ends is this rank's vote.
 * The task that called steps until all have voted: a store may take longer than ranks wait for each other.
 * All ranks go on at one step, with one answer: it went well everywhere, or everybody raises.
+* Where the group ends meanwhile the call raises at once, however long the store holds on: ``settle`` waits for that.
 """
 
 from __future__ import annotations
@@ -53,10 +54,9 @@ async def on_all(
     working.add_done_callback(lambda task: vote.cast(_succeeded(task)))
     try:
         everywhere, cancelled = await _agreed(driver, vote)
-    except BaseException:  # the group is over
+    except BaseException:  # the group is over: the caller hears of it now, and who closes waits for the store
         working.cancel()
-        await settled([working])
-        await _undone(working, undo)
+        driver.unsettled.append(asyncio.get_running_loop().create_task(_settled(working, undo)))
         raise
     if everywhere:
         return working.result(), cancelled
@@ -68,6 +68,18 @@ async def on_all(
     if not working.cancelled():
         working.result()
     raise error(f"{what}: another rank's store failed, or the call was cancelled there")
+
+
+async def settle(driver: Driver) -> None:
+    """Return when all that was under way when the group ended has let go. Cancelling it stops the waiting."""
+    if driver.unsettled:
+        await asyncio.wait(driver.unsettled)
+
+
+async def _settled(working: asyncio.Task[T], undo: Undo[T] | None) -> None:
+    await settled([working])
+    with suppress(Exception):  # the cache has ended with another error
+        await _undone(working, undo)
 
 
 async def _agreed(driver: Driver, vote: Ballot) -> tuple[bool, Cancelled]:

@@ -18,7 +18,7 @@ from asynccache.errors import RankFailure
 from asynccache.ranks import Topology
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult
-from asynccache.storage import opening
+from asynccache.storage import opening, settled
 from asynccache.testing.simulated_backend import HONEST
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
@@ -27,6 +27,7 @@ from tests.ranks.test_rank_slow_stores import LONG, TIMEOUT, Store
 
 PAGE = 4
 STRUCK = 0.5
+PATIENCE = 5 * TIMEOUT
 COPIES = 4 * LONG
 """Seconds until the copies of two layers are there, in two halves each."""
 
@@ -38,13 +39,17 @@ CONFIG = CacheConfig(
 
 
 class Sluggish(Store):
-    """From some moment on, every call takes ``LONG``."""
+    """From some moment on, every call takes ``PATIENCE``, also one that is cancelled."""
 
     is_slow = False
 
     async def meet(self, call: str) -> None:
         if self.is_slow:
-            await asyncio.sleep(LONG)
+            self.holding += 1
+            try:
+                await settled([asyncio.ensure_future(asyncio.sleep(PATIENCE))])
+            finally:
+                self.holding -= 1
 
     async def _pause(self) -> None:
         await self.meet("any")
