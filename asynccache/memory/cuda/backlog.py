@@ -12,8 +12,8 @@ from asynccache.memory.cuda.events import CudaEvent
 
 CAP = 384
 """Entries from which on a stream takes no more. The queue has about 1,024, and one call may take 512 of them."""
-APART = 64
-"""Entries after which there is an event to wait for."""
+APART = 128
+"""Entries after which there is an event to wait for. More events would cost the submitter and the waiter more time."""
 
 
 class Backlog:
