@@ -187,6 +187,17 @@ async def detach(rank: Survivor, _: Lease) -> None:
     await rank.cache.detach_storage("l")
 
 
+class Alone(Survivor):
+    """Nothing but the call is under way."""
+
+    async def _wait(self, call: Call) -> None:
+        async with self.cache.lease([1000], wait=False) as lease:
+            await self._listen("call", call(self, lease), 0.0)
+        assert any(store.holding for store in self.stores.values())
+        for store in self.stores.values():
+            store.is_slow = False
+
+
 CALLS = (step, loaded_here, flush, reset, invalidate, attach, detach)
 CANCELLING = (reset, detach)
 """Calls that end a prefetch before anything is lost."""
@@ -194,12 +205,15 @@ CANCELLING = (reset, detach)
 CASES = [(Topology(tp=2), 1), (Topology(pp=2), 0), (Topology(pp=2), 1), (Topology(tp=2, pp=2), 3)]
 
 
-def lost(topology: Topology, victim: int, fate: Fate, call: Call, monkeypatch: pytest.MonkeyPatch) -> list[Heard]:
+def lost(
+    topology: Topology, victim: int, fate: Fate, call: Call, monkeypatch: pytest.MonkeyPatch,
+    kind: type[Survivor] = Survivor,
+) -> list[Heard]:  # fmt: skip
     """What the others heard."""
 
     async def world(loop: SimulatedLoop) -> list[Heard]:
         net = SimulatedRanks(topology, Random(1), timeout=TIMEOUT)
-        ranks = [Survivor(rank, net) for rank in range(topology.ranks)]
+        ranks = [kind(rank, net) for rank in range(topology.ranks)]
         by_scheme = {scheme: store for rank in ranks for scheme, store in rank.stores.items()}
         monkeypatch.setattr(opening, "backend_class", by_scheme.__getitem__)
         strike = net.kill if fate is Fate.KILLED else net.hang
@@ -230,3 +244,13 @@ def test_all_who_wait_are_told_of_the_lost_rank(
         assert heard.late < STRUCK + TIMEOUT + 0.5
         assert set(heard.wrong) <= ({"handle"} if call in CANCELLING else set()), heard.wrong
         assert heard.names | heard.wrong.keys() == {"handle", "line", "loaded", "layer", "call"}
+
+
+@pytest.mark.parametrize("call", [flush, reset, attach, detach])
+@pytest.mark.parametrize(("topology", "victim"), CASES, ids=str)
+def test_who_closes_waits_for_the_store_that_its_caller_did_not_wait_for(
+    topology: Topology, victim: int, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for heard in lost(topology, victim, Fate.KILLED, call, monkeypatch, Alone):
+        assert heard.names == {"call"}
+        assert heard.late < STRUCK + TIMEOUT + 0.5
