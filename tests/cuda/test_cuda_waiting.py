@@ -160,7 +160,7 @@ async def test_a_shared_device_gets_its_streams_back(simulated_device: Make) -> 
     for _ in range(5):
         mover = Mover(device, [pool()])
         fill_device(mover)
-        streams = list(device._submissions)
+        streams = list(device._streams)
         gate = device.gate()
         backup = mover.backup([move([3], [4])], after=[gate])
         for stream in streams:
@@ -220,7 +220,7 @@ async def test_only_threads_of_the_device_are_put_on_it(simulated_device: Make) 
     load = mover.load([move([2], [3])])
     load.wait_layer(engine.stream, 3)
     await load.done.wait()
-    streams = len(device._submissions)
+    streams = len(device._streams)
     await device.aclose()
     chose = driver_of(device).chose
     assert len(chose) == 2 * streams + 1  # the engine's stream has a waiter
@@ -329,7 +329,7 @@ async def test_closing_ends_threads_and_streams_and_lets_transfers_finish(simula
     backups = [mover.backup([move([i], [i])]) for i in range(31)]
     gate = device.gate()
     held = mover.load([move([40], [31])], after=[gate])
-    handles = {stream.handle for stream in device._submissions}
+    handles = {stream.handle for stream in device._streams}
     closing = asyncio.create_task(device.aclose())
     await asyncio.sleep(0.02)
     assert not closing.done()

@@ -48,7 +48,7 @@ class CudaDevice:
         self._context = Context(driver)
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # for what follows, up to ``_closed``
-        self._submissions: dict[CudaStream, Submission] = {}  # of all streams that have not ended
+        self._streams: dict[CudaStream, Submission] = {}  # of all streams that have not ended
         self._spare: list[Scratch] = []
         self._engines: dict[int, EngineStream] = {}
         self._closed = False
@@ -73,7 +73,7 @@ class CudaDevice:
             self._refuse_if_closed()
             stream = CudaStream(name, self._context, self._ended)
             scratch = self._spare.pop() if self._spare else Scratch(self.driver)
-            self._submissions[stream] = Submission(stream, scratch, self.chooser)
+            self._streams[stream] = Submission(stream, scratch, self.chooser)
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -88,7 +88,7 @@ class CudaDevice:
             if self.failure is None:
                 self.driver.stream_destroy(stream.handle)
         with self._lock:
-            self._spare.append(self._submissions.pop(stream).scratch)
+            self._spare.append(self._streams.pop(stream).scratch)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -154,7 +154,7 @@ class CudaDevice:
     def _own(self, stream: Stream) -> tuple[CudaStream, Submission]:
         if not isinstance(stream, CudaStream) or stream.context is not self._context:
             raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
-        submission = self._submissions.get(stream)
+        submission = self._streams.get(stream)
         if submission is None:
             raise CacheClosed(f"stream {stream.name!r} was released")
         return stream, submission
@@ -176,7 +176,7 @@ class CudaDevice:
 
     def _open(self) -> list[CudaStream]:
         with self._lock:
-            return list(self._submissions)
+            return list(self._streams)
 
     def _join(self) -> None:
         for stream in self._open():
@@ -197,7 +197,7 @@ class CudaDevice:
 
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""
-        return f"<CudaDevice {self.name!r}: {len(self._submissions)} streams{state}>"
+        return f"<CudaDevice {self.name!r}: {len(self._streams)} streams{state}>"
 
 
 def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
