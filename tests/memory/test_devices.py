@@ -123,6 +123,7 @@ async def test_layers_arrive_in_order_and_each_event_keeps_its_word(make_device:
 async def test_wait_layer_holds_an_engines_stream_on_the_device(make_device: Make) -> None:
     device = make_device()
     mover = Mover(device, [pool()])
+    mover.host_pools["full"].page(0)[:] = bytes(range(64))
     engine, gate = device.stream("engine"), device.gate()
     load = mover.load([move([0], [0])], after=[gate])
     load.wait_layer(engine, 2)
@@ -131,7 +132,9 @@ async def test_wait_layer_holds_an_engines_stream_on_the_device(make_device: Mak
     assert not reached.done()
     gate.open()
     await reached.wait()
-    assert all(e.done() for e in load.layers[:3])
+    assert [mover.device_pools["full"].layer(i)[0].tolist() for i in range(3)] == [
+        list(range(16 * i, 16 * i + 16)) for i in range(3)
+    ]
     await device.aclose()
 
 
