@@ -263,4 +263,4 @@ class Steps:
         except RankFailure as error:
             return str(error)
         said = in_words(told_apart(words)), parting(chain, words[HEADER:].tolist())
-        return "; ".join(filter(None, said)) or f"the last {KEPT} entries are alike"
+        return "; ".join(filter(None, said)) or f"found apart elsewhere; here the last {KEPT} entries are alike"
