@@ -304,7 +304,11 @@ class Lease:
         """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of every page is there. On a GPU
         that is a stream of torch or cupy, or anything with ``__cuda_stream__``; elsewhere a ``Stream`` of the device.
 
-        Does not block the host, and does not tell of a failed load: ``loaded()`` does, before anything is published.
+        Does not block the host for longer than it takes to hand the load to the driver, and does not tell of a failed
+        load: ``loaded()`` does, before anything is published.
+
+        Raises:
+            AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
         """
         own = self._machine.mover.engine_stream(stream)
         for op in self._held().loads:
