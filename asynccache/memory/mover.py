@@ -7,13 +7,15 @@ never blocks it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from asynccache.errors import ConfigError
+from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import Device, Event, PageCopy, Stream
 from asynccache.memory.fences import Fences
 from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
@@ -129,6 +131,15 @@ class Mover:
         """Move nothing any more: the streams go back to the device, after what they were given."""
         for stream in (self._backups, self._loads, self._clones):
             self.device.release(stream)
+
+    async def drain(self, patience: float) -> None:
+        """Wait for what is on its way, ``patience`` seconds at most: a copy may wait for an engine that never comes. To
+        be called before ``close``. Cancelling it stops the waiting, and no copy."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                for stream in (self._backups, self._loads, self._clones):
+                    with suppress(CopyFailed, CacheClosed):  # told to those whose copies they are; or closed already
+                        await stream.record().wait()
 
     def bytes_moved(self, moves: Sequence[Move]) -> int:
         """How many bytes these moves copy."""

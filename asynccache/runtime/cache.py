@@ -251,6 +251,8 @@ class AsyncCache:
                 await self._store.aclose()
         finally:
             if self._mover is not None:
+                if self._device is self._given_device:  # one of our own waits for more than that when it is closed
+                    await self._mover.drain(self.config.close_deadline)
                 self._mover.close()
             if self._device is not None and self._device is not self._given_device:
                 await self._device.aclose()

@@ -11,7 +11,7 @@ import torch
 from asynccache import AsyncCache, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import cache as cache_module
-from tests.runtime.runtime_kit import serve, settings, text, turns
+from tests.runtime.runtime_kit import machine, push_out, serve, settings, settled, text, turns
 
 
 class Slow(CpuDevice):
@@ -79,4 +79,40 @@ async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
     assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
     device.stream("engine")
     assert len(device._streams) == 1
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+    await serve(cache, text(4))
+    await settled(cache)
+    await push_out(cache, 8)
+    gate = device.gate()
+    machine(cache).mover.fence(gate)
+    lease = await cache.lease(text(4, extra=1)).__aenter__()
+    loading = asyncio.create_task(lease.loaded())
+    await turns()
+    lease.release()
+    closing = asyncio.create_task(cache.aclose(0))
+    await turns(1000)
+    assert not closing.done()
+    gate.open()
+    await closing
+    await asyncio.wait([loading])
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes() -> None:
+    device = CpuDevice()
+    config = settings(device=8, host=16, close_deadline=0.05)
+    async with AsyncCache(config, device=device) as cache:
+        await serve(cache, text(4))
+        await settled(cache)
+        await push_out(cache, 8)
+        machine(cache).mover.fence(device.gate())
+        lease = await cache.lease(text(4, extra=1)).__aenter__()
+        lease.release()
     await device.aclose()
