@@ -36,7 +36,7 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
-    ("docs/cuda.md", "make test-gpu                                # CUDA=13 for a driver of CUDA 13"),
+    ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
 }
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 3}
