@@ -27,6 +27,7 @@ from asynccache.memory.device import PageCopy
 from asynccache.memory.pools import DevicePool, HostPool
 
 IN_FLIGHT = 1000
+MERGED = Path.PITCHED  # the pool has several layers: a run of pages is rows at a distance, a call for each layer
 PAGES = 8192
 
 Figures = dict[str, Any]
@@ -67,7 +68,7 @@ async def measure(device: CudaDevice, samples: int) -> Figures:
     found: Figures = {"wake_up": await wake_up(device, stream, pages, samples),
                       "in_flight": await _in_flight(device, stream, pages),
                       "submitting": [await _submitting(device, stream, "chosen", pages.batch, rounds)]}  # fmt: skip
-    for name, path, batch in (("by the kernel", Path.KERNEL, pages.batch), ("in merged runs", Path.DMA, pages.run)):
+    for name, path, batch in (("by the kernel", Path.KERNEL, pages.batch), ("in merged runs", MERGED, pages.run)):
         other = _by(device, path)
         found["submitting"].append(await _submitting(other, other.stream("bench"), name, batch, rounds))
         await other.aclose()

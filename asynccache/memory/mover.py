@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
-from asynccache.errors import CacheClosed, ConfigError, CopyFailed
+from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import Device, Event, PageCopy, Stream
 from asynccache.memory.fences import Fences
 from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
@@ -182,7 +182,7 @@ def _allocate(
             on_device[spec.name] = own.get(spec.name) or DevicePool.allocate(spec, device)
             if spec.host_pages:
                 on_host[spec.name] = HostPool.allocate(spec, device, align=align)
-    except (MemoryError, RuntimeError, OSError) as error:  # host memory; torch; the operating system
+    except (AsyncCacheError, MemoryError, RuntimeError, OSError) as error:  # driver; host memory; torch; the system
         on_device.clear()  # the error's traceback would keep them
         on_host.clear()
         own.clear()

@@ -84,6 +84,7 @@ class SimulatedCuda:
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.held: set[int] = set()
+        self.captured: set[int] = set()  # streams whose work goes into a graph
         self.deepest = 0  # entries that were in one queue
         self.chose: set[str] = set()  # threads that were put on the device
         self.on_piece: Callable[[object], None] = lambda op: None  # when half of a piece is there
@@ -242,6 +243,10 @@ class SimulatedCuda:
             version = state.version
             self._clocks[stream] |= state.clock
             self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
+
+    def is_captured(self, stream: int) -> bool:
+        with self._state:
+            return stream in self.captured
 
     def event_create(self, *, timed: bool = False) -> int:
         with self._state:

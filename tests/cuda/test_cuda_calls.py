@@ -79,7 +79,7 @@ class FakeCupy:
         self.runtime = FakeRuntime(
             driverGetVersion=13000, runtimeGetVersion=12090, getDeviceCount=2, deviceGetAttribute=1, getDevice=0,
             getDeviceProperties=properties, deviceGetPCIBusId="0000:1A:00.0", memGetInfo=(7, 80), malloc=0x5000,
-            streamCreateWithFlags=STREAM, eventCreateWithFlags=EVENT, eventElapsedTime=1.5,
+            streamCreateWithFlags=STREAM, eventCreateWithFlags=EVENT, eventElapsedTime=1.5, streamIsCapturing=True,
         )  # fmt: skip
         self.modules = FakeModules(moduleLoadData=0x10, moduleGetFunction=0x20)
         self.nvrtc = FakeNvrtc(getSupportedArchs=(75, 80, 90, 100, 120), createProgram=1, getCUBIN=b"machine code",
@@ -139,12 +139,14 @@ def test_events_sleep_and_keep_no_time_but_those_that_are_for_it(driver: CupyDri
 def test_events_and_streams_in_the_order_of_each_call(driver: CupyDriver, cupy: FakeCupy) -> None:
     driver.event_record(EVENT, STREAM)
     driver.stream_wait_event(STREAM, EVENT)
+    assert driver.is_captured(STREAM)
     driver.event_synchronize(EVENT)
     assert driver.elapsed(EVENT, EVENT + 8) == 0.0015
     driver.event_destroy(EVENT)
     driver.stream_destroy(STREAM)
     assert seen(cupy.runtime.calls) == [
-        ("eventRecord", EVENT, STREAM), ("streamWaitEvent", STREAM, EVENT), ("eventSynchronize", EVENT),
+        ("eventRecord", EVENT, STREAM), ("streamWaitEvent", STREAM, EVENT), ("streamIsCapturing", STREAM),
+        ("eventSynchronize", EVENT),
         ("eventElapsedTime", EVENT, EVENT + 8), ("eventDestroy", EVENT), ("streamDestroy", STREAM),
     ]  # fmt: skip
 

@@ -370,3 +370,16 @@ def test_stress_runs_on_the_device_with_faults_and_cancellations(
 def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stress", "--device", "cuda:0", "--requests", "1", "--quiet"]) == 2
     assert "asynccache: device=cuda:0: " in capsys.readouterr().err
+
+
+@pytest.mark.asyncio
+async def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make, small: None) -> None:
+    device = simulated_device()
+    pages = cuda_waking.Pages(device, 64, 16 << 10, 4)
+    other = cuda_waking._by(device, cuda_waking.MERGED)
+    found = await cuda_waking._submitting(other, other.stream("bench"), "in merged runs", pages.run, 3)
+    assert found["pages"] == 64
+    calls = driver_of(device).calls
+    assert (calls["spans"], calls["pitched"]) == (0, 3 * 4), "a call for each layer"
+    await other.aclose()
+    await device.aclose()

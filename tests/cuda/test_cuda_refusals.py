@@ -101,6 +101,25 @@ async def test_an_event_that_is_refused_is_raised_where_the_engine_asked_for_it(
     await device.aclose()
 
 
+async def test_a_stream_that_is_captured_in_a_graph_is_told_so_and_nothing_goes_into_the_graph(
+    simulated_device: Make
+) -> None:
+    device, driver, mover = parts(simulated_device)
+    engine = SimulatedEngine(device)
+    driver.captured.add(engine.handle)
+    before = driver.calls["event_record"], driver.calls["stream_wait_event"]
+    load = mover.load([move([0], [0])]).done
+    for use in (engine.stream.record, lambda: engine.stream.wait_event(load)):
+        with pytest.raises(DriverError, match="captured in a graph"):
+            use()
+    assert await fires(load) is None
+    assert driver.calls["stream_wait_event"] == before[1]
+    assert device.failure is None
+    driver.captured.clear()
+    assert await fires(engine.stream.record()) is None
+    await device.aclose()
+
+
 async def test_what_an_engine_did_to_its_own_event_fails_that_event_alone(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

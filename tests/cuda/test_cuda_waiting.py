@@ -21,7 +21,7 @@ from asynccache.memory.cuda.paths import Path, Settings
 from asynccache.memory.cuda.streams import CudaStream, EngineStream
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, submitted
+from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
@@ -133,6 +133,25 @@ async def test_a_backlog_waits_for_the_oldest_event_that_makes_room() -> None:
     log.took(backlog.CAP)
     log.admit()
     assert all(e.happened for e in marks)
+
+
+async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make) -> None:
+    """One for each request that an engine has released before a load: the engine is busy for long."""
+    device = simulated_device()
+    mover, driver, engine = Mover(device, [pool()]), driver_of(device), SimulatedEngine(device)
+    fill_device(mover)
+    driver.hold(engine.handle)
+    engine.write(layers_of(mover, 1), 1)
+    for _ in range(1500):
+        mover.fence(engine.stream.record())
+    load = mover.load([move([0], [0])]).done
+    handle = mover._loads.handle  # type: ignore[attr-defined]
+    assert await asyncio.to_thread(driver.await_entries, handle, backlog.CAP - backlog.APART)
+    await asyncio.sleep(0.2)  # would it go on, it would be far beyond the cap by now
+    assert driver._taken(handle) <= backlog.CAP + 1
+    driver.resume()
+    await load.wait()
+    await device.aclose()
 
 
 @pytest.mark.parametrize("batches", [True, False])

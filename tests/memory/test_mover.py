@@ -11,6 +11,7 @@ from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.mover import NOTHING, Mover
 from asynccache.testing.simulated_device import SimulatedDevice
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -166,3 +167,15 @@ async def test_without_a_host_tier_there_are_no_host_pools() -> None:
     await mover.clone([move([1], [2])]).wait()
     assert device_page(mover, "full", 1) == device_page(mover, "full", 2)
     await mover.device.aclose()
+
+
+def test_a_driver_that_has_no_memory_left_is_told_with_the_pool_and_nothing_is_kept() -> None:
+    class Full(SimulatedDevice):
+        def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+            raise DriverError("out of memory", 2)
+
+    device = Full()
+    with pytest.raises(ConfigError, match="pool 'full': its memory cannot be had: out of memory") as told:
+        Mover(device, [pool()])
+    frames = [frame.frame.f_locals for frame in told.traceback]
+    assert not any(found for names in frames for found in (names.get("on_device"), names.get("on_host")) if found)

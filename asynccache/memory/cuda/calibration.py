@@ -32,6 +32,7 @@ from asynccache.memory.cuda.submission import Submission, shape_of
 Numbers = npt.NDArray[np.float64]
 
 SIZE = 32 << 20
+TINY = 1e-6  # a shorter time is noise: one that came out as nothing would pull every cost to nothing
 SMALL, LARGE = 4 << 10, 1 << 20
 LAYERS = 4
 ROUNDS, FEW = 3, 8
@@ -127,7 +128,7 @@ class Bench:
             found[shape_of(rows, Runs.of(rows)).counts(path)] = rows
         nothing = self.best(self.laid_out(towards, Layout(SMALL, 1, fragments=0)), forced(towards, Path.DMA))
         chooser = forced(towards, path, blocks)
-        return fit([*found], [max(1e-9, self.best(rows, chooser) - nothing) for rows in found.values()])
+        return fit([*found], [max(TINY, self.best(rows, chooser) - nothing) for rows in found.values()])
 
     def best(self, rows: Rows, chooser: Chooser) -> float:
         """Seconds, of some rounds; of more where waking up is most of it."""

@@ -236,6 +236,10 @@ class CupyDriver:
         self._runtime.streamWaitEvent(stream, event)
 
     @_translated
+    def is_captured(self, stream: int) -> bool:
+        return bool(self._runtime.streamIsCapturing(stream))
+
+    @_translated
     @_on_device
     def event_create(self, *, timed: bool = False) -> int:
         event: int = self._runtime.eventCreateWithFlags(0 if timed else _WITHOUT_TIMING | _BLOCKING_SYNC)

@@ -191,9 +191,9 @@ class CudaDevice:
             engine.close()
         if self.failure is not None:
             return  # nothing can be given back to a context that is gone
-        for scratch in self._spare:
-            scratch.close()
-        self._context.events.close()
+        for give_back in (*(scratch.close for scratch in self._spare), self._context.events.close):
+            with suppress(DriverError):  # of an engine's kernel, say: a driver tells of it when memory is freed
+                give_back()
 
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""

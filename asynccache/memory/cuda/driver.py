@@ -25,6 +25,9 @@ STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 71
 """CUDA's codes after which a context does nothing any more: illegal addresses and instructions, failed launches, memory
 and links with errors, a driver that is shutting down."""
 
+CAPTURED = 905
+"""CUDA's code for work outside of a graph that is ordered behind work in one."""
+
 
 class DriverError(AsyncCacheError):
     """The driver refused a call, or reports that earlier work failed. ``code``: CUDA's number of it, where it has one.
@@ -147,6 +150,10 @@ class Driver(Protocol):
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Later work of ``stream`` waits for what ``event`` recorded last, as of now."""
+        ...
+
+    def is_captured(self, stream: int) -> bool:
+        """Whether what ``stream`` is given goes into a graph instead of being done."""
         ...
 
     def event_create(self, *, timed: bool = False) -> int:

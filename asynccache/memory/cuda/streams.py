@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.copies import Hitch, InjectedFault
 from asynccache.memory.cuda.backlog import Backlog
-from asynccache.memory.cuda.driver import DriverError
+from asynccache.memory.cuda.driver import CAPTURED, DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
 from asynccache.memory.cuda.waiter import Waiter
 from asynccache.memory.device import Event
@@ -181,6 +181,8 @@ class CudaStream(_Recorder):
             held = False
         if not held:
             event.block()  # what the device does not order, this thread does
+        if self._backlog.due:
+            self._record(CudaEvent(self))
 
     def _block(self, held: Signal, until: Work) -> None:
         self._held = held
@@ -258,10 +260,11 @@ class EngineStream(_Recorder):
         """An event after all work that the engine has put on its stream so far.
 
         Raises:
-            DriverError: the driver refuses it.
+            DriverError: the driver refuses it, or the stream is captured in a graph.
         """
         if self._closed:
             raise CacheClosed(f"the device of stream {self.name!r} is closed")
+        self._check_captured()
         event = CudaEvent(self)
         event.failure = self.context.failure
         event.record_as(self._put_on_device() if event.failure is None else None)
@@ -281,8 +284,14 @@ class EngineStream(_Recorder):
             return
         if not isinstance(event, CudaEvent) or event.stream.context is not self.context:
             raise ConfigError(f"an engine's CUDA stream cannot wait for {event!r}")
+        self._check_captured()
         event.await_recorded()
         event.hold(self.handle)  # one without a handle has failed: whoever awaits it learns of that
+
+    def _check_captured(self) -> None:
+        """A driver that is asked takes the event into the graph: it would never happen, and pull copies in after it."""
+        if self.context.failure is None and self.context.driver.is_captured(self.handle):
+            raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
 
     def held_by(self) -> Signal | None:
         return None
