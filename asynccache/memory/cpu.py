@@ -148,13 +148,15 @@ class CpuDevice:
         self.name = name
         self._bells = Bells()
         self._fates = Fates(faults or Faults())
+        self._lock = threading.Lock()  # caches open in threads
         self._streams: list[CpuStream] = []
         self._gates: dict[Gate, None] = {}  # those not open yet; each takes itself out
 
     def stream(self, name: str) -> CpuStream:
         """A new stream, with its thread. ``release`` ends it."""
         stream = CpuStream(name, self._bells)
-        self._streams = [*(s for s in self._streams if not s.ended()), stream]
+        with self._lock:
+            self._streams = [*(s for s in self._streams if not s.ended()), stream]
         return stream
 
     def release(self, stream: Stream) -> None:

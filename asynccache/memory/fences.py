@@ -52,23 +52,31 @@ class Fences:
         """The events that stand before any of these slots, each once, and have not fired."""
         self._forget()
         numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
-        found = dict.fromkeys(_unfired(self._everywhere))
+        found = {id(event): event for event in _unfired(self._everywhere)}
         for number in sorted(numbers):
-            found.update(dict.fromkeys(_unfired(self._sets.get(number, ()))))
-        return list(found)
+            found |= {id(event): event for event in _unfired(self._sets.get(number, ()))}
+        return list(found.values())
 
     def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], event: Event, made: dict[int, int]) -> None:
-        """``made``: the sets that this event has joined, by what they were before."""
-        before = stamps[slots]
-        before[before < next(iter(self._sets), self._number + 1)] = 0
-        for old in np.unique(before).tolist():
+        """``made``: the sets that this event has joined, by what they were before. No sorting: tables are long, and an
+        iteration of an engine names events for a hundred of them."""
+        base = self._base()
+        at = np.maximum(stamps[slots] - base, 0)  # 0: in no set that is alive
+        found = np.flatnonzero(np.bincount(at)).tolist()
+        if not found:
+            return
+        becomes = np.zeros(found[-1] + 1, np.int64)
+        for place in found:
+            old = place + base if place else 0
             if old not in made:
                 made[old] = self._join(old, event)
-            stamps[slots[before == old]] = made[old]
+            becomes[place] = made[old]
+        if any(becomes[place] != place + base for place in found):
+            stamps[slots] = becomes[at]
 
     def _join(self, old: int, event: Event) -> int:
         alive = _unfired(self._sets.get(old, ()))
-        if event in alive:
+        if any(event is one for one in alive):
             return old
         self._number += 1
         self._sets[self._number] = (*alive, event)
@@ -77,8 +85,13 @@ class Fences:
     def _alive(self, stamps: Stamps, table: bytes) -> list[int]:
         if not self._sets:
             return []
-        found = stamps[_slots(table)]
-        return np.unique(found[found >= next(iter(self._sets))]).tolist()  # type: ignore[no-any-return]
+        base = self._base()
+        at = np.maximum(stamps[_slots(table)] - base, 0)
+        return [place + base for place in np.flatnonzero(np.bincount(at)).tolist() if place]
+
+    def _base(self) -> int:
+        """All sets that are alive have larger numbers."""
+        return next(iter(self._sets), self._number + 1) - 1
 
     def _forget(self) -> None:
         """Sets whose events have all fired: the oldest; now and then those behind one that lasts, too."""

@@ -78,6 +78,10 @@ class CacheStatistics(NamedTuple):
     dropped_backups: int
 
 
+MOMENT = 1.0
+"""Seconds that copies on a device of the embedder's are waited for, whatever the deadline."""
+
+
 class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
@@ -145,7 +149,7 @@ class AsyncCache:
             self._keeper = Keeper(self._machine)
             await self._machine.start()
         except BaseException:
-            await self._close_resources()
+            await self._close_resources(MOMENT)
             raise
         return self
 
@@ -164,8 +168,9 @@ class AsyncCache:
     async def aclose(self, deadline: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.
 
-        ``deadline``: seconds that saving may take; the configuration's ``close_deadline`` if not given. Several ranks:
-        the first that is over ends saving on all of them, at one step; 0 leaves without them.
+        ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
+        the configuration's ``close_deadline`` if not given. Several ranks: the first that is over ends saving on all of
+        them, at one step; 0 leaves without them.
         Cancelling it stops the waiting; closing goes on.
         """
         if self._machine is None:
@@ -181,15 +186,16 @@ class AsyncCache:
         machine = self._opened()
         machine.draining = True
         machine.fail_waiting(lambda: CacheClosed("the cache is closing"))
+        end = machine.loop.time() + deadline
         try:
             if machine.driver.closed is None:
                 await save(machine, deadline)
             left = await unsaved(machine)
         finally:
-            await self._stop(machine)
+            await self._stop(machine, max(MOMENT, end - machine.loop.time()))
         return CloseReport(left.host, left.storage, machine.supervisor.error)
 
-    async def _stop(self, machine: Machine) -> None:
+    async def _stop(self, machine: Machine, patience: float) -> None:
         try:
             self._keeper.close()
             self._opened().claims.drop_all()
@@ -201,7 +207,7 @@ class AsyncCache:
             machine.close(None)
             if machine.lockstep is not None:
                 await machine.lockstep.aclose()
-            await self._close_resources()
+            await self._close_resources(patience)
 
     def _pools(self) -> tuple[PoolSpec, ...]:
         """The pools, as this rank holds them."""
@@ -245,15 +251,20 @@ class AsyncCache:
         """What there is at the start: given, or named by the configuration."""
         return self.config.stores if self._given_storage is None else (self._given_storage,)
 
-    async def _close_resources(self) -> None:
+    async def _close_mover(self, patience: float) -> None:
+        if self._mover is not None:
+            try:
+                if self._device is self._given_device:  # one of our own waits for more than that when it is closed
+                    await self._mover.drain(patience)
+            finally:
+                self._mover.close()
+
+    async def _close_resources(self, patience: float) -> None:
         try:
             if self._store is not None:
                 await self._store.aclose()
         finally:
-            if self._mover is not None:
-                if self._device is self._given_device:  # one of our own waits for more than that when it is closed
-                    await self._mover.drain(self.config.close_deadline)
-                self._mover.close()
+            await self._close_mover(patience)
             if self._device is not None and self._device is not self._given_device:
                 await self._device.aclose()
 

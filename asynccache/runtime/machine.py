@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -113,7 +114,7 @@ class Machine:
     def _build_stages(self, on_event: OnEvent | None) -> None:
         post, size_of, clock = self.driver.post, self.pools.size_of, time.perf_counter
         self.backup_host = BackupHostStage(self.mover, self.readiness, post, size_of, clock)
-        self.load_back = LoadBackStage(self.mover, post, size_of, clock)
+        self.load_back = LoadBackStage(self.mover, post, size_of, clock, self.supervisor.fail)
         self.retire = RetireStage(post, self.supervisor.spawn)
         self.driver.route(BackupHost, self.backup_host.put)
         self.driver.route(LoadBack, self.load_back.put)
@@ -200,9 +201,12 @@ class Machine:
 
     def fence(self, lease: CoreLease, *events: Event) -> None:
         """The engine may use the lease's pages until ``events`` have fired: what is copied into one of them later, on
-        whoever's behalf, waits for that on the device."""
+        whoever's behalf, waits for that on the device. What was asked for before does not: the engine may wait for it.
+        """
         pending = [event for event in events if not event.done()]
         if pending:
+            with suppress(Exception):  # the cache ends of it
+                self.load_back.submit_now()
             slots = {kind: self.core.pages(lease, kind) for kind in self._tables}
             if self.default_states:
                 slots[int(ComponentKind.MAMBA)] = lease.states

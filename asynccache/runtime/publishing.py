@@ -62,8 +62,11 @@ class Publishing:
         """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so
         do copies into the lease's pages, some of which the commit may leave to others."""
         self._events = True
-        self._ready = [*unfired(*self._ready), ready]
-        self._machine.fence(self._core, ready)
+        self._named(ready)
+
+    def _named(self, event: Event) -> None:
+        self._ready = [*unfired(*self._ready), event]
+        self._machine.fence(self._core, event)
 
     async def publish(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> None:
         """In its ``order``. Waits where pages are being loaded for others. Cancelling it publishes everything or
@@ -105,9 +108,11 @@ class Publishing:
 
     def adopt(self, after: Event | None = None) -> None:
         """The engine uses the table of the last commit; the duplicates retire until ``after`` and every ``ready``."""
+        if after is not None:
+            self._named(after)
         if self._retiring:
             retiring, self._retiring = self._retiring, []
-            self._machine.retire.put(retiring, unfired(*self._ready, after))
+            self._machine.retire.put(retiring, unfired(*self._ready))
 
     def release(self, after: Event | None, ended: bool) -> None:
         """Give the lease's pages back when ``after`` and every ``ready`` have fired."""

@@ -6,13 +6,15 @@ import asyncio
 
 import pytest
 
-from asynccache import ConfigError
+from asynccache import ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import (
+    LAYERS,
     PAGE,
     assert_cached_bytes,
     compute,
     holds,
+    machine,
     opened,
     page_hashes,
     push_out,
@@ -275,4 +277,84 @@ async def test_a_load_into_pages_that_a_commit_left_behind_its_window_waits_for_
                 ready.open()
                 await loaded
                 assert_cached_bytes(cache, other, text(2, seed=1), ("swa",))
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["load", "clone"])
+async def test_what_was_asked_for_before_an_event_was_named_does_not_wait_for_it(what: str) -> None:
+    """An engine on the host may compute its layers as they come, and fire ``ready`` after that."""
+    device = CpuDevice()
+    async with opened(settings(device=16, host=32, mamba=8 if what == "clone" else 0), device=device) as cache:
+        async with cache.lease(text(2, seed=1)) as lease:
+            compute(cache, lease, text(2, seed=1))
+            checkpoint = (2 * PAGE, int(lease.states[1])) if what == "clone" else None
+            await lease.commit(text(2, seed=1), checkpoint=checkpoint)
+        await settled(cache)
+        if what == "load":
+            await push_out(cache, 16)
+        ready, tokens = device.gate(), text(2, seed=1, extra=1) + text(3, seed=2)
+
+        async def engine(lease: Lease) -> None:
+            for layer in range(LAYERS):
+                await lease.layer(layer)
+            ready.open()
+
+        async with cache.lease(tokens) as lease:
+            assert lease.loading
+            computing = asyncio.create_task(engine(lease))
+            async with asyncio.timeout(60):
+                await lease.commit(tokens, ready=ready)
+            await computing
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=12, host=64), device=device) as cache:
+        for seed in (1, 2):
+            await serve(cache, text(3, seed=seed))
+            await settled(cache)
+        await push_out(cache, 12)
+        first, ready = device.gate(), device.gate()
+        fences = machine(cache).mover._fences
+        fences.add(first, None)
+        async with cache.lease(text(3, seed=1, extra=1)) as one:
+            await turns(100)
+            fences._everywhere = ()
+            tokens = text(3, seed=2, extra=1)
+            async with cache.lease(tokens) as two:
+                loaded = asyncio.create_task(two.loaded())
+                await turns(100)
+                committing = asyncio.create_task(two.commit(tokens, ready=ready))
+                await turns(100)
+                first.open()
+                async with asyncio.timeout(60):
+                    await loaded  # the engine would compute now, and fire
+                ready.open()
+                await committing
+            await one.loaded()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_what_adopt_names_stands_before_loads_too() -> None:
+    device = CpuDevice()
+    async with opened(settings(device=8, host=32), device=device) as cache:
+        for seed in (1, 2):
+            await serve(cache, text(6, seed=seed))
+            await settled(cache)
+        work = device.gate()
+        async with cache.lease(text(6, seed=2, extra=1)) as lease:
+            read, hashes = lease.pages[:6].tolist(), page_hashes(text(6, seed=2))
+            await lease.commit(text(6, seed=2))
+            lease.adopt(after=work)
+        async with cache.lease(text(6, seed=1, extra=1)) as other:
+            loaded = asyncio.create_task(other.loaded())
+            await turns(20_000)  # without the fence it is there long before
+            assert not loaded.done()
+            assert all(holds(cache, "full", slot, page) for slot, page in zip(read, hashes, strict=True))
+            work.open()
+            await loaded
     await device.aclose()

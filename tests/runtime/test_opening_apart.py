@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from asynccache import AsyncCache, ConfigError
+from asynccache import AsyncCache, CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import cache as cache_module
 from tests.runtime.runtime_kit import machine, push_out, serve, settings, settled, text, turns
@@ -95,7 +95,7 @@ async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> No
     loading = asyncio.create_task(lease.loaded())
     await turns()
     lease.release()
-    closing = asyncio.create_task(cache.aclose(0))
+    closing = asyncio.create_task(cache.aclose())
     await turns(1000)
     assert not closing.done()
     gate.open()
@@ -105,8 +105,9 @@ async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> No
 
 
 @pytest.mark.asyncio
-async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes() -> None:
+async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
+    monkeypatch.setattr(cache_module, "MOMENT", 0.05)
     config = settings(device=8, host=16, close_deadline=0.05)
     async with AsyncCache(config, device=device) as cache:
         await serve(cache, text(4))
@@ -115,4 +116,57 @@ async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes() -
         machine(cache).mover.fence(device.gate())
         lease = await cache.lease(text(4, extra=1)).__aenter__()
         lease.release()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_streams_back() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+    await serve(cache, text(4))
+    await settled(cache)
+    await push_out(cache, 8)
+    machine(cache).mover.fence(device.gate())
+    lease = await cache.lease(text(4, extra=1)).__aenter__()
+    await turns()
+    lease.release()
+    closing = asyncio.create_task(cache.aclose())
+    await turns(1000)
+    assert cache._closer is not None
+    cache._closer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(CacheClosed):
+        machine(cache).mover._backups.record()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cache() -> None:
+    """The worker waits for the first, and could not tell."""
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=12, host=64, close_deadline=0.05), device=device).__aenter__()
+    for seed in (1, 2):
+        await serve(cache, text(3, seed=seed))
+        await settled(cache)
+    await push_out(cache, 12)
+    mover, gate = machine(cache).mover, device.gate()
+    mover.fence(gate)
+    one = await cache.lease(text(3, seed=1, extra=1)).__aenter__()
+    await turns(100)
+    two = await cache.lease(text(3, seed=2, extra=1)).__aenter__()
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not this one")
+
+    mover.load = refuse  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not this one"):
+        await two.layer(0)
+    with pytest.raises(CacheClosed):
+        await two.loaded()
+    gate.open()
+    one.release()
+    two.release()
+    report = await cache.aclose()
+    assert isinstance(report.error, ValueError)
     await device.aclose()

@@ -62,8 +62,8 @@ class _Line:
 
 
 class LoadBackStage:
-    """Queues of ``LoadBack`` and ``Clone`` effects, what is on the device, and the workers that await it: a private
-    copy, which is short, waits for the loads that it needs and for no others."""
+    """Queues of ``LoadBack`` and ``Clone`` effects, what is on the device, and the workers that await it: private
+    copies, which are short, wait for the loads that they need and for no others."""
 
     def __init__(
         self,
@@ -71,15 +71,16 @@ class LoadBackStage:
         post: Callable[[Outcome], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self._mover = mover
         self._post = post
         self._size_of = size_of
         self._clock = clock
+        self._fail = fail
         self._loads = _Line()
         self._clones = _Line()
         self._by_op: dict[int, Copying] = {}
-        self._broken: BaseException | None = None
         self.meter = Meter()
 
     def __repr__(self) -> str:
@@ -95,17 +96,18 @@ class LoadBackStage:
         line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
-        """Where ``op`` stands on the device, submitting what is queued; None once it has ended.
+        """Where ``op`` stands on the device, submitting what is queued; None once it has ended."""
+        self.submit_now()
+        return self._by_op.get(op)
 
-        A device that refuses the batch is for the workers to die of, not for the caller alone: its loads are lost.
-        """
+    def submit_now(self) -> None:
+        """``submit`` for those who cannot wait for a worker. A device that refuses the batch is the end of the cache,
+        not of the caller alone: its loads are lost."""
         try:
             self.submit()
         except BaseException as error:
-            self._broken = error
-            self._loads.filled.set()
+            self._fail(error)
             raise
-        return self._by_op.get(op)
 
     def submit(self) -> None:
         """Hand all that is queued to the device: one batch of loads, then the clones."""
@@ -151,11 +153,9 @@ class LoadBackStage:
 
     async def _something(self, line: _Line) -> None:
         """Return when there is something to submit or to await: ``wait_layer`` may have emptied the queue already."""
-        while not line.flying and not len(line.inbox) and self._broken is None:
+        while not line.flying and not len(line.inbox):
             line.filled.clear()
             await line.filled.wait()
-        if self._broken is not None:
-            raise self._broken
 
     async def _land(self, line: _Line) -> None:
         copying = line.flying[0]
