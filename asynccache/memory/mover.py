@@ -82,9 +82,7 @@ class Mover:
         self.host_pools: Mapping[str, HostPool]
         self.device_pools, self.host_pools = _allocate(device, pools, own, host_align)
         self._moved = _by_component(pools)
-        self._backups = device.stream("backup_host")
-        self._loads = device.stream("load_back")
-        self._clones = device.stream("clone")
+        self._backups, self._loads, self._clones = _streams(device, "backup_host", "load_back", "clone")
         self._fences = Fences(_slots_of(pools))
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
@@ -165,6 +163,18 @@ def _slots_of(pools: Sequence[PoolSpec]) -> dict[int, int]:
     for spec in pools:
         slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
     return slots
+
+
+def _streams(device: Device, *names: str) -> list[Stream]:
+    """All, or none."""
+    made: list[Stream] = []
+    try:
+        made.extend(map(device.stream, names))  # one by one
+    except BaseException:
+        for stream in made:
+            device.release(stream)
+        raise
+    return made
 
 
 def _hold(stream: Stream, events: Sequence[Event]) -> None:

@@ -12,8 +12,9 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.driver import DriverError
+from asynccache.memory.device import Stream
 from asynccache.memory.mover import NOTHING, Mover
-from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_device import SimulatedDevice, SimulatedStream
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 FULL, SWA, MAMBA = ComponentKind
@@ -179,3 +180,24 @@ def test_a_driver_that_has_no_memory_left_is_told_with_the_pool_and_nothing_is_k
         Mover(device, [pool()])
     frames = [frame.frame.f_locals for frame in told.traceback]
     assert not any(found for names in frames for found in (names.get("on_device"), names.get("on_host")) if found)
+
+
+def test_a_device_that_refuses_a_stream_has_those_before_it_back() -> None:
+    class Few(SimulatedDevice):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out: list[object] = []
+
+        def stream(self, name: str) -> SimulatedStream:
+            if len(self.out) == 2:
+                raise DriverError("no more", 2)
+            self.out.append(stream := super().stream(name))
+            return stream
+
+        def release(self, stream: Stream) -> None:
+            self.out.remove(stream)
+
+    device = Few()
+    with pytest.raises(DriverError, match="no more"):
+        Mover(device, [pool()])
+    assert device.out == []
