@@ -169,15 +169,15 @@ def test_a_rank_that_is_gone_while_a_store_opens_is_noticed(monkeypatch: pytest.
 def test_processes_wait_longer_for_a_store_than_for_a_step(
     broken: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks wait a second for each other, and three for the store of rank 1."""
+    """Ranks wait four seconds for each other, and nine for the store of rank 1."""
     stores = shut(2)
     make = caches(Topology(tp=2), stores, monkeypatch)
-    monkeypatch.setattr("tests.ranks.test_rank_slow_stores.LONG", 3.0)
+    monkeypatch.setattr("tests.ranks.test_rank_slow_stores.LONG", 9.0)
     stores[1].slow = "open"
     stores[1].broken = "" if broken is None else "open"
 
     async def rank(number: int) -> str:
-        ranks = await connect(Topology(tp=2), number, f"file://{tmp_path}/meeting", timeout=1.0)
+        ranks = await connect(Topology(tp=2), number, f"file://{tmp_path}/meeting", timeout=4.0)
         device = CpuDevice()
         try:
             async with make(number, device, ranks) as cache:
@@ -199,14 +199,14 @@ def test_processes_wait_longer_for_a_store_than_for_a_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("comes", [True, False])
 def test_who_opens_its_cache_later_is_waited_for_as_who_connects_later(comes: bool, tmp_path: Path) -> None:
-    """Ranks wait a second for each other; one has a model to load first."""
+    """Ranks wait four seconds for each other; one has a model to load first."""
     arrival = 60.0 if comes else 2.0
 
     async def rank(number: int) -> str:
-        ranks = await connect(Topology(tp=2), number, f"file://{tmp_path}/meeting", timeout=1.0, arrival=arrival)
+        ranks = await connect(Topology(tp=2), number, f"file://{tmp_path}/meeting", timeout=4.0, arrival=arrival)
         device = CpuDevice()
         try:
-            await asyncio.sleep(3.0 * number)
+            await asyncio.sleep(9.0 * number)
             async with AsyncCache(CONFIG, device=device, ranks=ranks) as cache:
                 await publish(cache, 0)
             return "well"
