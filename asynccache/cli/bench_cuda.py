@@ -16,6 +16,7 @@ import torch
 
 from asynccache.cli import cuda_copies, cuda_goals, cuda_waking
 from asynccache.cli.cuda_why import gpu
+from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
 
 Figures = dict[str, Any]
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> Figures:
     try:
         figures = measure(device, args)
     except (DriverError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        raise ConfigError(f"bench cuda: the GPU could not be measured: {_first_line(error)}") from error
+        raise ConfigError(f"bench cuda: the GPU could not be measured: {first_line(error)}") from error
     if not args.quiet:
         print(told(figures), file=sys.stderr)
     return figures
@@ -75,10 +76,6 @@ def measure(device: Any, args: argparse.Namespace) -> Figures:
     reached = cuda_goals.goals(found)
     return found | {"goals": [goal.report() for goal in reached], "met": sum(goal.met for goal in reached),
                     "missed": sum(not goal.met for goal in reached)}  # fmt: skip
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["out of memory"])[0]
 
 
 def _software() -> Figures:

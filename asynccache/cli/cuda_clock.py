@@ -6,7 +6,7 @@ planned and submitted, so that the clock sees what the device takes and not how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -96,6 +96,11 @@ def device_seconds(bench: Bench, submit: Callable[[], CudaEvent], plug: Work | N
         ended(event)
         ended(bench.stream.record())
         return own.seconds()
+
+
+def middle(values: Sequence[float]) -> float:
+    """The median; of an even number the larger."""
+    return sorted(values)[len(values) // 2]
 
 
 def best(measure: Callable[[], float], rounds: int, budget: float = 1.0) -> float:

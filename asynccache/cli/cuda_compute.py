@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asynccache.cli.cuda_clock import best, ended
+from asynccache.cli.cuda_clock import best, ended, middle
 from asynccache.cli.cuda_waking import Pages
 from asynccache.memory.cuda.calibration import Bench, forced
 from asynccache.memory.cuda.device import CudaDevice
@@ -60,7 +60,7 @@ def slow_down(bench: Bench, index: int, rounds: int, blocks: int) -> Figures:
     """How much longer the products take while fragments of 64 KiB are copied all the time, by way and path."""
     products = Products(index, SIDE)
     products.seconds(PRODUCTS)
-    alone = _middle([products.seconds(PRODUCTS) for _ in range(rounds)])
+    alone = middle([products.seconds(PRODUCTS) for _ in range(rounds)])
     beside = [_beside(bench, towards, path, products, alone, rounds, blocks) for towards, path in WAYS]
     return {"products": PRODUCTS, "side": SIDE, "alone_s": round(alone, 6), "beside": beside}
 
@@ -75,7 +75,7 @@ def _beside(
         while len(taken) < rounds and (one := _covered(bench, rows, chooser, products, batches)) is not None:
             taken.append(one)
         batches *= 2
-    slower = round(_middle(taken) / alone - 1, 4) if len(taken) == rounds else None
+    slower = round(middle(taken) / alone - 1, 4) if len(taken) == rounds else None
     return {"direction": towards.value, "path": path.value, "slower_by": slower}
 
 
@@ -131,7 +131,3 @@ def _overlapped(device: CudaDevice, stream: Any, held: Pages, products: Products
         products.put(each)
     engine.record().block()
     return time.perf_counter() - began
-
-
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.cli.cuda_clock import Clock
+from asynccache.cli.cuda_clock import Clock, middle
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cuda.device import CudaDevice
@@ -86,7 +86,7 @@ async def wake_up(device: CudaDevice, stream: CudaStream, pages: Pages, samples:
     taken = [await _woken(device, stream, pages) for _ in range(samples)]
     late = sorted(one.late for one in taken)
     return {"p50_us": _us(late[len(late) // 2]), "p99_us": _us(late[int(len(late) * 0.99)]), "samples": samples,
-            "uncertain_us": _us(_middle([one.window for one in taken]))}  # fmt: skip
+            "uncertain_us": _us(middle([one.window for one in taken]))}  # fmt: skip
 
 
 class _Sample(NamedTuple):
@@ -152,7 +152,7 @@ async def _submitting(
         await event.wait()
         await asyncio.to_thread(spent.noted.wait)
         off.append(spent.seconds())
-    return {"way": way, "pages": PAGES, "on_loop_us": _us(_middle(on)), "off_loop_us": _us(_middle(off))}
+    return {"way": way, "pages": PAGES, "on_loop_us": _us(middle(on)), "off_loop_us": _us(middle(off))}
 
 
 class _Spent:
@@ -169,10 +169,6 @@ class _Spent:
 
     def seconds(self) -> float:
         return self._notes[1] - self._notes[0]
-
-
-def _middle(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _us(seconds: float) -> float:

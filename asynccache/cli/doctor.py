@@ -15,6 +15,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from asynccache.cli.cuda_why import SIZES, Choice, gpu
+from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
 
@@ -61,12 +62,11 @@ def examine(name: str) -> Report:
 
 def _examined(name: str) -> Report:
     from asynccache.memory.cuda.device import open_device
-    from asynccache.memory.cuda.driver import DriverError
 
     try:
         return measured(open_device(name))
-    except (AsyncCacheError, DriverError, MemoryError) as error:
-        return {"error": (str(error).splitlines() or ["out of memory"])[0]}
+    except (AsyncCacheError, MemoryError) as error:
+        return {"error": first_line(error)}
 
 
 def measured(device: Any) -> Report:

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. Pure functions."""
+"""Numbers and errors as a person reads them. Pure functions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def milliseconds(value: float) -> str:
 def number(value: float) -> str:
     """``1234567`` is ``1,234,567``."""
     return f"{value:,.0f}"
+
+
+def first_line(error: BaseException) -> str:
+    """Of what torch or a driver says in many; a ``MemoryError`` says nothing."""
+    return (str(error).splitlines() or ["out of memory"])[0]
 
 
 def percent(part: float, whole: float) -> str:

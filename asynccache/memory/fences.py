@@ -25,8 +25,8 @@ class Fences:
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
-        self._sets: dict[int, tuple[Event, ...]] = {}  # by rising number
-        self._everywhere: tuple[Event, ...] = ()
+        self._sets: dict[int, list[Event]] = {}  # by rising number
+        self._everywhere: list[Event] = []
         self._number = 0
         self._sweep_at = SWEEP
 
@@ -42,7 +42,7 @@ class Fences:
             return
         self._forget()
         if slots is None:
-            self._everywhere = (*_unfired(self._everywhere), event)
+            self._everywhere = [*unfired(*self._everywhere), event]
             return
         made: dict[int, int] = {}
         for component, table in slots.items():
@@ -52,17 +52,15 @@ class Fences:
         """The events that stand before any of these slots, each once, and have not fired."""
         self._forget()
         numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
-        found = {id(event): event for event in _unfired(self._everywhere)}
+        found = {id(event): event for event in unfired(*self._everywhere)}
         for number in sorted(numbers):
-            found |= {id(event): event for event in _unfired(self._sets.get(number, ()))}
+            found |= {id(event): event for event in unfired(*self._sets.get(number, ()))}
         return list(found.values())
 
     def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], event: Event, made: dict[int, int]) -> None:
         """``made``: the sets that this event has joined, by what they were before. No sorting: tables are long, and an
         iteration of an engine names events for a hundred of them."""
-        base = self._base()
-        at = np.maximum(stamps[slots] - base, 0)  # 0: in no set that is alive
-        found = np.flatnonzero(np.bincount(at)).tolist()
+        base, at, found = self._places(stamps, slots)
         if not found:
             return
         becomes = np.zeros(found[-1] + 1, np.int64)
@@ -75,35 +73,38 @@ class Fences:
             stamps[slots] = becomes[at]
 
     def _join(self, old: int, event: Event) -> int:
-        alive = _unfired(self._sets.get(old, ()))
+        alive = unfired(*self._sets.get(old, ()))
         if any(event is one for one in alive):
             return old
         self._number += 1
-        self._sets[self._number] = (*alive, event)
+        self._sets[self._number] = [*alive, event]
         return self._number
 
     def _alive(self, stamps: Stamps, table: bytes) -> list[int]:
         if not self._sets:
             return []
-        base = self._base()
-        at = np.maximum(stamps[_slots(table)] - base, 0)
-        return [place + base for place in np.flatnonzero(np.bincount(at)).tolist() if place]
+        base, _, found = self._places(stamps, _slots(table))
+        return [place + base for place in found if place]
 
-    def _base(self) -> int:
-        """All sets that are alive have larger numbers."""
-        return next(iter(self._sets), self._number + 1) - 1
+    def _places(self, stamps: Stamps, slots: npt.NDArray[np.int32]) -> tuple[int, Stamps, list[int]]:
+        """All sets that are alive have numbers beyond the first of these; by how much, of each slot's (0: it is in no
+        such set), and which of that there is."""
+        base = next(iter(self._sets), self._number + 1) - 1
+        at = np.maximum(stamps[slots] - base, 0)
+        return base, at, np.flatnonzero(np.bincount(at)).tolist()
 
     def _forget(self) -> None:
         """Sets whose events have all fired: the oldest; now and then those behind one that lasts, too."""
-        while self._sets and not _unfired(self._sets[oldest := next(iter(self._sets))]):
+        while self._sets and not unfired(*self._sets[oldest := next(iter(self._sets))]):
             del self._sets[oldest]
         if len(self._sets) >= self._sweep_at:
-            self._sets = {number: alive for number, events in self._sets.items() if (alive := _unfired(events))}
+            self._sets = {number: alive for number, events in self._sets.items() if (alive := unfired(*events))}
             self._sweep_at = 2 * len(self._sets) + SWEEP
 
 
-def _unfired(events: Iterable[Event]) -> tuple[Event, ...]:
-    return tuple([event for event in events if not event.done()])
+def unfired(*events: Event | None) -> list[Event]:
+    """Those of ``events`` that there are and that have not fired."""
+    return [event for event in events if event is not None and not event.done()]
 
 
 def _slots(table: bytes) -> npt.NDArray[np.int32]:

@@ -23,6 +23,7 @@ from asynccache.core.settings import ComponentKind, PrefetchPolicy
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, RankDivergence, RankFailure
 from asynccache.events import Notice
 from asynccache.memory.device import Event
+from asynccache.memory.fences import unfired
 from asynccache.memory.mover import Mover
 from asynccache.ranks import Agreement, Ranks
 from asynccache.runtime.acks import Freezer, run_acks
@@ -203,7 +204,7 @@ class Machine:
         """The engine may use the lease's pages until ``events`` have fired: what is copied into one of them later, on
         whoever's behalf, waits for that on the device. What was asked for before does not: the engine may wait for it.
         """
-        pending = [event for event in events if not event.done()]
+        pending = unfired(*events)
         if pending:
             with suppress(Exception):  # the cache ends of it
                 self.load_back.submit_now()

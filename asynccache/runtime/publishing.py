@@ -15,8 +15,8 @@ from asynccache.core.cache import Ask, Committed
 from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
+from asynccache.memory.fences import unfired
 from asynccache.runtime.hashing import Chain
-from asynccache.runtime.readiness import unfired
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Publishing:
     """Mutable state: the longest key committed so far, its hashes, the ``ready`` events that may not have fired, and
     the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_events", "_key", "_machine", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_key", "_machine", "_ready", "_retiring", "_space", "order")
 
     def __init__(self, machine: Machine, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
@@ -37,7 +37,6 @@ class Publishing:
         self._space = ask.space
         self._key = ask.key
         self._chain = chain or Chain(ask.space, machine.config.page_size)
-        self._events = False
         self._ready: list[Event] = []
         self._retiring: list[int] = []
 
@@ -61,7 +60,6 @@ class Publishing:
     def expect(self, ready: Event) -> None:
         """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so
         do copies into the lease's pages, some of which the commit may leave to others."""
-        self._events = True
         self._named(ready)
 
     def _named(self, event: Event) -> None:

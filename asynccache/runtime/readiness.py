@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
+from asynccache.memory.fences import unfired
 
 
 class Readiness:
@@ -26,13 +27,8 @@ class Readiness:
     def pending(self) -> tuple[Event, ...]:
         """The events that have not fired."""
         if self._events:
-            self._events = [event for event in self._events if not event.done()]
+            self._events = unfired(*self._events)
         return tuple(self._events)
-
-
-def unfired(*events: Event | None) -> list[Event]:
-    """Those of ``events`` that there are and that have not fired."""
-    return [event for event in events if event is not None and not event.done()]
 
 
 async def fired(event: Event) -> None:

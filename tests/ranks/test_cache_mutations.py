@@ -212,7 +212,6 @@ def test_what_retires_is_what_the_engine_named_and_not_what_has_fired(monkeypatc
     plain = Publishing.release
 
     def release(self: Publishing, after: Any, ended: bool) -> None:
-        self._events = bool(self._ready) and any(not event.done() for event in self._ready)
         plain(self, after if after is not None and not after.done() else None, ended)
 
     monkeypatch.setattr(Publishing, "release", release)

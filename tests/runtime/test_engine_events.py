@@ -322,7 +322,7 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
         fences.add(first, None)
         async with cache.lease(text(3, seed=1, extra=1)) as one:
             await turns(100)
-            fences._everywhere = ()
+            fences._everywhere = []
             tokens = text(3, seed=2, extra=1)
             async with cache.lease(tokens) as two:
                 loaded = asyncio.create_task(two.loaded())

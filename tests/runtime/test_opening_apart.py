@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from asynccache import AsyncCache, CacheClosed, ConfigError
-from asynccache.memory.cpu import CpuDevice
+from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
+from asynccache.memory.cpu import CpuDevice, Gate
 from asynccache.runtime import cache as cache_module
 from tests.runtime.runtime_kit import machine, push_out, serve, settings, settled, text, turns
 
@@ -82,16 +82,21 @@ async def test_a_device_that_outlives_its_caches_has_its_streams_back() -> None:
     await device.aclose()
 
 
-@pytest.mark.asyncio
-async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> None:
-    device = CpuDevice()
-    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, Gate]:
+    """A lease that is loading, for as long as the gate is shut."""
     await serve(cache, text(4))
     await settled(cache)
     await push_out(cache, 8)
     gate = device.gate()
     machine(cache).mover.fence(gate)
-    lease = await cache.lease(text(4, extra=1)).__aenter__()
+    return await cache.lease(text(4, extra=1)).__aenter__(), gate
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_the_copies_on_a_device_that_outlives_it() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
+    lease, gate = await held(cache, device)
     loading = asyncio.create_task(lease.loaded())
     await turns()
     lease.release()
@@ -110,11 +115,7 @@ async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(mon
     monkeypatch.setattr(cache_module, "MOMENT", 0.05)
     config = settings(device=8, host=16, close_deadline=0.05)
     async with AsyncCache(config, device=device) as cache:
-        await serve(cache, text(4))
-        await settled(cache)
-        await push_out(cache, 8)
-        machine(cache).mover.fence(device.gate())
-        lease = await cache.lease(text(4, extra=1)).__aenter__()
+        lease, _ = await held(cache, device)
         lease.release()
     await device.aclose()
 
@@ -123,11 +124,7 @@ async def test_closing_does_not_wait_for_ever_for_an_engine_that_never_comes(mon
 async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_streams_back() -> None:
     device = CpuDevice()
     cache = await AsyncCache(settings(device=8, host=16), device=device).__aenter__()
-    await serve(cache, text(4))
-    await settled(cache)
-    await push_out(cache, 8)
-    machine(cache).mover.fence(device.gate())
-    lease = await cache.lease(text(4, extra=1)).__aenter__()
+    lease, _ = await held(cache, device)
     await turns()
     lease.release()
     closing = asyncio.create_task(cache.aclose())

@@ -13,9 +13,10 @@ import pytest
 
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
+from asynccache.memory.fences import unfired
 from asynccache.memory.mover import Mover
 from asynccache.runtime.publishing import Publishing
-from asynccache.runtime.readiness import Readiness, unfired
+from asynccache.runtime.readiness import Readiness
 from asynccache.runtime.stages.retire import RetireStage
 from asynccache.testing.simulated_loop import Deadlock
 from asynccache.testing.simulated_world import WrongBytes, play
@@ -88,7 +89,6 @@ def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest
 @pytest.mark.slow
 def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def expect(self: Publishing, ready: Event) -> None:
-        self._events = True
         self._ready = [*unfired(*self._ready), ready]
 
     monkeypatch.setattr(Publishing, "expect", expect)
