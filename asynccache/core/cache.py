@@ -65,10 +65,16 @@ class Statistics(NamedTuple):
 
 
 class CacheCore:
-    """The core. Not thread-safe, never blocks, keeps no clock."""
+    """The core. Not thread-safe, never blocks, keeps no clock.
+
+    Calls that only give something back (``release``, ``claim``, ``drop_claim``, ``prefetch_revoke``) split, evict and
+    back up nothing, so that they may be made at any time. What could go on because of them is left to ``follow_up``;
+    ``behind`` is true while there is such work.
+    """
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
+        self.behind = False
         self.world = World(config)
         self._transfers = Transfers(self.world)
         self._matching = Matching(self.world)
@@ -152,8 +158,7 @@ class CacheCore:
         """Give everything back; a second call does nothing. ``ended``: its private tail goes first. ``retire``: own
         pages come as ``Retire`` instead of being free at once."""
         self._leases.release(lease, ended, retire)
-        self._invalidation.sweep()
-        return self.world.plan()
+        return self._given_back()
 
     def prefetch_open(self, space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
         """Begin to fetch what storage has of ``key`` beyond what the host has."""
@@ -174,12 +179,12 @@ class CacheCore:
         ``hashes``: 32 bytes a page from the anchor to ``end``. ``holders``: who claims them; see ``claim``.
         """
         blockers = self._prefetches.commit(op, end, hashes, holders)
-        return Wait(self.world.plan(), blockers) if blockers else self._gave_back()
+        return Wait(self.world.plan(), blockers) if blockers else self.follow_up()
 
     def prefetch_revoke(self, op: int) -> Plan:
         """Give all slots back. Only after the I/O let go of their buffers."""
         self._prefetches.revoke(op)
-        return self._gave_back()
+        return self._given_back()
 
     def claim(self, holder: int, space: bytes, key: bytes) -> Plan:
         """Pin what the host has of the match of ``key``, for the request with this number, until ``drop_claim``; or
@@ -188,7 +193,7 @@ class CacheCore:
         path, reached = walk(root, key, 0, self.world.page_bytes) if root is not None else ([], 0)
         if path:
             self._transfers.claims.take(holder, path, self._matching.ends(path, reached).union)
-        return self._gave_back()
+        return self._given_back()
 
     def confirm_claim(self, holder: int, firm: bool) -> None:
         """Whether that request stands in line for its lease: its claim is among the last to be taken away."""
@@ -199,7 +204,7 @@ class CacheCore:
         if holder not in self._transfers.claims.held:
             return self.world.plan()
         self._transfers.claims.drop(holder)
-        return self._gave_back()
+        return self._given_back()
 
     def complete(self, outcomes: Sequence[Outcome]) -> Plan:
         """Apply outcomes of operations that are no prefetch.
@@ -209,12 +214,18 @@ class CacheCore:
         """
         self._transfers.complete(outcomes)
         self._transfers.store_again()
-        return self._gave_back()
+        return self.follow_up()
 
-    def _gave_back(self) -> Plan:
-        """Host pages or pins came free: what waited for them goes on."""
+    def follow_up(self) -> Plan:
+        """Pages or pins came free: start backups that waited for them, and drop nodes of forgotten namespaces that
+        nobody uses any more."""
+        self.behind = False
         self._transfers.retry_deferred()
         self._invalidation.sweep()
+        return self.world.plan()
+
+    def _given_back(self) -> Plan:
+        self.behind = self.behind or bool(self._transfers.deferred or self.world.dead_roots)
         return self.world.plan()
 
     def drain(self) -> Plan | More:

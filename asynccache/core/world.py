@@ -22,6 +22,7 @@ from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
 from asynccache.core.tree import Node, Root, cut, unlink
+from asynccache.errors import InvariantViolation
 
 EARLY = 0
 LATE = 1
@@ -67,6 +68,7 @@ class Counters:
 class World:
     """The tree, the shelves, the ledger, and the plan under construction. ``swa``, ``mamba``: where the component that
     keeps a window, and the one that does not divide, stand; 0: there is none. ``bits[mask]``: the components of a mask.
+    ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -93,6 +95,7 @@ class World:
         self.access = Access.WRITE if config.storage else Access.NONE
         self.era = 0
         self.storage_is_late = False
+        self.may_split = True
         self._era_began = 0
         self._effects: list[Effect] = []
         self._ended: list[Ended] = []
@@ -392,7 +395,13 @@ class World:
     # shape
 
     def split(self, node: Node, pages: int) -> Node:
-        """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases."""
+        """Divide ``node`` after ``pages`` pages; the new prefix. ``node`` itself stays the suffix, with its leases.
+
+        Raises:
+            InvariantViolation: nodes may not be divided now: the caller does not hold the tree lock.
+        """
+        if not self.may_split:
+            raise InvariantViolation("a node would be split by a call that does not hold the tree lock")
         prefix = cut(node, pages, self.page_bytes)
         prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide is stored for the suffix's end
         self.counters.nodes += 1

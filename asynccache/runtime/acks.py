@@ -1,6 +1,7 @@
 """The ack task: the one that applies outcomes when nobody else comes by.
 
-Law: it takes the lock once and drains everything that waits; an acquisition per ack starves behind calls in slices.
+Law: it waits for the queue of outcomes, takes the lock once and drains everything that waits. An acquisition for each
+outcome would starve behind calls in slices. Whoever takes the lock first applies what this task has in its hands, too.
 """
 
 from __future__ import annotations
@@ -16,10 +17,7 @@ FREEZE_EVERY = 2048
 async def run_acks(driver: Driver, freezer: Freezer | None = None) -> None:
     """Apply outcomes as they come, for ever. Cancelling it leaves what waits to the next who takes the lock."""
     while True:
-        await driver.posted.wait()
-        driver.posted.clear()
-        async with driver.lock:
-            driver.settle()
+        await driver.ack()
         if freezer is not None:
             freezer.look()
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
-from asynccache.core.plan import BackupStorage, Plan
+from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
 from asynccache.runtime.borrowed import Borrowed
 from asynccache.runtime.saving import drain, unsaved
@@ -159,22 +159,19 @@ async def _open(
 
 async def _add(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
     """Whoever fails or is cancelled has attached nothing."""
-    store = machine.tiers()
-
-    def add() -> Plan:
+    store, driver = machine.tiers(), machine.driver
+    async with driver.lock:
+        driver.settle()
         _note(machine, f"attach_storage {attached.options.name!r}", (attached.options.write, position, backfill))
         store.attach(attached, position)
-        plan = machine.core.attach_storage(access_of(store))
+        driver.perform(driver.locked(machine.core.attach_storage, access_of(store)))
         if machine.announcing is not None:
             machine.announcing.begin(attached)
         stores = backfill and attached.options.write
         if stores or machine.announcing is not None:
             walk = machine.core.backfill(store=stores)
-            player = machine.driver.turns.play(partial(_backfill, machine, attached, walk))
+            player = driver.turns.play(partial(_backfill, machine, attached, walk))
             machine.supervisor.spawn(player, "asynccache-backfill")
-        return plan
-
-    await machine.driver.transact(add)
 
 
 async def _backfill(machine: Machine, attached: Attached, walk: Backfill) -> None:
@@ -207,17 +204,9 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
     if deadline is not None and attached.options.write:
         await _save(machine, deadline)
     left = await unsaved(machine)
-    closing: asyncio.Task[None] | None = None
-    failed: list[BackendError] = []
-
-    async def closed() -> None:
-        if closing is not None:
-            await asyncio.wait([closing])
-        if failed:
-            raise failed[0]
-
-    def remove() -> Plan:
-        nonlocal closing
+    driver, failed = machine.driver, list[BackendError]()
+    async with driver.lock:
+        driver.settle()
         if not attached.there:
             raise ConfigError(f"storage: {attached.options.name!r} was detached by somebody else meanwhile")
         _note(machine, f"detach_storage {attached.options.name!r}", ())
@@ -225,10 +214,15 @@ async def detach(machine: Machine, name: str | None, deadline: float | None) -> 
         if machine.announcing is not None:
             machine.announcing.end(attached)
         closing = machine.supervisor.spawn(_leave(machine, store, attached, failed), "asynccache-detach")
-        return machine.core.detach_storage(access_of(store))
+        driver.perform(driver.locked(machine.core.detach_storage, access_of(store)))
 
-    await machine.driver.transact(remove)
-    await together(machine.driver, "detach_storage", closed)
+    async def closed() -> None:
+        if closing is not None:
+            await asyncio.wait([closing])
+        if failed:
+            raise failed[0]
+
+    await together(driver, "detach_storage", closed)
     return left
 
 

@@ -291,11 +291,9 @@ class AsyncCache:
         machine = self._ready()
         key = as_key(tokens)
         driver = machine.driver
-        if driver.settled():
-            return machine.core.match(machine.space(extra_key), key)
         async with driver.lock:
             driver.settle()
-            return machine.core.match(machine.space(extra_key), key)
+            return driver.unlocked(machine.core.match, machine.space(extra_key), key)
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``; call it when a request arrives.

@@ -32,13 +32,13 @@ class Claims:
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None:
         """Claim what the host has of ``key``."""
         if self._driver.closed is None:
-            self._driver.perform(self._driver.core.claim(ticket, space, key))
+            self._driver.perform(self._driver.give_back(self._driver.core.claim, ticket, space, key))
             self.note(ticket, leases)
 
     def note(self, ticket: int, leases: int) -> None:
         """A claim was taken, or the number of ``leases`` that stand in line with its handle has changed."""
         self._stop(ticket)
-        self._driver.core.confirm_claim(ticket, leases > 0)
+        self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
         self._timers[ticket] = None if leases else self._driver.turns.call_later(HELD_FOR, self.drop, ticket)
 
     def holds(self, ticket: int) -> bool:
@@ -50,7 +50,7 @@ class Claims:
         if ticket in self._timers:
             self._stop(ticket)
             del self._timers[ticket]
-            self._driver.perform(self._driver.core.drop_claim(ticket))
+            self._driver.perform(self._driver.give_back(self._driver.core.drop_claim, ticket))
 
     def abandon(self, ticket: int) -> None:
         """``drop`` soon, from any thread: the handle is garbage. Several ranks collect garbage at different times, and

@@ -2,23 +2,29 @@
 
 Laws:
 * No await between a core call and ``perform``: effects are in their queues before anybody else can run.
+* A core call that may split a node holds the tree lock, also when nobody else wants it (``locked``). Calls that only
+  give something back may be made without it (``unlocked``): the core refuses to split in them, and leaves what it would
+  evict or back up to the next holder.
 * Whoever takes the lock settles first: outcomes that wait are applied before anything is decided on top of them.
 * Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
 * A cancellation that arrives between two slices is kept until the last one is done.
+* Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
+  plan that cannot be performed, close the cache with that error. Its books may be wrong: they are not asked again.
 
-Mutable state: the core (under the lock; release, advance, truncate and claims are single transactions that split
-nothing and need none; nor does a call that one slice suffices for while nobody has the lock or waits for it), the
-outcomes that wait, ``saving`` (backups in flight), ``closed``, and ``unsettled`` (what a store was at then).
+Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
+flight), ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, NoReturn, TypeVar
+from enum import Enum
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import (
+    EMPTY,
     BackupHost,
     BackupStorage,
     Cleared,
@@ -30,65 +36,76 @@ from asynccache.core.plan import (
     Retire,
     Status,
 )
-from asynccache.errors import AsyncCacheError, CacheClosed, RankDivergence, RankFailure
+from asynccache.errors import (
+    AsyncCacheError,
+    CacheClosed,
+    CacheFull,
+    ConfigError,
+    InvariantViolation,
+    RankDivergence,
+    RankFailure,
+)
 from asynccache.ranks import Agreement
 from asynccache.runtime.line import Line
 from asynccache.runtime.operations import Operations
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 Sink = Callable[[Any], None]
 
+REFUSALS = (ConfigError, CacheFull)
+"""What a core call raises to refuse its arguments. It has changed nothing then."""
 
-class TreeLock(asyncio.Lock):
-    """Orders the calls that may split or evict. ``users``: how many hold it or wait for it; at 0, a call that does not
-    await may go ahead without it, and overtakes nobody."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.users = 0
+class Nudge(Enum):
+    """An item of the queue of outcomes that stands for no operation."""
 
-    async def acquire(self) -> Literal[True]:
-        """As ``asyncio.Lock``: first come, first served. Cancelling it takes nothing."""
-        self.users += 1
-        try:
-            return await super().acquire()
-        except BaseException:
-            self.users -= 1
-            raise
+    FOLLOW_UP = "something was given back without the lock: whoever takes it next follows up"
 
-    def release(self) -> None:
-        """As ``asyncio.Lock``."""
-        super().release()
-        self.users -= 1
+
+Ack = Outcome | Nudge
 
 
 class Driver:
-    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop."""
+    """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
+
+    ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
+    its own, the core bounds the operations in flight. ``closed``: why every call is refused, once the cache is closed.
+    ``broken``: whether the core's books may be wrong.
+    """
 
     def __init__(self, core: CacheCore, agreement: Agreement) -> None:
         self.core = core
         self.agreement = agreement
         self.turns = turns = agreement.turns
-        self.lock = TreeLock()
+        self.lock = asyncio.Lock()
+        self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations(turns)
         self.line = Line(turns)
         self.prefetch_line = Line(turns)
-        self.posted = asyncio.Event()
         self.closed: CacheClosed | None = None
+        self.broken = False
         self.scheduler: asyncio.Task[Any] | None = None
         self._one_step = asyncio.Lock()
         self._last = False
         self._cut = "a step was cancelled on this rank"
         self.saving: set[int] = set()
         self.unsettled: list[asyncio.Task[None]] = []
-        self._outcomes: list[Outcome] = []
+        self._in_hand: list[Ack] = []
+        self._nudged = False
         self._sinks: dict[type, Sink] = {}
         self.at_step: Callable[[], Awaitable[None]] = _nothing
         self.on_failure: Callable[[BaseException], None] = self.close
+        core.world.may_split = False
 
     def __repr__(self) -> str:
-        return f"Driver({self.ops!r}, {self.line!r}, {len(self._outcomes)} outcomes wait)"
+        return f"Driver({self.ops!r}, {self.line!r}, {self.unapplied} outcomes wait)"
+
+    @property
+    def unapplied(self) -> int:
+        """How many outcomes wait to be applied, those in the hands of the ack task among them."""
+        return len(self._in_hand) + self.acks.qsize()
 
     def route(self, effect: type, sink: Sink) -> None:
         """Effects of this type go to ``sink``, which must not block and may not fail."""
@@ -99,44 +116,100 @@ class Driver:
         which all have said so."""
         if self.turns.lockstep:
             self.agreement.report((outcome,))
-            return
-        self._outcomes.append(outcome)
-        self.posted.set()
+        else:
+            self.acks.put_nowait(outcome)
+
+    async def ack(self) -> None:
+        """For the ack task: wait for outcomes, take the lock, and apply all that wait by then. Cancelling it leaves
+        them to the next holder of the lock.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+        ack = await self.acks.get()  # first: somebody else may replace the list meanwhile
+        self._in_hand.append(ack)
+        async with self.lock:
+            self.settle()
 
     def settle(self) -> None:
-        """Under the lock, before anything else: apply every outcome that waits.
+        """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.
 
         Raises:
             CacheClosed: the cache is closed.
         """
         if self.closed is not None:
             self.refuse()
-        if self._outcomes:
-            waiting, self._outcomes = self._outcomes, []
-            self.decide(self.agreement.report(waiting))
+        if self._in_hand or not self.acks.empty():
+            self.decide(self.agreement.report(self._take_acks()))
+        if self.core.behind:
+            self.perform(self.locked(self.core.follow_up))
 
-    def settled(self) -> bool:
-        """Whether a call that does not await may go ahead now: nobody has the tree or waits for it, and every outcome
-        is applied.
-
-        Raises:
-            CacheClosed: the cache is closed.
-        """
-        if self.lock.users:
-            return False
-        self.settle()
-        return True
+    def _take_acks(self) -> list[Outcome]:
+        """Everything that waits, in the order in which it came."""
+        acks, self._in_hand, self._nudged = self._in_hand, [], False
+        while not self.acks.empty():
+            acks.append(self.acks.get_nowait())
+        return [ack for ack in acks if not isinstance(ack, Nudge)]
 
     def decide(self, outcomes: Sequence[Outcome]) -> None:
-        """Apply outcomes that all ranks agree on. A core that refuses them is broken, and so is the cache."""
-        if not outcomes:
-            return
+        """Under the lock: apply outcomes that all ranks agree on."""
+        if outcomes:
+            self.perform(self.locked(self.core.complete, outcomes))
+
+    # calls of the core
+
+    def locked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a core call that may split nodes. The caller holds the tree lock, and performs the plan before it
+        awaits anything.
+
+        Raises:
+            InvariantViolation: nobody holds the lock. The cache is closed.
+            Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
+        """
+        world = self.core.world
         try:
-            plan = self.core.complete(outcomes)
-        except BaseException as error:
-            self.on_failure(error)
+            if not self.lock.locked():
+                raise InvariantViolation(f"{call!r} may split nodes, and nobody holds the tree lock")
+            world.may_split = True
+            return call(*args, **kwargs)
+        except REFUSALS:
             raise
-        self.perform(plan)
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            world.may_split = False
+
+    def unlocked(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Make a core call that splits nothing, with or without the tree lock: somebody else may hold it between two of
+        its slices. The caller performs the plan before it awaits anything.
+
+        Raises:
+            Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
+        """
+        try:
+            answer = call(*args, **kwargs)
+        except REFUSALS:
+            raise
+        except BaseException as error:
+            self._break(error)
+            raise
+        if self.core.behind and not self._nudged and not self.turns.lockstep:
+            self._nudged = True
+            self.acks.put_nowait(Nudge.FOLLOW_UP)
+        return answer
+
+    def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """``unlocked``, for what a holder of pins or pages must always be able to do. Where the books may be wrong
+        nothing is given back to anybody, and the plan is empty."""
+        return EMPTY if self.broken else self.unlocked(call, *args, **kwargs)
+
+    def _break(self, error: BaseException) -> None:
+        """The books may be wrong."""
+        self.broken = True
+        self.on_failure(error)
+
+    # steps
 
     async def step(self) -> None:
         """Agree with the other ranks and apply what was decided; whoever waited for it goes on, in one order on all of
@@ -179,7 +252,7 @@ class Driver:
             self.on_failure(error)
             raise
         self.check_open()
-        if decided:
+        if decided or self.core.behind:
             async with self.lock:
                 self.settle()
                 self.decide(decided)
@@ -214,14 +287,18 @@ class Driver:
         ``retiring`` collects the operations that the caller answers itself, once the engine's events have fired.
         """
         effects, ended, freed = plan
-        for effect in effects:
-            self._begin(effect, retiring)
-        for op, status in ended:
-            self.saving.discard(op)
-            self.ops.end(op, status)
-        if freed or ended:
-            self.line.wake()
-            self.prefetch_line.wake()
+        try:
+            for effect in effects:
+                self._begin(effect, retiring)
+            for op, status in ended:
+                self.saving.discard(op)
+                self.ops.end(op, status)
+            if freed or ended:
+                self.line.wake()
+                self.prefetch_line.wake()
+        except BaseException as error:  # an operation that nobody performs would never end
+            self._break(error)
+            raise
 
     def _begin(self, effect: Effect, retiring: list[int] | None) -> None:
         if isinstance(effect, (Publish, Cleared)):
@@ -240,13 +317,19 @@ class Driver:
         else:
             retiring.append(effect.op)
 
-    async def slices(self, call: Callable[[], T | More]) -> tuple[T, asyncio.CancelledError | None]:
-        """Under the lock: ``call`` until it answers, with a turn of the loop between slices.
+    async def slices(
+        self, call: Callable[[], T | More], check: Callable[[], object] = bool
+    ) -> tuple[T, asyncio.CancelledError | None]:
+        """Under the lock: make the core call ``call`` until it answers, with a turn of the loop between slices.
+        ``check`` is called before each slice, and raises if there is no point in it any more.
 
         The caller performs the answer's plan first and raises the cancellation, if one came, then.
         """
         cancelled: asyncio.CancelledError | None = None
-        while isinstance(result := call(), More):
+        while True:
+            check()
+            if not isinstance(result := self.locked(call), More):
+                return result, cancelled
             self.perform(result.plan)
             try:
                 await asyncio.sleep(0)
@@ -254,23 +337,19 @@ class Driver:
                 cancelled = error
             if self.closed is None:
                 self.settle()
-        return result, cancelled
 
-    async def run(self, call: Callable[[], T | More], done: Callable[[T], None]) -> T:
-        """Under the lock: settle, ``call`` in slices, and ``done`` with the answer, which performs its plan.
+    async def run(
+        self, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = bool
+    ) -> T:
+        """Take the lock, settle, make the core call ``call`` in slices, and ``done`` with the answer, which performs
+        its plan.
 
-        Where the lock is free and one slice suffices there is no await at all. Cancelling it before the first slice
-        does nothing; later, the call is finished first, and ``done`` is told.
+        Where the lock is free and one slice suffices nothing is waited for. Cancelling it before the first slice does
+        nothing; later, the call is finished first, and ``done`` is told. ``check``: as in ``slices``.
         """
-        if self.settled():
-            first = call()
-            if not isinstance(first, More):
-                done(first)
-                return first
-            self.perform(first.plan)
         async with self.lock:
             self.settle()
-            answer, cancelled = await self.slices(call)
+            answer, cancelled = await self.slices(call, check)
             done(answer)
         if cancelled is not None:
             raise cancelled
@@ -282,11 +361,17 @@ class Driver:
 
     def close(self, cause: BaseException | None) -> None:
         """From now on every call is refused, and everybody who waits here is told why."""
-        self.closed = CacheClosed("a worker died" if cause else "the cache is closed")
+        self.closed = CacheClosed(self._why(cause))
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
         self.turns.stop()
+
+    def _why(self, cause: BaseException | None) -> str:
+        if cause is None:
+            return "the cache is closed"
+        what = "the cache's books may be wrong" if self.broken else "a worker died"
+        return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:
         """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if ranks failed."""

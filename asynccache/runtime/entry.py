@@ -75,15 +75,18 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
 
 
-def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
-    """The common case, without an await: nobody waits, and one slice suffices."""
+async def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
+    """The common case: nobody is in line, the tree lock is free, and one slice suffices. Returns False, and nothing
+    was granted, in any other. Nothing is waited for, so it cannot be cancelled."""
     driver = machine.driver
-    if driver.line or not driver.settled():
+    if driver.line or driver.lock.locked():
         return False
-    answer = machine.core.lease(ask)
-    if isinstance(answer, Grant):
-        granted(answer)
-    driver.perform(answer.plan)
+    async with driver.lock:
+        driver.settle()
+        answer = driver.locked(machine.core.lease, ask)
+        if isinstance(answer, Grant):
+            granted(answer)
+        driver.perform(answer.plan)
     return isinstance(answer, Grant)
 
 
@@ -127,7 +130,9 @@ class Entry:
             self._granted = True
 
         try:
-            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, entered):
+            if self.handle is not None and self.handle.done() and await enter_at_once(
+                self._machine, self._ask, entered
+            ):
                 return
             if self._timeout is None:
                 await self._run(entered)
@@ -212,7 +217,7 @@ class Entry:
         answer, cancelled = await driver.slices(lambda: core.lease(ask))
         driver.perform(answer.plan)
         if isinstance(answer, Grant):
-            driver.perform(core.release(answer.lease))
+            driver.perform(driver.give_back(core.release, answer.lease))
         if cancelled is not None:
             raise cancelled
         if isinstance(answer, Wait):
@@ -254,5 +259,5 @@ class Entry:
         if self._place is None:
             self._place = self._line.join(self.ticket)
             if self.arrival is None:
-                match = self._machine.core.match(self._ask.space, self._ask.key)
+                match = self._machine.driver.unlocked(self._machine.core.match, self._ask.space, self._ask.key)
                 self.arrival = Held(match.device, match.host)

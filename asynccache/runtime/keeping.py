@@ -91,7 +91,8 @@ class Keeper:
         """Called by ``Kept.release``."""
         self._kept.discard(kept)
         del self._machine.holders[kept]
-        self._machine.driver.perform(self._machine.core.release(lease))
+        driver = self._machine.driver
+        driver.perform(driver.give_back(self._machine.core.release, lease))
 
     def close(self) -> None:
         """Unpin everything."""

@@ -123,7 +123,7 @@ class Lease:
         self._ask = ask = ask_for(machine, terms)
         self._resets = machine.resets
         try:
-            if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
+            if terms.prefetch is not None or machine.stores or not await enter_at_once(machine, ask, self._granted):
                 await self._enter(Entry(machine, ask, terms))
             machine.lookups.count(self._core, ask, self.hits, self._handle)
         except BaseException:
@@ -178,7 +178,7 @@ class Lease:
         self._state = RELEASED
         del machine.holders[self]
         if after is None and self._publishing is None:
-            machine.driver.perform(machine.core.release(self._core, ended=ended))
+            machine.driver.perform(machine.driver.give_back(machine.core.release, self._core, ended=ended))
         else:
             self._commits().release(after, ended)
 
@@ -333,14 +333,14 @@ class Lease:
             raise ConfigError(f"extend: there are no tokens={tokens}, states={states} to be had")
 
         def grow() -> Plan | More | Wait:
-            reserve = self._held().reserved + tokens
+            reserve = core.reserved + tokens
             return machine.core.extend(core, reserve, reserve if machine.has_swa else 0, states)
 
         def done(answer: Plan | Wait) -> None:
             machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer)
 
         while True:
-            answer: Plan | Wait = await machine.driver.run(grow, done)
+            answer: Plan | Wait = await machine.driver.run(grow, done, self._held)
             if not isinstance(answer, Wait):
                 return self.pages
             if not (wait and answer.ops):
@@ -354,7 +354,8 @@ class Lease:
         """
         self._machine.check_thread()
         self._fence(after)
-        self._machine.driver.perform(self._machine.core.advance(self._held(), position))
+        driver = self._machine.driver
+        driver.perform(driver.unlocked(self._machine.core.advance, self._held(), position))
 
     def truncate(self, length: int, after: Event | None = None) -> None:
         """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
@@ -365,7 +366,8 @@ class Lease:
         if length < self._held().length:
             raise ConfigError(f"truncate: length={length} is below the {self._core.length} tokens that are committed")
         self._fence(after)
-        self._machine.driver.perform(self._machine.core.truncate(self._core, length))
+        driver = self._machine.driver
+        driver.perform(driver.unlocked(self._machine.core.truncate, self._core, length))
 
     def _fence(self, after: Event | None) -> None:
         if after is not None:

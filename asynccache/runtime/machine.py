@@ -157,7 +157,7 @@ class Machine:
             self.lockstep.storage_is_late = late
 
     def _tell_late(self, late: bool) -> None:
-        self.driver.perform(self.core.note_late_storage(late))
+        self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
 
     # tasks
 
@@ -282,7 +282,7 @@ class Machine:
 
     def prefetch(self, space: bytes, key: bytes) -> PrefetchHandle:
         """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
-        match = self.core.match(space, key)
+        match = self.driver.unlocked(self.core.match, space, key)
         handle = PrefetchHandle(
             space, key, Chain(space, self.config.page_size), Held(match.device, match.host), self.loop.time(),
             self.driver.prefetch_line.ticket(), self.check_thread, self.claims, self.driver.turns.wake,

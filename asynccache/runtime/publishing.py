@@ -77,19 +77,16 @@ class Publishing:
     async def _try(
         self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
-        machine = self._machine
-
-        def commit() -> Committed | Wait:
+        driver = self._machine.driver
+        async with driver.lock:
+            driver.settle()
             if self._core.released:
                 raise RuntimeError("the lease is released")
-            return machine.core.commit(self._core, key, hashes, checkpoint)
-
-        def done(answer: Committed | Wait) -> None:
+            answer = driver.locked(self._machine.core.commit, self._core, key, hashes, checkpoint)
             if not isinstance(answer, Wait):
                 self._published(key, ready)
-            machine.driver.perform(answer.plan, self._retiring)
-
-        return await machine.driver.run(commit, done)
+            driver.perform(answer.plan, self._retiring)
+        return answer
 
     async def _hashes(self, key: bytes) -> bytes:
         if not self._chain.covers(key):
@@ -119,7 +116,7 @@ class Publishing:
         retire = bool(events)
         if machine.lockstep is not None:  # an event may have fired on one rank and not yet on another
             retire = after is not None or bool(self._ready)
-        plan = machine.core.release(self._core, ended=ended, retire=retire)
+        plan = machine.driver.give_back(machine.core.release, self._core, ended=ended, retire=retire)
         machine.driver.perform(plan, self._retiring)
         if self._retiring:
             machine.retire.put(self._retiring, events)

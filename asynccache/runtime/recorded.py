@@ -15,7 +15,7 @@ from asynccache.core.settings import CoreConfig
 CALLS = (
     "match", "lease", "extend", "advance", "truncate", "commit", "release", "prefetch_open", "prefetch_take_full",
     "prefetch_take_aux", "prefetch_commit", "prefetch_revoke", "claim", "confirm_claim", "drop_claim", "complete",
-    "drain", "invalidate", "attach_storage", "detach_storage", "note_late_storage",
+    "follow_up", "drain", "invalidate", "attach_storage", "detach_storage", "note_late_storage",
 )  # fmt: skip
 
 

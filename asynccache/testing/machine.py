@@ -241,6 +241,12 @@ class CacheMachine(RuleBasedStateMachine):
         """It is granted, or gone."""
         self.run.perform(self.run.core.drop_claim(holder))
 
+    @rule()
+    def nobody_follows_up(self) -> None:
+        """Whoever takes the tree lock follows up; for a while nobody comes, or somebody does again."""
+        self.run.prompt = not self.run.prompt
+        self.run.perform(Plan())
+
     @rule(text=texts, space=spaces, bad=st.integers(0, 30), begin=st.sampled_from(Begin))
     def prefetch(self, text: str, space: bytes, bad: int, begin: Begin) -> None:
         """A prefetch begins, if it may."""
@@ -371,6 +377,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Release everything, let everything end: nothing is left, and an invalidation empties every tier."""
+        self.run.prompt = True
         for holder in HOLDERS:
             self.run.perform(self.run.core.drop_claim(holder))
         for fetch in self.fetches:

@@ -220,6 +220,7 @@ class SynchronousRuntime:
         self.index: dict[Medium, Counter[bytes]] = {medium: Counter() for medium in Medium}
         self.log: list[Effect] = []
         self.audits = 0
+        self.prompt = True  # whether somebody takes the tree lock after each call, and follows up
         self._guards: dict[int, dict[Place, bytes]] = {}
         self._parents: dict[bytes, tuple[bytes, bytes]] = {}
         self._pieces = 0
@@ -318,6 +319,8 @@ class SynchronousRuntime:
         self.audit()
         for running in self.running:
             running.verify()
+        if self.prompt and self.core.behind:
+            self.perform(self.core.follow_up())
 
     def audit(self, idle: bool = False) -> None:
         """Check every law of the core."""

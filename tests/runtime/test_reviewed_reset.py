@@ -79,7 +79,7 @@ async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored()
             resetting = asyncio.create_task(cache.reset())
             await turns()
             ready.open()
-            await until(lambda: bool(driver._outcomes))
+            await until(lambda: driver.unapplied > 0)
             driver.settle()
             assert driver.saving, "the ack began a backup_storage"
         await resetting

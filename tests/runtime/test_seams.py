@@ -61,7 +61,7 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
         driver = machine(cache).driver
         await serve(cache, text(4))
         async with driver.lock:  # the ack task cannot come by
-            await until(lambda: len(driver._outcomes) == 1)
+            await until(lambda: driver.unapplied == 1)
             assert cache.statistics().core.operations["backup_host"] == 1
             driver.settle()
             assert cache.statistics().core.operations["backup_host"] == 0
@@ -81,8 +81,8 @@ async def test_the_ack_task_drains_everything_at_once() -> None:
         for seed in range(5):
             await serve(cache, text(2, seed))
         await driver.lock.acquire()
-        waiting = len(driver._outcomes) + len(driver.saving)
-        await until(lambda: len(driver._outcomes) == len(driver.saving))
+        waiting = driver.unapplied + len(driver.saving)
+        await until(lambda: driver.unapplied == len(driver.saving))
         calls.clear()
         driver.lock.release()
         await until(lambda: not driver.saving)

@@ -98,7 +98,7 @@ class Fetch:
                 await self._commit(end)
         finally:
             if self._open:
-                self._close(self._driver.core.prefetch_revoke(self.op))
+                self._close(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
 
     async def _transfer(self, chain: Chain, key: bytes) -> int:
         """Bring every page that a match of the returned length needs; 0 if there is none worth having."""
@@ -312,7 +312,7 @@ class Fetch:
             async with self._driver.lock:
                 self._driver.settle()
                 holders = [sharer.ticket for sharer in self.sharers]
-                answer = self._driver.core.prefetch_commit(self.op, end, hashes, holders)
+                answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
                 if not isinstance(answer, Wait):
                     self.end = end
                     self._close(answer)

@@ -113,7 +113,7 @@ class PrefetchStage:
 
     def _came_meanwhile(self, handle: PrefetchHandle) -> None:
         """What there was nothing left to fetch of was fetched for somebody else between arrival and now."""
-        host = self._driver.core.match(handle.space, handle.key).host
+        host = self._driver.unlocked(self._driver.core.match, handle.space, handle.key).host
         if host > handle.arrival.host:
             handle.reach(host)
 
@@ -168,7 +168,7 @@ class PrefetchStage:
 
     def _try(self, handle: PrefetchHandle, begin: Begin) -> Opened | Join | Skip | Wait:
         """Under the lock, with no await."""
-        answer = self._driver.core.prefetch_open(handle.space, handle.key, begin)
+        answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
         if isinstance(answer, (Opened, Wait)):
             self._driver.perform(answer.plan)
         if isinstance(answer, Opened):
