@@ -161,9 +161,7 @@ class AsyncCache:
         report = await self.aclose()
         if report.error is None or error is not None:
             return
-        if isinstance(report.error, (RankFailure, RankDivergence)):
-            raise report.error
-        raise CacheClosed("a worker died") from report.error
+        raise self._opened().driver.closed_error()
 
     async def aclose(self, deadline: float | None = None) -> CloseReport:
         """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.

@@ -174,6 +174,8 @@ class Machine:
         ]
         if self.events is not None:
             workers.append(("events", self.events.run()))
+        if self.prefetching is not None and self.lockstep is None:
+            workers.append(("prefetch-commits", self.prefetching.completions.run()))
         if self.backup_storage is not None:
             workers += [("backup-storage", self.backup_storage.run()) for _ in range(WORKERS)]
         for name, work in workers:
@@ -346,6 +348,8 @@ class Machine:
             "load_back": len(self.load_back),
             "backup_storage": len(self.backup_storage) if self.backup_storage is not None else 0,
             "prefetch": len(self.prefetching.handles) if self.prefetching is not None else 0,
+            "acks": self.driver.unapplied,
+            "completions": len(self.prefetching.completions) if self.prefetching is not None else 0,
             "line": len(self.driver.line),
             "saving": len(self.driver.saving),
         }

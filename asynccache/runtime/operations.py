@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from asynccache.core.plan import Status
 from asynccache.ranks.turns import Turns
@@ -68,6 +69,21 @@ class Operations:
             waiters = self._live.get(op)
             if waiters is not None and waiter in waiters:
                 waiters.remove(waiter)
+
+    def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
+        """Have ``call`` made soon after one of ``ops`` has ended: now, if one has ended before. It is made, too, when
+        the cache closes."""
+        ops = tuple(ops)
+        waiter = self.watch(ops)
+        if waiter is None:
+            call()
+        else:
+            waiter.add_done_callback(partial(self._call, ops, call))
+
+    def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
+        self.unwatch(ops, waiter)
+        waiter.exception()  # the cache is closed: those who wait for what ``call`` does are told by themselves
+        call()
 
     async def any(self, ops: Iterable[int]) -> Status | None:
         """Return when one of ``ops`` has ended, with its status (None: one had ended before).

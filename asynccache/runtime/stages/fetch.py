@@ -11,6 +11,7 @@ Between ``_begin`` and ``meet`` lies what this rank does for itself; the core is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -19,6 +20,7 @@ from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.ranks import Phase
+from asynccache.runtime.completions import Commit, Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
@@ -46,7 +48,7 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int,
-        late: Callable[[PrefetchHandle], bool],
+        late: Callable[[PrefetchHandle], bool], completions: Completions,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -65,6 +67,7 @@ class Fetch:
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
         self._late = late
+        self._completions = completions
 
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
@@ -307,20 +310,33 @@ class Fetch:
         return await self._driver.run(call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
+        commit = partial(self._try_to_commit, end)
+        if not self._driver.turns.lockstep:
+            await self._completions.committed(commit)
+            return
+        while blockers := await self._commit_in_turn(commit):
+            await self._driver.ops.any(blockers)
+
+    async def _commit_in_turn(self, commit: Commit) -> Sequence[int]:
+        """Several ranks: who has the turn commits."""
+        async with self._driver.lock:
+            self._driver.settle()
+            return commit()
+
+    def _try_to_commit(self, end: int) -> Sequence[int]:
+        """Under the lock: hang the pages up to ``end`` into the tree. Returns the operations of which one must end
+        first, and nothing has changed then; none, if they are in the tree."""
         hashes = self._hashes[self._pages_of(self.shape.anchor) * HASH_BYTES : self._pages_of(end) * HASH_BYTES]
-        while self._open:
-            async with self._driver.lock:
-                self._driver.settle()
-                holders = [sharer.ticket for sharer in self.sharers]
-                answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
-                if not isinstance(answer, Wait):
-                    self.end = end
-                    self._close(answer)
-                    for sharer in self.sharers:
-                        sharer.claimed()
-                    return
-                self._driver.perform(answer.plan)
-            await self._driver.ops.any(answer.ops)
+        holders = [sharer.ticket for sharer in self.sharers]
+        answer = self._driver.locked(self._driver.core.prefetch_commit, self.op, end, hashes, holders)
+        if isinstance(answer, Wait):
+            self._driver.perform(answer.plan)
+            return answer.ops
+        self.end = end
+        self._close(answer)
+        for sharer in self.sharers:
+            sharer.claimed()
+        return ()
 
     def _close(self, plan: Plan) -> None:
         self._open = False

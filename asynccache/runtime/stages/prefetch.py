@@ -15,6 +15,7 @@ from typing import Any
 
 from asynccache.core.cache import Begin, Join, Opened, Skip
 from asynccache.core.plan import Wait
+from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.line import Place
 from asynccache.runtime.poolmap import PoolMap
@@ -45,6 +46,7 @@ class PrefetchStage:
         self.handles: dict[PrefetchHandle, None] = {}  # in order of their arrival: the same on every rank
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = Meter()
+        self.completions = Completions(driver)
 
     def __repr__(self) -> str:
         return f"PrefetchStage({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
@@ -83,12 +85,12 @@ class PrefetchStage:
         self._finish(handle, status, reason)
 
     def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
-        self.handles.pop(handle, None)
         self.meter.took(self._clock() - handle.began)
         if status is PrefetchStatus.CANCELLED:
             handle.unclaim()
         else:
             handle.claim()
+        self.handles.pop(handle, None)  # not before: if the core fails in a claim, this handle must be told, too
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
@@ -175,7 +177,7 @@ class PrefetchStage:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold,
-                self._late,
+                self._late, self.completions,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
