@@ -289,9 +289,13 @@ class AsyncCache:
         machine = self._ready()
         key = as_key(tokens)
         driver = machine.driver
-        async with driver.lock:
+        if not driver.lock.take():
+            await driver.lock.acquire()
+        try:
             driver.settle()
             return driver.unlocked(machine.core.match, machine.space(extra_key), key)
+        finally:
+            driver.lock.release()
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
         """Begin to fetch from storage what device and host do not have of ``tokens``; call it when a request arrives.

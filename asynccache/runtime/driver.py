@@ -48,6 +48,7 @@ from asynccache.errors import (
 from asynccache.ranks import Agreement
 from asynccache.runtime.line import Line
 from asynccache.runtime.operations import Operations
+from asynccache.runtime.treelock import TreeLock
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,7 +80,7 @@ class Driver:
         self.core = core
         self.agreement = agreement
         self.turns = turns = agreement.turns
-        self.lock = asyncio.Lock()
+        self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations(turns)
         self.line = Line(turns)
@@ -347,10 +348,14 @@ class Driver:
         Where the lock is free and one slice suffices nothing is waited for. Cancelling it before the first slice does
         nothing; later, the call is finished first, and ``done`` is told. ``check``: as in ``slices``.
         """
-        async with self.lock:
+        if not self.lock.take():
+            await self.lock.acquire()
+        try:
             self.settle()
             answer, cancelled = await self.slices(call, check)
             done(answer)
+        finally:
+            self.lock.release()
         if cancelled is not None:
             raise cancelled
         return answer

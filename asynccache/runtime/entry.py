@@ -75,18 +75,20 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
 
 
-async def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
+def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
     """The common case: nobody is in line, the tree lock is free, and one slice suffices. Returns False, and nothing
-    was granted, in any other. Nothing is waited for, so it cannot be cancelled."""
+    was granted, in any other."""
     driver = machine.driver
-    if driver.line or driver.lock.locked():
+    if driver.line or not driver.lock.take():
         return False
-    async with driver.lock:
+    try:
         driver.settle()
         answer = driver.locked(machine.core.lease, ask)
         if isinstance(answer, Grant):
             granted(answer)
         driver.perform(answer.plan)
+    finally:
+        driver.lock.release()
     return isinstance(answer, Grant)
 
 
@@ -130,9 +132,7 @@ class Entry:
             self._granted = True
 
         try:
-            if self.handle is not None and self.handle.done() and await enter_at_once(
-                self._machine, self._ask, entered
-            ):
+            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, entered):
                 return
             if self._timeout is None:
                 await self._run(entered)

@@ -123,7 +123,7 @@ class Lease:
         self._ask = ask = ask_for(machine, terms)
         self._resets = machine.resets
         try:
-            if terms.prefetch is not None or machine.stores or not await enter_at_once(machine, ask, self._granted):
+            if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
                 await self._enter(Entry(machine, ask, terms))
             machine.lookups.count(self._core, ask, self.hits, self._handle)
         except BaseException:

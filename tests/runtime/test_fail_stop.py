@@ -204,7 +204,7 @@ def violations(chosen: Iterable[tuple[Statement, str]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_a_core_that_raises_at_any_statement_has_changed_nothing_or_closes_the_cache(part: int) -> None:
     assert violations(list(statements().items())[part::PARTS]) == []
 
