@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+_PERMISSIONS = re.compile(r"0?7[0-7]{2}")
 
 
 def parse_size(name: str, text: str) -> int:
@@ -55,6 +56,16 @@ class ParsedUrl:
         """An option that is a size in bytes."""
         text = self.options.get(name)
         return default if text is None else parse_size(f"storage option {name}", text)
+
+    def permissions(self, name: str, default: int) -> int:
+        """An option that is the permissions of a folder, in octal as ``chmod`` has them; its owner has all."""
+        text = self.options.get(name)
+        if text is None:
+            return default
+        if _PERMISSIONS.fullmatch(text) is None:
+            wanted = f"who may use the folder, in octal as chmod has it and 7 for the owner, as in {name}=0750"
+            raise ConfigError(f"storage option {name}={text!r}: expected {wanted}")
+        return int(text, 8)
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """An option that is one of ``choices``, the first by default."""
