@@ -5,6 +5,7 @@ whatever is done to its files or its name."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -354,8 +355,6 @@ async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_fol
 @pytest.mark.asyncio
 async def test_the_lock_of_an_earlier_version_holds(store: Path) -> None:
     """It knows of the file and of nothing else: both ways."""
-    import fcntl
-
     theirs = os.open(store / "lock", os.O_RDWR)
     fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
@@ -371,16 +370,14 @@ async def test_the_lock_of_an_earlier_version_holds(store: Path) -> None:
 @pytest.mark.asyncio
 async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NFS."""
-    from asynccache_backends.file import folder as module
-
-    real = module.fcntl.flock
+    real = fcntl.flock
 
     def flock(fd: int, what: int) -> None:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             raise OSError(9, "Bad file descriptor")
         real(fd, what)
 
-    monkeypatch.setattr(module.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     opened = await open_at(store)
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
         await open_at(store)

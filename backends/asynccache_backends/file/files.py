@@ -132,6 +132,11 @@ class Folder:
         """Make names that were created or deleted survive a power loss. Raises OSError: the disk refuses."""
         os.fsync(self.fd)
 
+    def insist_on_files(self) -> None:
+        """Raises NotPlain: something in the folder is no plain file."""
+        for name in os.listdir(self.fd):
+            self._look(name)
+
     def tighten(self, is_ours: Callable[[str], bool]) -> None:
         """Give the folder its ``mode``, and the files in it whose names ``is_ours`` knows: those that were there before
         keep out whom new ones keep out. A folder in which anything else lies stays as it is: it may be a home, or

@@ -61,6 +61,11 @@ class RedisBackend:
         self._closed = False
 
     @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url`` before it connects. Raises ConfigError."""
+        settings_of(url)
+
+    @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
         """Connect to the server, or to a cluster and learn its map.
 
