@@ -98,7 +98,7 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
 
 def _knows_its_options(kind: CheckableClass) -> bool:
     """Whether its ``check`` was written for its ``open``, and not for one that a subclass has replaced since."""
-    definitions = kind.__mro__ if isinstance(kind, type) else (kind,)
+    definitions = kind.__mro__ if isinstance(kind, type) else ()
     return next(("check" in vars(one) for one in definitions if {"open", "check"} & vars(one).keys()), True)
 
 

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
 
+MOST_SIZE = 1 << 62
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _PERMISSIONS = re.compile(r"0?7[0-7]{2}")
 _PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
@@ -33,7 +34,10 @@ def parse_size(name: str, text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
     power = " kmgtp".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if size > MOST_SIZE:
+        raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
+    return size
 
 
 class Place(NamedTuple):

@@ -34,11 +34,12 @@ BAD = {
     ],
     "file": [
         "file:", "file:?capacity=1GiB", "file:{tmp}/s?colour=red", "file:{tmp}/s?capacity=lots",
-        "file:{tmp}/s?capacity=" + "9" * 400, "file:{tmp}/s?capacity=8KiB", "file:{tmp}/s?segment=5000",
+        "file:{tmp}/s?capacity=" + "9" * 400, "file:{tmp}/s?capacity=8KiB",
+        "file:{tmp}/s?capacity=9000000P", "file:{tmp}/s?segment=5000",
         "file:{tmp}/s?segment=4KiB", "file:{tmp}/s?capacity=1MiB&segment=1MiB", "file:{tmp}/s?direct=maybe",
         "file:{tmp}/s?mode=0600", "file:{tmp}/s?mode=rwx", "file:{tmp}/a\0b",
     ],
-    "memory": ["memory:?capacity=4096", "memory:?capacity=", "memory:?size=1GiB"],
+    "memory": ["memory:?capacity=4096", "memory:?capacity=9000000PiB", "memory:?capacity=", "memory:?size=1GiB"],
     "redis": [
         "redis:", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h,", "redis://a..b", "redis://-?ttl=x",
         "redis://[::1", "redis://[::::]", "redis://[1.2.3.4]", "redis://1.2.3", "redis://1.2.3.400:6379",
