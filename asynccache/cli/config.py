@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from asynccache.cli.options import OPTIONS, Option, settle
+from asynccache.cli.options import OPTIONS, Option, Settings, settle
 from asynccache.cli.runfile import SECTIONS
+from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
@@ -87,8 +90,9 @@ def _problems(name: str) -> Iterator[str]:
         return
     cache = describes_cache(file.table)
     if cache:
-        problems = list(map(str, read_config(file).problems))
-        yield from problems
+        loaded = read_config(file)
+        yield from map(str, loaded.problems)
+        yield from _storage_problems(loaded)
     sections = [section for section in SECTIONS if section in file.table] or ([] if cache else ["stress"])
     for section in sections:
         yield from _run_problems(section, name)
@@ -96,9 +100,40 @@ def _problems(name: str) -> Iterator[str]:
 
 def _run_problems(section: str, name: str) -> Iterator[str]:
     try:
-        settle("stress" if section == "stress" else "replay", {"config": name, "trace": "-"})
+        settings = settle("stress" if section == "stress" else "replay", {"config": name, "trace": "-"})
+        config = settings.cache or _pages_of(settings)
     except ConfigError as error:
         yield from str(error).split("\n")
+        return
+    described = read_config(name).config
+    if described is None or described.storage != config.storage:
+        yield from (f"{error} (storage of {section})" for error in _wrong_stores(config))
+
+
+def _storage_problems(loaded: Loaded) -> Iterator[str]:
+    """What opening the stores would refuse, with where the setting came from that it speaks of."""
+    if loaded.config is None:
+        return
+    origins = {path: f"{'.'.join(path)}: {origin}" for path, _, origin in loaded.values}
+    for error in _wrong_stores(loaded.config):
+        options = [("storage_options", word) for word in re.findall(r"[\w.-]+", str(error))]
+        yield f"{error} ({next((origins[path] for path in options if path in origins), origins['storage',])})"
+
+
+def _wrong_stores(config: CacheConfig) -> list[ConfigError]:
+    if not config.stores:
+        return []
+    from asynccache.storage import check_stores, store_layout  # loads what reads and writes pages
+
+    return check_stores(config.stores, store_layout(config.pools()), config.storage_options)
+
+
+def _pages_of(settings: Settings) -> CacheConfig:
+    """The cache of a run, but for how many pages it has: that may be for the trace to say."""
+    from asynccache.cli.sizing import configure  # loads what reads traces
+
+    tokens = 16 * settings.page_size
+    return configure(replace(settings, device_tokens=tokens, host_tokens=tokens))
 
 
 def whole_schema() -> dict[str, Any]:

@@ -28,7 +28,8 @@ from asynccache.storage import (
     StoreLayout,
     StoreOptions,
     TieredStore,
-    check_served,
+    check_stores,
+    no_store,
     open_store,
     parse_url,
     store_layout,
@@ -84,7 +85,7 @@ async def open_attached(
         check(common)
         store = await open_store(storage, layout, options=options)
         if store is None:
-            raise ConfigError(f"storage={storage!r}: there is nothing to attach")
+            raise no_store(storage)
         return Attached(store, common)
     common, rest = take_options(_parsed(storage, options))
     rest.allow_only(())
@@ -104,9 +105,9 @@ async def open_all(
 ) -> None:  # fmt: skip
     """Attach what ``storages`` stand for, nearest first. Whoever fails or is cancelled leaves open what is attached by
     then. Raises as ``open_attached``."""
-    for storage in storages:
-        if isinstance(storage, str):
-            check_served(storage, options)  # what is refused leaves no new store behind
+    errors = check_stores([storage for storage in storages if isinstance(storage, str)], layout, options)
+    if errors:
+        raise errors[0]  # what is refused leaves no new store behind
     for storage in storages:
         attached = await open_attached(storage, layout, options, store.check)
         try:

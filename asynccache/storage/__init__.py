@@ -18,7 +18,7 @@ from asynccache.storage.contract import (
     StoreLayout,
 )
 from asynccache.storage.listing import Collectable, Collected, Listable, Stored
-from asynccache.storage.opening import backend_class, check_served, open_store
+from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, no_store, open_store
 from asynccache.storage.options import StoreOptions, take_options
 from asynccache.storage.probing import Probeable
 from asynccache.storage.records import (
@@ -33,15 +33,15 @@ from asynccache.storage.records import (
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
 from asynccache.storage.settle import completed, settled
 from asynccache.storage.tiers import Attached, TieredStore
-from asynccache.storage.url import ParsedUrl, parse_size, parse_url
+from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
 from asynccache.storage.watching import Reporting, Tell, Watchable, watch
 from asynccache.storage.workers import Workers
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState", "CheckedStore",
-    "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Probeable", "Record",
-    "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell",
-    "TieredStore", "Verify", "Watchable", "Workers", "backend_class", "check_served", "completed", "header_of",
-    "open_store", "parse_size", "parse_url", "pool_digest", "seal", "settled", "storage_key", "store_layout",
-    "take_options", "verify", "watch",
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState", "CheckableClass",
+    "CheckedStore", "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Place",
+    "Probeable", "Record", "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout",
+    "StoreOptions", "Stored", "Tell", "TieredStore", "Verify", "Watchable", "Workers", "backend_class", "check_store",
+    "check_stores", "completed", "header_of", "no_store", "open_store", "parse_place", "parse_size", "parse_url",
+    "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
 ]

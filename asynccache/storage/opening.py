@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from random import uniform
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from asynccache.errors import ConfigError
+from asynccache.redaction import redacted
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import StorageBackend, StoreLayout
-from asynccache.storage.options import StoreOptions, take_options
+from asynccache.storage.options import StoreOptions, check_name, take_options
 from asynccache.storage.url import ParsedUrl, parse_url
 
 GROUP = "asynccache.backends"
@@ -23,6 +24,18 @@ class BackendClass(Protocol):
 
     async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
         """A ready backend, or ``ConfigError`` (the URL is wrong) or ``Unavailable`` (it cannot be opened now)."""
+        ...
+
+
+@runtime_checkable
+class CheckableClass(Protocol):
+    """A backend class that can tell from a URL alone what ``open`` would refuse of it. Optional: of a class without it
+    only the scheme and the options that all stores have are checked before it is opened. A subclass that has an
+    ``open`` of its own has a ``check`` of its own or none: the one that it inherits knows other options."""
+
+    def check(self, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Raise the ``ConfigError`` that ``open`` would raise for the same arguments, as far as it can be known without
+        making, opening or asking anything. ``open`` begins with the same check."""
         ...
 
 
@@ -66,15 +79,51 @@ def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions)
     )
 
 
-def check_served(url: str, options: Mapping[str, str] | None = None) -> None:
-    """Whether there is a backend for ``url``.
+def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None = None) -> StoreOptions | None:
+    """Refuse what ``open_store`` would refuse of ``url`` before it looks at anything: the scheme, the options and their
+    values, hosts and ports. Nothing is made, opened or asked. Returns how the store is to be used; None for ``none``.
 
     Raises:
-        ConfigError: there is none, or it is no URL.
+        ConfigError: the URL is wrong, or no installed backend serves its scheme.
     """
-    scheme = parse_url(url, options).scheme
-    if scheme != "none":
-        backend_class(scheme)
+    parsed = parse_url(url, options)
+    if parsed.scheme == "none":
+        return None
+    common, own = take_options(parsed)
+    kind = backend_class(parsed.scheme)
+    if isinstance(kind, CheckableClass) and _knows_its_options(kind):
+        kind.check(own, layout)
+    return common
+
+
+def _knows_its_options(kind: CheckableClass) -> bool:
+    """Whether its ``check`` was written for its ``open``, and not for one that a subclass has replaced since."""
+    definitions = kind.__mro__ if isinstance(kind, type) else ()
+    return next(("check" in vars(one) for one in definitions if {"open", "check"} & vars(one).keys()), True)
+
+
+def check_stores(
+    urls: Sequence[str], layout: StoreLayout, options: Mapping[str, str] | None = None
+) -> list[ConfigError]:
+    """What is wrong with ``urls``, which are to be used together, in their order; see ``check_store``. The first of
+    these errors is the one that opening them would raise."""
+    errors: list[ConfigError] = []
+    names: list[str] = []
+    for url in urls:
+        try:
+            common = check_store(url, layout, options)
+            if common is None:
+                raise no_store(url)
+            check_name(common.name, names)
+            names.append(common.name)
+        except ConfigError as error:
+            errors.append(error)
+    return errors
+
+
+def no_store(url: str) -> ConfigError:
+    """The error for a URL that stands for no store where one is needed."""
+    return ConfigError(f"storage={redacted(url)!r}: there is nothing to attach")
 
 
 def backend_class(scheme: str) -> BackendClass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -49,6 +50,12 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
     return options, replace(url, options={name: value for name, value in url.options.items() if name not in NAMES})
 
 
+def check_name(name: str, taken: Collection[str]) -> None:
+    """Raises ConfigError if another store is called ``name``."""
+    if name in taken:
+        raise ConfigError(f"storage: a store {name!r} is attached already; call this one otherwise (name=)")
+
+
 def _name(url: ParsedUrl) -> str:
     name = url.options.get("name", url.scheme)
     if _NAME.fullmatch(name) is None:
@@ -73,6 +80,6 @@ def _count(url: ParsedUrl, name: str, default: int) -> int:
     text = url.options.get(name)
     if text is None:
         return default
-    if not text.isascii() or not text.isdecimal() or not int(text):
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not int(text):
         raise ConfigError(f"storage option {name}={text!r}: expected a whole number of at least 1")
     return int(text)

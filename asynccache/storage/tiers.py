@@ -19,7 +19,7 @@ from asynccache.errors import ConfigError
 from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
-from asynccache.storage.options import StoreOptions
+from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
 
 Call = Callable[[CheckedStore], Awaitable[list[Result]]]
@@ -129,8 +129,7 @@ class TieredStore:
         Raises:
             ConfigError: the name is taken, or there is no such position.
         """
-        if options.name in self.names:
-            raise ConfigError(f"storage: a store {options.name!r} is attached already; call this one otherwise (name=)")
+        check_name(options.name, self.names)
         if position is not None and not 0 <= position <= len(self._stores):
             raise ConfigError(f"storage: position={position!r} must lie between 0 and {len(self._stores)}")
 

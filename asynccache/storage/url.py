@@ -6,14 +6,22 @@ Law: a password in a URL is for its backend alone. What is shown of a URL, in a 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
+from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+MOST_SIZE = 1 << 62
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
+_PERMISSIONS = re.compile(r"0?7[0-7]{2}")
+_PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+_LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
+_LONGEST_NAME = 253
 
 
 def parse_size(name: str, text: str) -> int:
@@ -26,7 +34,44 @@ def parse_size(name: str, text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
     power = " kmgtp".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if size > MOST_SIZE:
+        raise ConfigError(f"{name}={text!r} is more than {MOST_SIZE} bytes, and no store has as many")
+    return size
+
+
+class Place(NamedTuple):
+    """A host, and a port where one was named. An IPv6 address is without its brackets."""
+
+    host: str
+    port: int | None
+
+
+def parse_place(text: str) -> Place | None:
+    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``, taken apart; None if ``text`` is none of them, the port is
+    not in 1 to 65535, or the host is neither an address nor a name that a machine can have. Nobody is asked whether
+    there is such a machine."""
+    match = _PLACE.fullmatch(text)
+    if match is None or not 0 < int(match[3] or 1) < 65536:
+        return None
+    if not (_is_address(IPv6Address, match[1]) if match[1] else _is_host(match[2])):
+        return None
+    return Place(match[1] or match[2], int(match[3]) if match[3] else None)
+
+
+def _is_host(text: str) -> bool:
+    if not text.strip("0123456789."):
+        return _is_address(IPv4Address, text)
+    labels = text.removesuffix(".").split(".")
+    return len(text) <= _LONGEST_NAME and all(map(_LABEL.fullmatch, labels))
+
+
+def _is_address(kind: type[IPv4Address | IPv6Address], text: str) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -56,6 +101,16 @@ class ParsedUrl:
         text = self.options.get(name)
         return default if text is None else parse_size(f"storage option {name}", text)
 
+    def permissions(self, name: str, default: int) -> int:
+        """An option that is the permissions of a folder, in octal as ``chmod`` has them; its owner has all."""
+        text = self.options.get(name)
+        if text is None:
+            return default
+        if _PERMISSIONS.fullmatch(text) is None:
+            wanted = f"who may use the folder, in octal as chmod has it and 7 for the owner, as in {name}=0750"
+            raise ConfigError(f"storage option {name}={text!r}: expected {wanted}")
+        return int(text, 8)
+
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """An option that is one of ``choices``, the first by default."""
         value = self.options.get(name, choices[0])
@@ -68,7 +123,7 @@ def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     """Take ``text`` apart; ``options`` are added to those in it and win.
 
     Raises:
-        ConfigError: there is no scheme, or the query cannot be read.
+        ConfigError: there is no scheme, the query cannot be read, or says one thing twice.
     """
     location, _, query = text.partition("?")
     scheme, colon, path = location.partition(":")
@@ -78,7 +133,11 @@ def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     if path.startswith("//"):
         path = path[2:]
     try:
-        found = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
         raise ConfigError(f"storage={redacted(location)!r}: options are name=value with & between them") from None
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ConfigError(f"storage={redacted(location)!r}: option {twice!r} is given more than once")
     return ParsedUrl(scheme, path, {**found, **(options or {})})

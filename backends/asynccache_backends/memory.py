@@ -57,16 +57,14 @@ class MemoryBackend:
         self._tell: Tell | None = None
 
     @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url``. Raises ConfigError."""
+        _capacity_of(url, layout)
+
+    @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
         """``memory:?capacity=SIZE``. Raises ConfigError if the capacity does not hold one page."""
-        url.allow_only(("capacity",))
-        if "capacity" not in url.options:
-            return cls()
-        capacity = url.size("capacity", 0)
-        needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
-        if capacity < needed:
-            raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
-        return cls(capacity)
+        return cls(_capacity_of(url, layout))
 
     def __repr__(self) -> str:
         return f"MemoryBackend(pages={len(self._stored)}, bytes={self._bytes}, capacity={self._capacity})"
@@ -189,6 +187,18 @@ class MemoryBackend:
         await settled(futures)
         for future in futures:
             future.result()
+
+
+def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int | None:
+    """What ``url`` says of it. Raises ConfigError if it does not hold one page."""
+    url.allow_only(("capacity",))
+    if "capacity" not in url.options:
+        return None
+    capacity = url.size("capacity", 0)
+    needed = HEADER_BYTES + max(layout.page_bytes.values(), default=0)
+    if capacity < needed:
+        raise ConfigError(f"storage option capacity={capacity} is less than one page of {needed} bytes")
+    return capacity
 
 
 def _copy_in(pairs: Sequence[tuple[Record, _Bytes]]) -> None:

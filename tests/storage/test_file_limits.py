@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO, read_runs
-from asynccache_backends.file.backend import usual_segment
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
 from asynccache_backends.file.index import Index
 from asynccache_backends.file.reads import BATCHES, Stretch, find_stretches, plan_reads
 from asynccache_backends.file.segments import list_segments
+from asynccache_backends.file.settings import usual_segment
 
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url

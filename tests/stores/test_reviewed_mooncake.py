@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from asynccache_backends.mooncake import MooncakeBackend
 
-from asynccache.errors import BackendError, Unavailable
+from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import parse_url
 from asynccache.testing.backend_suite import LAYOUT
 from tests.stores.test_mooncake_returns import Scripted, opened
@@ -22,5 +22,5 @@ async def test_a_clear_that_the_store_refuses_raises(code: int) -> None:
 
 @pytest.mark.asyncio
 async def test_a_name_that_no_machine_can_have() -> None:
-    with pytest.raises(Unavailable, match=r"a\.\.b"):
+    with pytest.raises(ConfigError, match=r"a\.\.b"):
         await MooncakeBackend.open(parse_url("mooncake://a..b:1"), LAYOUT)

@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 from asynccache_backends.redis import RedisBackend
+from asynccache_backends.redis.connecting import connect
 from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.node import Lane
 from asynccache_backends.redis.resp import Refusal, command
 from asynccache_backends.redis.routing import Request, Router
+from asynccache_backends.redis.settings import Address, Settings
 
-from asynccache.errors import BackendError, Unavailable
+from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, page_key, record_of
 from tests.stores.conftest import served
@@ -110,5 +112,8 @@ async def test_a_store_that_does_not_forget_was_not_cleared(server: RedisServer)
 
 @pytest.mark.asyncio
 async def test_a_name_that_no_machine_can_have() -> None:
-    with pytest.raises(BackendError):
+    with pytest.raises(ConfigError, match="host:port"):
         await RedisBackend.open(parse_url("redis://a..b"), LAYOUT)
+    address = Address("a..b", 1)  # as a cluster's map may name one
+    with pytest.raises(BackendError):
+        await connect(address, Settings((address,)))

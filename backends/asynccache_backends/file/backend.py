@@ -5,9 +5,7 @@ in memory says what is there; the files can say it again after a crash. A page i
 a power loss once ``flush``, a snapshot or ``aclose`` has synced it. Payloads are not verified here: ``CheckedStore``
 does that. A disk that is full or broken makes writes FAILED at once and for a while (a back-off), and reads go on.
 
-``file:PATH?capacity=10GiB&direct=auto|on|off&segment=64MiB``. ``capacity`` is what the segments take on the disk;
-``direct`` is O_DIRECT: auto uses it where the folder allows it, for pages whose length and buffers are multiples of
-4 KiB.
+``settings`` has what a URL may say.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from asynccache.errors import ConfigError, Unavailable
@@ -38,24 +35,20 @@ from asynccache.storage import (
     settled,
 )
 from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
-from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes
-from asynccache_backends.file.folder import FolderLock, claim, load_manifest, must_exist
+from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.files import Folder
+from asynccache_backends.file.folder import FolderLock, claim, load_manifest
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.listing import stored_pages, written_before
 from asynccache_backends.file.operations import Operations
 from asynccache_backends.file.reads import ReadBatch, find_stretches, plan_reads
 from asynccache_backends.file.recovery import recover
 from asynccache_backends.file.scrub import is_gone, is_intact, read_group, stored_records
-from asynccache_backends.file.segments import Segment, segment_path, supports_direct
+from asynccache_backends.file.segments import Segment, segment_name, supports_direct
+from asynccache_backends.file.settings import settings_of
 from asynccache_backends.file.state import StoreState, Writing
 
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
-
-DEFAULT_CAPACITY = 10 << 30
-LEAST_SEGMENT = 4 << 20
-USUAL_SEGMENT = 128 << 20
-FEWEST_SEGMENTS = 32
-MOST_SEGMENTS = 128
 
 
 class _Put(NamedTuple):
@@ -80,7 +73,12 @@ class FileBackend:
         self._janitor = Janitor(state)
         self._gate = Breaker(threshold=1)
         self._writing: dict[bytes, asyncio.Future[None]] = {}
-        self._operations = Operations(f"store folder {str(state.folder)!r}")
+        self._operations = Operations(f"store folder {str(state.folder.path)!r}")
+
+    @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url`` before it looks at the disk. Raises ConfigError."""
+        settings_of(url, layout)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
@@ -89,33 +87,31 @@ class FileBackend:
 
         Raises:
             ConfigError: an option is unknown or unusable.
-            Unavailable: another process has the folder, another format or schema wrote it, or the disk refuses.
+            Unavailable: another process has the folder, another format or schema wrote it, something that is no plain
+                file lies in the place of one of its files, or the disk refuses.
 
         Cancelling it leaves nothing open.
         """
-        url.allow_only(("capacity", "direct", "segment"))
-        capacity, segment_bytes = sizes(url, layout)
-        direct = url.choice("direct", ("auto", "on", "off"))
-        folder = Path(url.path)
-        if not layout.page_bytes:
-            must_exist(folder)
-        lock = claim(folder)
+        settings = settings_of(url, layout)
+        lock = claim(settings.folder, mode=settings.mode, new=settings.used)
         io = ThreadIO()
         store: Self | None = None
         try:
+            folder = lock.folder
             manifest = await completed(load_manifest(folder, layout.schema))
-            state = StoreState(folder, manifest.seed, io, capacity, segment_bytes, _use_direct(folder, direct))
+            direct = _use_direct(folder, settings.direct)
+            state = StoreState(folder, manifest.seed, io, settings.capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
         except BaseException as error:
             _let_go(store._state if store else None, io, lock)
             if isinstance(error, OSError):
-                raise Unavailable(f"store folder {str(folder)!r}: {error}") from error
+                raise Unavailable(f"store folder {str(settings.folder)!r}: {error}") from error
             raise
         return store
 
     def __repr__(self) -> str:
-        return f"FileBackend({str(self._state.folder)!r}, {self._state.index!r}, {self._state.log!r})"
+        return f"FileBackend({str(self._state.folder.path)!r}, {self._state.index!r}, {self._state.log!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key. Never waits."""
@@ -192,7 +188,7 @@ class FileBackend:
         with self._operations:
             group: Group = part.place
             try:
-                data = await completed(read_group(segment_path(self._state.folder, group.segment), group))
+                data = await completed(read_group(self._state.folder, segment_name(group.segment), group))
             except OSError as error:
                 self._state.counts["errors"] += not is_gone(error)
                 return Scrubbed() if is_gone(error) else Scrubbed(unread=len(group.live()))
@@ -445,30 +441,6 @@ COUNTERS = (
 )
 
 
-def sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
-    """The capacity and the size of a segment.
-
-    Raises:
-        ConfigError: there is no path, or the capacity does not hold three segments of at least one page each.
-    """
-    if not url.path:
-        raise ConfigError(f"storage={str(url)!r} names no folder")
-    capacity = url.size("capacity", DEFAULT_CAPACITY)
-    least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
-    segment = url.size("segment", max(least, usual_segment(capacity)))
-    if segment % BLOCK_BYTES or segment < least:
-        raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
-    if capacity < 3 * segment:
-        raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
-    return capacity, segment
-
-
-def usual_segment(capacity: int) -> int:
-    """Small, as a segment is allocated whole and reclaimed whole; not too small, as each takes two descriptors."""
-    wanted = max(min(capacity // FEWEST_SEGMENTS, USUAL_SEGMENT), capacity // MOST_SEGMENTS)
-    return max(wanted, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES
-
-
 def _let_go(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
     """Close every file and the threads, and unlock the folder. Nothing is in flight."""
     for segment in state.log.segments.values() if state else ():
@@ -477,10 +449,10 @@ def _let_go(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
     lock.release()
 
 
-def _use_direct(folder: Path, wanted: str) -> bool:
+def _use_direct(folder: Folder, wanted: str) -> bool:
     if wanted == "off":
         return False
     possible = supports_direct(folder)
     if wanted == "on" and not possible:
-        raise ConfigError(f"storage option direct='on': folder {str(folder)!r} does not support O_DIRECT")
+        raise ConfigError(f"storage option direct='on': folder {str(folder.path)!r} does not support O_DIRECT")
     return possible

@@ -26,6 +26,7 @@ BLOCK_BYTES = 4096
 HEAD_BYTES = 64
 ENTRY_BYTES = KEY_BYTES + HEADER_BYTES
 MAX_PAGES = (BLOCK_BYTES - HEAD_BYTES) // ENTRY_BYTES
+MAX_LENGTH = 1 << 40                               # bytes of a payload: no page is as long
 MAGIC = b"acSEGMT\x01"
 VERSION = 1
 
@@ -106,7 +107,7 @@ def parse_block(data: bytes | memoryview, seed: int) -> Group | None:
         return None
     magic, version, flags, count, segment, offset, length, checksum, written = _HEAD.unpack_from(data)
     end = HEAD_BYTES + count * ENTRY_BYTES
-    if version != VERSION or not 0 < count <= MAX_PAGES or length <= 0 or end > len(data):
+    if version != VERSION or not 0 < count <= MAX_PAGES or not 0 < length <= MAX_LENGTH or end > len(data):
         return None
     directory = bytes(data[HEAD_BYTES:end])
     head = _HEAD.pack(magic, version, flags, count, segment, offset, length, _NO_SUM, written)

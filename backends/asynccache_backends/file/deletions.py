@@ -7,19 +7,21 @@ Places are never used twice, so order does not matter and reading an entry again
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Iterable
-from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
 from asynccache_backends.file.blocks import Group
+from asynccache_backends.file.files import Folder
 
 NAME = "deletions.log"
 _PLACE = struct.Struct("<QQQ")
 _SUM = struct.Struct("<Q")
 ENTRY_BYTES = _PLACE.size + _SUM.size
+MOST_BYTES = 1 << 30                               # 33 million entries; the log is compacted with every snapshot
 
 
 def pack(deaths: Iterable[tuple[Group, int]], seed: int) -> bytes:
@@ -28,10 +30,10 @@ def pack(deaths: Iterable[tuple[Group, int]], seed: int) -> bytes:
     return b"".join(place + _SUM.pack(xxh3_64_intdigest(place, seed)) for place in places)
 
 
-def load(folder: Path, seed: int) -> list[tuple[int, int, int]]:
-    """Every entry that verifies: (segment, offset, bit set)."""
+def load(folder: Folder, seed: int) -> list[tuple[int, int, int]]:
+    """Every entry that verifies: (segment, offset, bit set). Raises OSError: the log is too large, or no plain file."""
     try:
-        data = (folder / NAME).read_bytes()
+        data = folder.read(NAME, MOST_BYTES)
     except FileNotFoundError:
         return []
     return [
@@ -41,21 +43,23 @@ def load(folder: Path, seed: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def append(folder: Path, entries: bytes) -> None:
+def append(folder: Folder, entries: bytes) -> None:
     """Add entries, whole ones even if the last writer died inside one."""
-    fd = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = folder.open(NAME, os.O_WRONLY | os.O_CREAT)
     try:
         end = os.fstat(fd).st_size // ENTRY_BYTES * ENTRY_BYTES
+        if end + len(entries) > MOST_BYTES:
+            raise OSError(errno.EFBIG, "the log of deletions is full until the next snapshot")
         if os.pwrite(fd, entries, end) < len(entries):
             raise OSError(28, "no room for a deletion")
     finally:
         os.close(fd)
 
 
-def sync(folder: Path) -> None:
+def sync(folder: Folder) -> None:
     """Make the log survive a power loss."""
     try:
-        fd = os.open(folder / NAME, os.O_WRONLY | os.O_CLOEXEC)
+        fd = folder.open(NAME, os.O_WRONLY)
     except FileNotFoundError:
         return
     try:

@@ -20,8 +20,8 @@ from asynccache.storage import completed, settled
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.aio import Run
 from asynccache_backends.file.blocks import Group, group_bytes
-from asynccache_backends.file.folder import replace_file, sync_folder
-from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend
+from asynccache_backends.file.folder import replace_file
+from asynccache_backends.file.segments import GROUP_BYTES, Segment, create_segment, cut, extend, segment_name
 from asynccache_backends.file.state import StoreState
 
 SAVE_EVERY = 8
@@ -84,7 +84,7 @@ class Janitor:
         for segment in dirty:
             await self._sync_segment(segment)
         await self._call(deletions.sync, self._state.folder)
-        await self._call(sync_folder, self._state.folder)
+        await self._call(self._state.folder.sync)
 
     async def save(self) -> None:
         """Write the snapshot, after syncing what it speaks of.
@@ -311,7 +311,7 @@ class Janitor:
 
     async def _unlink(self, segment: Segment) -> None:
         segment.drop()
-        await self._done(os.unlink, segment.path)
+        await self._done(self._state.folder.unlink, segment_name(segment.number))
 
     async def _compact_deletions(self) -> None:
         """Replace the log by one entry for each group that has dead pages."""
@@ -322,7 +322,7 @@ class Janitor:
 
     async def _replace(self, name: str, parts: list[bytes]) -> None:
         try:
-            await completed(replace_file(self._state.folder / name, parts))
+            await completed(replace_file(self._state.folder, name, parts))
         except OSError as error:
             self._raise(error)
 
@@ -345,7 +345,7 @@ class Janitor:
     def _raise(self, result: object) -> None:
         if isinstance(result, OSError):
             self._state.counts["errors"] += 1
-            raise Unavailable(f"store folder {str(self._state.folder)!r}: {result}") from result
+            raise Unavailable(f"store folder {str(self._state.folder.path)!r}: {result}") from result
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:

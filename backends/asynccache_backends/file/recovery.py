@@ -10,15 +10,17 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from asynccache_backends.file import deletions, snapshot
 from asynccache_backends.file.blocks import BLOCK_BYTES, MAGIC, Group, parse_block, round_up
+from asynccache_backends.file.files import Folder
 from asynccache_backends.file.index import Index
 from asynccache_backends.file.segments import Segment, list_segments, open_segment
 
 _SCAN_BYTES = 1 << 20
+_LEAST_SNAPSHOT = 64 << 20
+_SECTOR = 512                                      # in which the blocks of a file are counted
 
 
 class Recovered(NamedTuple):
@@ -31,11 +33,15 @@ class Recovered(NamedTuple):
     stale_deaths: int
 
 
-def recover(folder: Path, seed: int, direct: bool) -> Recovered:
-    """Open every segment and find what is in it; each segment's tail is then the end of its last group."""
+def recover(folder: Folder, seed: int, direct: bool) -> Recovered:
+    """Open every segment and find what is in it; each segment's tail is then the end of its last group.
+
+    Raises:
+        NotPlain: one of the files is none. OSError: the disk refuses. Nothing stays open.
+    """
     segments: list[Segment] = []
     try:
-        segments.extend(open_segment(folder, number, direct) for number in list_segments(folder))
+        segments.extend(open_segment(folder, number, direct) for number in list_segments(folder.fd))
         return _read(folder, seed, segments)
     except OSError:
         for segment in segments:
@@ -43,9 +49,9 @@ def recover(folder: Path, seed: int, direct: bool) -> Recovered:
         raise
 
 
-def _read(folder: Path, seed: int, segments: list[Segment]) -> Recovered:
+def _read(folder: Folder, seed: int, segments: list[Segment]) -> Recovered:
     index = Index()
-    saved = snapshot.load(folder, seed)
+    saved = snapshot.load(folder, seed, _most_saved(segments))
     scanned = 0
     for segment in segments:
         groups = [g for g in saved.groups if g.segment == segment.number and g.offset + BLOCK_BYTES < segment.size]
@@ -56,6 +62,13 @@ def _read(folder: Path, seed: int, segments: list[Segment]) -> Recovered:
             index.add(group)
         segment.tail = max((round_up(group.end) for group in (*groups, *fresh)), default=0)
     return Recovered(index, segments, scanned, index.kill(deletions.load(folder, seed)))
+
+
+def _most_saved(segments: list[Segment]) -> int:
+    """How large a snapshot is read: it says of each group less than the group's own header block does. What takes no
+    room on the disk does not count. One that is larger, as after segments were deleted, is made again by scanning."""
+    taken = [os.fstat(segment.files.buffered).st_blocks * _SECTOR for segment in segments]
+    return _LEAST_SNAPSHOT + sum(map(min, taken, [segment.size for segment in segments]))
 
 
 def scan(segment: Segment, start: int, seed: int) -> Iterator[Group]:

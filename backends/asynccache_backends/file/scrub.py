@@ -6,19 +6,21 @@ from __future__ import annotations
 
 import errno
 import mmap
-from pathlib import Path
+import os
 
 import aiofiles
 
 from asynccache.storage import KEY_BYTES, PageKey, Record
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, group_bytes, parse_block
+from asynccache_backends.file.files import Folder
 
 
-async def read_group(path: Path, group: Group) -> memoryview:
+async def read_group(folder: Folder, name: str, group: Group) -> memoryview:
     """The group's bytes, as far as the file goes. Raises OSError. Not to be cancelled: ``completed``."""
-    data = memoryview(mmap.mmap(-1, group_bytes(group.length, group.count)))
     got = 0
-    async with aiofiles.open(path, "rb", buffering=0) as file:
+    async with aiofiles.open(name, "rb", buffering=0, opener=lambda path, _: folder.open(path)) as file:
+        there = max(1, os.fstat(file.fileno()).st_size - group.offset)
+        data = memoryview(mmap.mmap(-1, min(there, group_bytes(group.length, group.count))))
         await file.seek(group.offset)
         while got < data.nbytes and (count := await file.readinto(data[got:])):
             got += count

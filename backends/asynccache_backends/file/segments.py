@@ -15,17 +15,19 @@ from pathlib import Path
 
 from asynccache_backends.file.aio import Files, Moved
 from asynccache_backends.file.blocks import BLOCK_BYTES, MAX_PAGES, group_bytes
+from asynccache_backends.file.files import Folder, NotPlain
 
 GROUP_BYTES = 8 << 20
+MOST_NUMBER = 1 << 62                              # of a segment: a store that made one a second would need longer
+PROBE = "direct.probe"
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
 
 
 class Segment:
     """One open file. ``tail`` is where the next group goes; ``writing``: groups in flight, by offset."""
 
-    def __init__(self, number: int, path: Path, files: Files, size: int, tail: int = 0) -> None:
+    def __init__(self, number: int, files: Files, size: int, tail: int = 0) -> None:
         self.number = number
-        self.path = path
         self.files = files
         self.size = size
         self.tail = tail
@@ -108,26 +110,14 @@ class SegmentLog:
         return segment, offset
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    """The file of a segment."""
-    return folder / f"segment-{number:016x}.kv"
+def segment_name(number: int) -> str:
+    """The name of a segment's file."""
+    return f"segment-{number:016x}.kv"
 
 
-def list_segments(folder: Path) -> list[int]:
-    """The ids of the segment files in ``folder``, oldest first."""
-    return sorted(int(m[1], 16) for entry in os.scandir(folder) if (m := _NAME.fullmatch(entry.name)))
-
-
-def open_files(path: Path, direct: bool, flags: int = 0) -> Files:
-    """Open a file for buffered and, if asked, direct I/O."""
-    buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
-    if not direct:
-        return Files(buffered, None)
-    try:
-        return Files(buffered, os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
-    except OSError:
-        os.close(buffered)
-        raise
+def list_segments(folder: Path | int) -> list[int]:
+    """The ids of the segment files in ``folder``, a path or a descriptor, oldest first."""
+    return sorted(int(m[1], 16) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)))
 
 
 def close_files(files: Files) -> None:
@@ -137,26 +127,36 @@ def close_files(files: Files) -> None:
         os.close(files.direct)
 
 
-def create_segment(folder: Path, number: int, size: int, direct: bool) -> Segment:
+def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segment:
     """A new file of ``size`` allocated bytes; on an error nothing is left."""
-    path = segment_path(folder, number)
-    files = open_files(path, direct, os.O_CREAT | os.O_EXCL)
+    name = segment_name(number)
+    buffered = folder.create(name)
     try:
-        os.posix_fallocate(files.buffered, 0, size)
+        os.posix_fallocate(buffered, 0, size)
+        return Segment(number, _files(folder, name, buffered, direct), size)
     except OSError:
-        close_files(files)
+        os.close(buffered)
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            folder.unlink(name)
         raise
-    return Segment(number, path, files, size)
 
 
-def open_segment(folder: Path, number: int, direct: bool) -> Segment:
+def open_segment(folder: Folder, number: int, direct: bool) -> Segment:
     """A file of an earlier run, full as far as anyone knows."""
-    path = segment_path(folder, number)
-    files = open_files(path, direct)
-    size = os.fstat(files.buffered).st_size
-    return Segment(number, path, files, size, size)
+    name = segment_name(number)
+    if number >= MOST_NUMBER:
+        raise OSError(f"{folder.path / name}: no store gives a segment so high a number; move it away")
+    buffered = folder.open(name, os.O_RDWR)
+    try:
+        size = os.fstat(buffered).st_size
+        return Segment(number, _files(folder, name, buffered, direct), size, size)
+    except OSError:
+        os.close(buffered)
+        raise
+
+
+def _files(folder: Folder, name: str, buffered: int, direct: bool) -> Files:
+    return Files(buffered, folder.open(name, os.O_RDWR | os.O_DIRECT) if direct else None)
 
 
 def cut(segment: Segment, tail: int) -> None:
@@ -170,18 +170,31 @@ def extend(segment: Segment, tail: int, size: int) -> None:
     os.posix_fallocate(segment.files.buffered, 0, size)
 
 
-def supports_direct(folder: Path) -> bool:
-    """Whether a direct write works here; found out by doing one."""
-    path = folder / "direct.probe"
+def supports_direct(folder: Folder) -> bool:
+    """Whether a direct write works here; found out by doing one.
+
+    Raises:
+        NotPlain: something that is no plain file has the name of the one to be made.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+        os.close(folder.renew(PROBE))
+    except NotPlain:
+        raise
     except OSError:
         return False
     try:
-        with mmap.mmap(-1, BLOCK_BYTES) as block:
-            return os.pwrite(fd, block, 0) == BLOCK_BYTES
+        return _writes_directly(folder)
     except OSError:
         return False
     finally:
+        with contextlib.suppress(OSError):
+            folder.unlink(PROBE)
+
+
+def _writes_directly(folder: Folder) -> bool:
+    fd = folder.open(PROBE, os.O_RDWR | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            return os.pwrite(fd, block, 0) == BLOCK_BYTES
+    finally:
         os.close(fd)
-        path.unlink(missing_ok=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from asynccache_backends.file.blocks import Group, block_bytes, pack_block, parse_block
+from asynccache_backends.file.blocks import HEAD_BYTES, Group, block_bytes, pack_block, parse_block
+from asynccache_backends.file.files import Folder, NotPlain
 
 NAME = "index.snapshot"
 MAGIC = b"acINDEX\x01"
@@ -44,10 +44,16 @@ def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> li
     return [_HEAD.pack(MAGIC, xxh3_128_digest(body, seed)), body]
 
 
-def load(folder: Path, seed: int) -> Snapshot:
-    """The snapshot in ``folder``; an empty one if there is none that verifies. Blocking."""
+def load(folder: Folder, seed: int, most: int) -> Snapshot:
+    """The snapshot in ``folder``; an empty one if there is none that verifies and has ``most`` bytes. Blocking.
+
+    Raises:
+        NotPlain: something that is no plain file has its name.
+    """
     try:
-        data = (folder / NAME).read_bytes()
+        data = folder.read(NAME, most)
+    except NotPlain:
+        raise
     except OSError:
         return EMPTY
     return parse(data, seed) or EMPTY
@@ -61,15 +67,19 @@ def parse(data: bytes, seed: int) -> Snapshot | None:
     body = memoryview(data)[_HEAD.size :]
     if magic != MAGIC or xxh3_128_digest(body, seed) != checksum:
         return None
+    if len(body) < _PAIR.size:
+        return None
     segments, count = _PAIR.unpack_from(body)
     table = _PAIR.size * (1 + segments)
+    if len(body) < table + count * HEAD_BYTES:
+        return None
     return Snapshot(dict(_PAIR.iter_unpack(body[_PAIR.size : table])), _groups(body, table, count, seed))
 
 
 def _groups(data: memoryview, at: int, count: int, seed: int) -> list[Group]:
     groups = []
     for _ in range(count):
-        size = block_bytes(data, at)
+        size = block_bytes(data, at)                   # at least a head's, also where the data ends earlier
         group = parse_block(data[at : at + size], seed)
         if group is not None:
             groups.append(group)

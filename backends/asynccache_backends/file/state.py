@@ -11,11 +11,11 @@ import mmap
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from asynccache_backends.file.aio import BatchIO, Files, Moved, Run
 from asynccache_backends.file.blocks import BLOCK_BYTES, Group, pack_block
+from asynccache_backends.file.files import Folder
 from asynccache_backends.file.index import Index
 from asynccache_backends.file.segments import Segment, SegmentLog
 
@@ -32,7 +32,7 @@ class Writing(NamedTuple):
 class StoreState:
     """``capacity`` bounds what the segment files take on the disk; ``segment_bytes`` is the size of a new one."""
 
-    def __init__(self, folder: Path, seed: int, io: BatchIO, capacity: int, segment_bytes: int, direct: bool) -> None:
+    def __init__(self, folder: Folder, seed: int, io: BatchIO, capacity: int, segment_bytes: int, direct: bool) -> None:
         self.folder = folder
         self.seed = seed
         self.io = io

@@ -27,10 +27,12 @@ from asynccache.storage import (
     Stored,
     StoreLayout,
     Workers,
+    completed,
     settled,
 )
 from asynccache_backends.file.operations import Operations
 from asynccache_backends.mooncake import codes as meaning
+from asynccache_backends.mooncake.client import library
 from asynccache_backends.mooncake.listing import object_names
 from asynccache_backends.mooncake.probe import greet
 from asynccache_backends.mooncake.regions import copy
@@ -61,6 +63,13 @@ class MooncakeBackend:
         self._counts: Counter[str] = Counter()
 
     @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url`` before it looks for the master, and say so if the client is not
+        installed. Raises ConfigError."""
+        settings_of(url)
+        library()
+
+    @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
         """``mooncake://master:port?...``, see ``settings``. The first cache of a process sets the client up, which
         freezes the process for 0.05 to 0.1 s.
@@ -72,6 +81,7 @@ class MooncakeBackend:
         Cancelling it waits for a set-up that has begun, and leaves nothing in use.
         """
         settings = settings_of(url)
+        await completed(asyncio.to_thread(library))  # before anybody is asked; importing it takes its time
         return cls(settings, await acquire(settings.client))
 
     def __repr__(self) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from time import monotonic
 
 from asynccache.errors import Unavailable
 from asynccache_backends.mooncake.settings import Place
 
 WITHIN = 10.0
+ANSWER_WITHIN = 60.0
+MOST_BYTES = 1 << 30                               # ten million names
+PIECE_BYTES = 1 << 20
 PATH = "/get_all_keys"
 
 
@@ -15,13 +19,13 @@ def object_names(admin: Place) -> list[str]:
     """One blocking request.
 
     Raises:
-        Unavailable: it could not be made, or was not answered.
+        Unavailable: it could not be made, or was not answered in time, or by more than any store can have.
     """
     connection = HTTPConnection(admin.host, admin.port, timeout=WITHIN)
     try:
         connection.request("GET", PATH)
         response = connection.getresponse()
-        text = response.read().decode("utf-8", "replace")
+        text = _body(admin, response).decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
         raise Unavailable(f"mooncake: the admin server {admin} cannot be asked: {error!r}") from error
     finally:
@@ -29,3 +33,16 @@ def object_names(admin: Place) -> list[str]:
     if response.status != 200:
         raise Unavailable(f"mooncake: the admin server {admin} answered {response.status} to {PATH}")
     return text.split()
+
+
+def _body(admin: Place, response: HTTPResponse) -> bytes:
+    """All of an answer, as long as it comes at a pace and has an end."""
+    parts, size, end = list[bytes](), 0, monotonic() + ANSWER_WITHIN
+    while part := response.read1(PIECE_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > MOST_BYTES or monotonic() > end:
+            raise Unavailable(
+                f"mooncake: the admin server {admin} has no end of its answer to {PATH}: {size} bytes so far"
+            )
+    return b"".join(parts)

@@ -26,8 +26,6 @@ async def greet(master: Place, within: float = WITHIN) -> str:
         raise Timeout(f"mooncake: master {master} does not answer") from error
     except OSError as error:
         raise Unavailable(f"mooncake: master {master} cannot be reached: {error.strerror or error}") from error
-    except UnicodeError as error:
-        raise Unavailable(f"mooncake: master {master}: no machine has such a name") from error
 
 
 async def _exchange(master: Place) -> str:

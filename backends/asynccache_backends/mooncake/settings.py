@@ -10,14 +10,14 @@ import re
 from typing import NamedTuple
 
 from asynccache.errors import ConfigError
-from asynccache.storage import KEY_BYTES, ParsedUrl
+from asynccache.redaction import redacted
+from asynccache.storage import KEY_BYTES, ParsedUrl, parse_place
 
 OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
 DEFAULT_BUFFER = 16 << 20                          # the client copies through it what is not registered, RDMA only
 HANDSHAKE = "P2PHANDSHAKE"
 
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _METADATA = re.compile(r"P2PHANDSHAKE|(https?|etcd|redis)://[^@\s]+")
 
@@ -102,11 +102,12 @@ def place(what: str, text: str, default: int | None = None) -> Place:
     Raises:
         ConfigError: it is neither.
     """
-    match = _PLACE.fullmatch(text)
-    port = int(match[2]) if match and match[2] else default
-    if match is None or port is None or not 0 < port < 65536:
-        raise ConfigError(f"mooncake: {what} is named {text!r}; expected host:port, as in mooncake://10.0.0.1:50051")
-    return Place(match[1].strip("[]"), port)
+    found = parse_place(text)
+    port = default if found is None or found.port is None else found.port
+    if found is None or port is None:
+        shown = redacted(f"mooncake://{text}").removeprefix("mooncake://")
+        raise ConfigError(f"mooncake: {what} is named {shown!r}; expected host:port, as in mooncake://10.0.0.1:50051")
+    return Place(found.host, port)
 
 
 def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:
@@ -116,6 +117,6 @@ def _matching(name: str, value: str, pattern: re.Pattern[str]) -> str:
 
 
 def _count(name: str, text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 16:
+    if not text.isascii() or not text.isdecimal() or len(text) > 2 or not 1 <= int(text) <= 16:
         raise ConfigError(f"storage option {name}={text!r}: a number from 1 to 16")
     return int(text)

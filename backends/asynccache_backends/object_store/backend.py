@@ -33,7 +33,7 @@ from asynccache_backends.file.operations import Operations
 from asynccache_backends.object_store.catalog import Catalog
 from asynccache_backends.object_store.client import Client, NoRoom
 from asynccache_backends.object_store.collect import Collector
-from asynccache_backends.object_store.connect import Settings, connect, settings_of
+from asynccache_backends.object_store.connect import Settings, check, connect, settings_of
 from asynccache_backends.object_store.fetches import Fetches
 from asynccache_backends.object_store.keeper import Keeper
 from asynccache_backends.object_store.names import INDEX, PACKS, Clock
@@ -80,19 +80,27 @@ class ObjectBackend:
         self._operations = Operations(f"object store {client.shown!r}")
 
     @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url`` before it makes a folder or sends anything, and say so if the
+        client library is missing. Raises ConfigError."""
+        check(url)
+
+    @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
         """Open what lies below the URL's prefix. A layout without pools means that it is only looked at.
 
         Raises:
             ConfigError: an option is unknown, unusable or a secret, or the client library is missing.
-            Unavailable: the store cannot be reached, or refuses.
+            Unavailable: the store cannot be reached, or refuses; or something that is no object lies in the folder of
+                ``object-file``.
 
         Cancelling it leaves nothing open.
         """
         settings = settings_of(url)
         if not layout.page_bytes:
-            settings = settings._replace(capacity=None)
+            settings = settings._replace(capacity=None, mode=settings.mode if "mode" in url.options else None)
         client = connect(url, settings)
+        await client.prepare()
         store = cls(client, Clock(), settings, layout.schema, lends=url.scheme != "object-memory")
         try:
             saved = await store._catalog.load()

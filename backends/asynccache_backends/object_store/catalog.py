@@ -23,11 +23,14 @@ from asynccache.storage import Workers, settled
 from asynccache_backends.object_store.client import Client, Meta
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.names import DEAD, INDEX, PACKS, Clock, first_name, is_name, stamp_of
-from asynccache_backends.object_store.packs import Pack, Verdict, footer_bytes, parse_footer
+from asynccache_backends.object_store.packs import MOST_PACK_BYTES, Pack, Verdict, footer_bytes, parse_footer
 from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
 
 OVERLAP = 600.0
+AHEAD = 24 * 3600.0                                # by how much the store's clock is believed to be ahead of ours
 TAIL_BYTES = 16 << 10
+MOST_BYTES = 1 << 30
+"""Of a saved index or a tombstone: 9 million pages, for which the index takes 3 GiB. What is larger is not read."""
 SAVE_AFTER = 64
 _AT_A_TIME = 64
 
@@ -66,7 +69,7 @@ class Catalog:
         """
         saved = await self._load_snapshot()
         if saved is not None:
-            self._cursor = saved.cursor
+            self._cursor = saved.cursor if saved.cursor < self._clock.now() + AHEAD else 0.0
             for name, keys in saved.tombs.items():
                 self._clock.seen(stamp_of(name))
                 self.index.bury(name, keys)
@@ -155,6 +158,9 @@ class Catalog:
     async def _load_snapshot(self) -> Snapshot | None:
         """The newest that is whole."""
         for meta in await self._snapshots():
+            if meta.size > MOST_BYTES:
+                self.counts["bad_snapshots"] += 1
+                continue
             try:
                 data = await self._client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
@@ -180,6 +186,9 @@ class Catalog:
 
     async def _read_tomb(self, meta: Meta) -> None:
         name = meta.name.removesuffix(DEAD)
+        if meta.size > MOST_BYTES:
+            self.counts["bad_tombstones"] += 1
+            return
         try:
             data = await self._client.read_all(f"{PACKS}/{meta.name}")
         except FileNotFoundError:
@@ -192,6 +201,9 @@ class Catalog:
 
     async def _read_footer(self, meta: Meta) -> None:
         path = f"{PACKS}/{meta.name}"
+        if meta.size > MOST_PACK_BYTES:
+            self.unread[meta.name] = Verdict.DAMAGED, meta
+            return
         try:
             tail = await self._tail(path, meta.size, TAIL_BYTES)
             if (needed := footer_bytes(tail)) > len(tail):

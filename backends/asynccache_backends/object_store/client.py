@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.storage import completed
+from asynccache_backends.object_store.local import LocalFolder
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined]
@@ -44,10 +47,12 @@ class Meta(NamedTuple):
 
 
 class Client:
-    """``store`` with everything below ``prefix``; ``shown`` is how messages name it."""
+    """``store`` with everything below ``prefix``; ``shown`` is how messages name it. ``local``: the folder that it is
+    in, if it is in one."""
 
-    def __init__(self, store: ObjectStore, prefix: str, shown: str) -> None:
+    def __init__(self, store: ObjectStore, prefix: str, shown: str, local: LocalFolder | None = None) -> None:
         self.shown = shown
+        self.local = local
         self.store = store
         self.prefix = prefix
 
@@ -79,11 +84,11 @@ class Client:
 
     async def create(self, path: str, data: Buffer | Sequence[Buffer]) -> None:
         """Store a new object. It is there to stay when this returns. Cancelling it: it is, or it is not."""
-        await self.created(self.put(path, data))
+        await self.created(path, self.put(path, data))
 
-    async def created(self, request: asyncio.Future[Any]) -> None:
-        """Wait for a ``put``. A name is used once, so if the object is there already, an earlier try of this very
-        request had put it there.
+    async def created(self, path: str, request: asyncio.Future[Any]) -> None:
+        """Wait for the ``put`` of ``path``. A name is used once, so if the object is there already, an earlier try of
+        this very request had put it there.
 
         Raises:
             NoRoom: the store is full. Unavailable: anything else.
@@ -91,11 +96,24 @@ class Client:
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            await request
-        except AlreadyExistsError:
-            return
+            with suppress(AlreadyExistsError):
+                await request
         except Exception as error:
             raise (NoRoom if _FULL.search(str(error)) else Unavailable)(self._said(error)) from None
+        if self.local is not None:
+            await asyncio.to_thread(self.local.stored, path)
+
+    async def prepare(self) -> None:
+        """Make the folder ready, if the store is in one. Cancelling it waits for the end of that.
+
+        Raises:
+            Unavailable: something in it is no object, or the disk refuses.
+        """
+        if self.local is not None:
+            try:
+                await completed(asyncio.to_thread(self.local.prepare))
+            except OSError as error:
+                raise Unavailable(self._said(error)) from None
 
     async def read(self, path: str, start: int, length: int) -> Any:
         """A range of an object, as a buffer; shorter if the object ends earlier. Cancelling it is safe.
@@ -105,6 +123,7 @@ class Client:
         """
         import obstore
 
+        await self._look_at(path)
         try:
             return await self.answer(
                 obstore.get_range_async(self.store, self.prefix + path, start=start, length=length)  # type: ignore[arg-type]
@@ -118,6 +137,7 @@ class Client:
         """A whole object, as a buffer. Cancelling it is safe."""
         import obstore
 
+        await self._look_at(path)
         found = await self.answer(obstore.get_async(self.store, self.prefix + path))  # type: ignore[arg-type]
         return await self.answer(found.bytes_async())
 
@@ -158,6 +178,17 @@ class Client:
                     await self.answer(obstore.delete_async(self.store, path))  # type: ignore[arg-type]
                 except FileNotFoundError:
                     continue
+
+    async def _look_at(self, path: str) -> None:
+        """Raises FileNotFoundError: it is not there. Unavailable: it is in a folder, and no plain file."""
+        if self.local is None:
+            return
+        try:
+            await asyncio.to_thread(self.local.check, self.prefix + path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Unavailable(self._said(error)) from None
 
     def _said(self, error: Exception) -> str:
         return f"{self.shown}: {redacted(error)}"

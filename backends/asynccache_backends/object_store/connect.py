@@ -16,25 +16,37 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from asynccache.errors import ConfigError
-from asynccache.storage import ParsedUrl
+from asynccache.redaction import redacted as redacted_url
+from asynccache.storage import ParsedUrl, parse_place
+from asynccache_backends.file.files import PRIVATE
 from asynccache_backends.object_store.client import Client, redacted, require_obstore
+from asynccache_backends.object_store.local import LocalFolder
 
 OPTIONS = ("pack", "capacity", "refresh", "parallel", "request_timeout")
 PLACES: Mapping[str, tuple[str, ...]] = {
     "s3": ("endpoint", "region"),
     "gs": ("endpoint",),
     "az": ("endpoint", "account"),
-    "object-file": (),
+    "object-file": ("mode",),
     "object-memory": (),
 }
+LOCAL = ("object-file", "object-memory")
 LEAST_PACK = 64 << 10
 USUAL_PACK = 4 << 20
 MOST_PACK = 256 << 20
 
 _SECRET = re.compile(r"key|secret|token|password|passwd|credential|signature|\bsas\b", re.IGNORECASE)
+_REGION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9$._-]{0,254}")
+_EXPECTED = {
+    "endpoint": "http:// or https://, a host and maybe a port, as in endpoint=http://127.0.0.1:9000",
+    "region": "its name, as in region=eu-west-1",
+    "account": "its name, of letters and digits",
+}
 _CONNECT = timedelta(seconds=5)
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1)}
 _RETRY = {"max_retries": 2, "backoff": _BACKOFF}
@@ -42,13 +54,15 @@ _LINGER = 0.05
 
 
 class Settings(NamedTuple):
-    """What a URL's options say. ``refresh`` 0: others' pages are looked for at opening only."""
+    """What a URL's options say. ``refresh`` 0: others' pages are looked for at opening only. ``mode``: the permissions
+    of the folder of ``object-file``; None: those that it has."""
 
     pack: int
     capacity: int | None
     refresh: float
     parallel: int
     request_timeout: float
+    mode: int | None
 
 
 def settings_of(url: ParsedUrl) -> Settings:
@@ -59,38 +73,88 @@ def settings_of(url: ParsedUrl) -> Settings:
     """
     refuse_secrets(url)
     url.allow_only((*OPTIONS, *PLACES[url.scheme]))
+    for name, matches in (("endpoint", _is_endpoint), ("region", _REGION.fullmatch), ("account", _REGION.fullmatch)):
+        value = url.options.get(name)
+        if value is not None and not matches(value):
+            raise ConfigError(f"storage option {name}={redacted_url(value)!r}: expected {_EXPECTED[name]}")
     pack = url.size("pack", USUAL_PACK)
     if not LEAST_PACK <= pack <= MOST_PACK:
         raise ConfigError(f"storage option pack={pack} must be {LEAST_PACK} to {MOST_PACK} bytes")
     capacity = url.size("capacity", 0) if "capacity" in url.options else None
     if capacity is not None and capacity < 2 * pack:
         raise ConfigError(f"storage option capacity={capacity} is less than two packs of {pack} bytes")
-    parallel = int(_number(url, "parallel", 16, least=1))
+    parallel = _number(url, "parallel", 16, least=1)
+    if parallel != int(parallel):
+        raise ConfigError(f"storage option parallel={parallel:g}: a whole number, at least 1")
     timeout = _number(url, "request_timeout", 30, least=0.1)
-    return Settings(pack, capacity, _number(url, "refresh", 5), parallel, timeout)
+    mode = url.permissions("mode", PRIVATE)
+    return Settings(pack, capacity, _number(url, "refresh", 5), int(parallel), timeout, mode)
+
+
+def check(url: ParsedUrl) -> None:
+    """What ``settings_of`` and ``connect`` would refuse, without making a folder or sending anything.
+
+    Raises:
+        ConfigError: as they do.
+    """
+    settings = settings_of(url)
+    library = require_obstore()
+    bucket, _ = place_of(url)
+    if url.scheme not in LOCAL:
+        _made(library, url, bucket, settings)
 
 
 def connect(url: ParsedUrl, settings: Settings) -> Client:
-    """A client; nothing is sent yet.
+    """A client; nothing is sent yet. The folder of ``object-file`` is made.
 
     Raises:
         ConfigError: the library is missing, the URL names no bucket, or the library refuses what it says.
     """
     library = require_obstore()
+    place, prefix = place_of(url)
+    local = _folder(place, settings) if url.scheme == "object-file" else None
+    store = _made(library, url, place, settings)
+    _linger_at_exit()
+    return Client(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}", local)
+
+
+def place_of(url: ParsedUrl) -> tuple[str, str]:
+    """The bucket or folder, and the prefix in it, without slashes around it.
+
+    Raises:
+        ConfigError: there is no bucket, or one of them cannot be a name.
+    """
     place, _, prefix = url.path.partition("/")
     if url.scheme == "object-file":
         place, prefix = url.path, ""
-    if not place and url.scheme != "object-memory":
+    if (not place or "\0" in place) and url.scheme != "object-memory":
         raise ConfigError(f"storage={url.scheme}: names no {'folder' if url.scheme == 'object-file' else 'bucket'}")
+    if url.scheme not in LOCAL and _BUCKET.fullmatch(place) is None:
+        raise ConfigError(f"storage={url.scheme}: {place!r} is no name of a bucket")
     prefix = prefix.strip("/")
-    if {"", ".", ".."} & set(prefix.split("/")) and prefix:
-        raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.' or '..'")
+    if prefix and ({"", ".", ".."} & set(prefix.split("/")) or not prefix.isprintable()):
+        raise ConfigError(f"storage={url.scheme}: the prefix {prefix!r} has an empty part, '.', '..' or odd characters")
+    return place, prefix
+
+
+def _folder(place: str, settings: Settings) -> LocalFolder:
     try:
-        store = _store(library, url, place, settings)
+        return LocalFolder(Path(place), settings.mode)
+    except OSError as error:
+        raise ConfigError(f"storage=object-file:{place}: {redacted(error)}") from None
+
+
+def _made(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
+    try:
+        return _store(library, url, place, settings)
     except Exception as error:
         raise ConfigError(f"storage={url.scheme}:{place}: {redacted(error)}") from None
-    _linger_at_exit()
-    return Client(store, f"{prefix}/" if prefix else "", f"{url.scheme}:{url.path}")
+
+
+def _is_endpoint(text: str) -> bool:
+    scheme, _, rest = text.partition("://")
+    host, _, path = rest.partition("/")
+    return scheme in ("http", "https") and parse_place(host) is not None and path.isprintable() and " " not in path
 
 
 def refuse_secrets(url: ParsedUrl) -> None:
@@ -107,7 +171,7 @@ def _store(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
     if url.scheme == "object-memory":
         return library.MemoryStore()
     if url.scheme == "object-file":
-        return library.LocalStore(place, mkdir=True)
+        return library.LocalStore(place)
     kind, config = {
         "s3": (library.S3Store, {"endpoint": "endpoint", "region": "region"}),
         "gs": (library.GCSStore, {"endpoint": "base_url"}),

@@ -22,6 +22,7 @@ from asynccache_backends.object_store.names import stamp_of
 
 MAGIC = b"acPACK\x00\x01"
 MAX_RECORDS = (1 << 16) - 1
+MOST_PACK_BYTES = 5 << 30                          # what one request can store
 
 _ENTRY = struct.Struct("<32s64sQQQ")
 _HEAD = struct.Struct("<8s32sQ")
@@ -129,12 +130,12 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
         return Footer(Verdict.DAMAGED, b"")
     if trailer[len(MAGIC) : len(MAGIC) + len(schema)] != schema:
         return Footer(Verdict.FOREIGN, b"")
-    return Footer(Verdict.GOOD, entries) if _in_bounds(entries, size - length) else Footer(Verdict.DAMAGED, b"")
+    return Footer(Verdict.GOOD, entries) if in_bounds(entries, size) else Footer(Verdict.DAMAGED, b"")
 
 
-def _in_bounds(entries: bytes, end: int) -> bool:
-    """Whether the payloads lie one after the other before ``end`` and fill it."""
-    at = 0
+def in_bounds(entries: bytes, size: int) -> bool:
+    """Whether the payloads lie one after the other in an object of ``size`` bytes and fill it, but for its footer."""
+    at, end = 0, size - len(entries) - TRAILER_BYTES
     for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
         if offset != at or not length:
             return False

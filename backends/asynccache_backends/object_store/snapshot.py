@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from math import isfinite
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
 from asynccache.storage import KEY_BYTES
 from asynccache_backends.object_store.names import is_name
-from asynccache_backends.object_store.packs import ENTRY_BYTES, Pack
+from asynccache_backends.object_store.packs import ENTRY_BYTES, MOST_PACK_BYTES, Pack, in_bounds
 
 _MAGIC = b"acINDX\x00\x01"
 _TOMB_MAGIC = b"acDEAD\x00\x01"
@@ -61,12 +62,23 @@ def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
     if magic != _MAGIC or theirs != schema:
         return None
     at = packs * _PACK.size
+    if at + tombs * _TOMB.size > len(body) or not isfinite(cursor):
+        return None
     heads = list(_PACK.iter_unpack(body[:at]))
     names = list(_TOMB.iter_unpack(body[at : at + tombs * _TOMB.size]))
     rest = bytes(body[at + tombs * _TOMB.size :])
+    end = sum(count for _, _, count in heads) * ENTRY_BYTES
+    if end + sum(count for _, count in names) * KEY_BYTES != len(rest) or not _are_names([*heads, *names]):
+        return None
     found = list(_packs(heads, rest))
-    end = sum(len(pack.entries) for pack in found)
+    if not all(pack.size <= MOST_PACK_BYTES and in_bounds(pack.entries, pack.size) for pack in found):
+        return None
     return Snapshot(cursor, found, dict(_tombs(names, rest[end:])))
+
+
+def _are_names(heads: Sequence[tuple[bytes, Any]]) -> bool:
+    """Whether all names are such as we give: a checksum guards against accidents and not against people."""
+    return all(is_name(name.decode("ascii", "replace")) for name, *_ in heads)
 
 
 def _checksum(head: bytes | memoryview, body: bytes | memoryview) -> bytes:

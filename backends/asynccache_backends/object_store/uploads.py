@@ -183,7 +183,7 @@ class Uploads:
     async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
         loan = Loan(payloads)
         try:
-            await self._client.created(self._client.put(path, [*loan.take(), footer]))
+            await self._client.created(path, self._client.put(path, [*loan.take(), footer]))
         finally:
             await loan.over()
 

@@ -14,7 +14,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from time import time
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import (
@@ -59,6 +59,11 @@ class RedisBackend:
         self._setting = Setting(round(settings.ttl * 1000))
         self._room = Pause()
         self._closed = False
+
+    @classmethod
+    def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
+        """Refuse what ``open`` would refuse of ``url`` before it connects. Raises ConfigError."""
+        settings_of(url)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
@@ -243,9 +248,9 @@ def _counted(reply: Any) -> Result:
 
 def _fetched(reply: Any) -> Result:
     """Of GET. Something else than a string under a page's key is no page of the right length."""
-    if not isinstance(reply, Refusal):
-        return cast(Result, reply)
-    return CORRUPT if reply.code == "WRONGTYPE" else FAILED
+    if isinstance(reply, Result):
+        return reply
+    return CORRUPT if isinstance(reply, Refusal) and reply.code == "WRONGTYPE" else FAILED
 
 
 def _now() -> float:

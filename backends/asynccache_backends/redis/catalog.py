@@ -11,7 +11,7 @@ from asynccache.storage import Stored
 from asynccache_backends.redis.connection import plain
 from asynccache_backends.redis.names import Names
 from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import Refusal, command
+from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.routing import Request, Router
 
 SCAN_COUNT = b"1000"
@@ -72,8 +72,11 @@ class Catalog:
             (reply,) = await node.ask(Lane.WORDS, plain([scan]))
             if isinstance(reply, Refusal):
                 raise Unavailable(f"{node.address}: {reply.text}")
-            cursor, found = reply
-            yield found
+            match reply:
+                case [bytes() as cursor, list() as found] if all(isinstance(name, bytes) for name in found):
+                    yield found
+                case _:
+                    raise ProtocolError(f"{node.address}: no answer to SCAN: {str(reply)[:200]}")
             if cursor == b"0":
                 return
 

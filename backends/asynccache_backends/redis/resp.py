@@ -16,6 +16,12 @@ from asynccache_backends.redis.guess import Guess
 MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
 
 MOST_BYTES = 512 << 20
+MOST_REPLY_BYTES = 64 << 20
+"""Memory that a reply may take which is no page, its lists included: a hundred times the map of a large cluster."""
+MOST_DEPTH = 8
+"""Of lists in lists: those that are asked for have four at most."""
+VALUE_BYTES = 64
+MOST_DIGITS = 20
 SPARE_BYTES = 16 << 10
 
 Buffer = bytes | memoryview
@@ -111,6 +117,7 @@ class Reader:
         self._skip = 0
         self._value: Any = None
         self._open: list[tuple[int, list[Any]]] = []
+        self._room = MOST_REPLY_BYTES
 
     @property
     def missing(self) -> int:
@@ -224,6 +231,7 @@ class Reader:
         elif length > MOST_BYTES:
             raise ProtocolError("a value longer than any can be")
         elif record is None:
+            self._charge(length)
             data = bytearray(length)
             self._begin_body([memoryview(data)], data)
         elif length == HEADER_BYTES + len(record.payload):
@@ -238,6 +246,8 @@ class Reader:
     def _begin_array(self, count: int) -> None:
         if not self._open and self._sinks[len(self.replies)] is not None:
             raise ProtocolError("a list where a page was asked for")
+        if len(self._open) >= MOST_DEPTH:
+            raise ProtocolError(f"lists in lists, more than {MOST_DEPTH} deep")
         if count <= 0:
             self._deliver([] if count == 0 else None)
         else:
@@ -284,13 +294,21 @@ class Reader:
     def _deliver(self, value: Any) -> None:
         """A value is complete, and with it perhaps the lists that it ends."""
         while self._open:
+            self._charge(VALUE_BYTES)
             count, items = self._open[-1]
             items.append(value)
             if len(items) < count:
                 return
             self._open.pop()
             value = items
+        self._room = MOST_REPLY_BYTES
         self.replies.append(value)
+
+    def _charge(self, size: int) -> None:
+        """Take memory for a reply that is no page, as far as anything that was asked for can need it."""
+        self._room -= size
+        if self._room < 0:
+            raise ProtocolError(f"a reply of more than {MOST_REPLY_BYTES} bytes that is no page")
 
     _steps = (_line, _body, _skipping, _tail)
 
@@ -305,6 +323,8 @@ class Reader:
 
 def _number(text: bytearray) -> int:
     try:
+        if len(text) > MOST_DIGITS:
+            raise ValueError
         return int(text)
     except ValueError:
         raise ProtocolError("no RESP length") from None

@@ -8,25 +8,28 @@ server could not be reached, at most once a second.
 from __future__ import annotations
 
 import asyncio
+import re
 from binascii import crc_hqx
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asynccache.errors import BackendError, ConfigError, Unavailable
+from asynccache.errors import BackendError, ConfigError, Timeout, Unavailable
 from asynccache.storage import settled
 from asynccache_backends.redis.connection import Job, plain
 from asynccache_backends.redis.node import Lane, Node
-from asynccache_backends.redis.resp import Refusal, command
+from asynccache_backends.redis.resp import ProtocolError, Refusal, command
 from asynccache_backends.redis.settings import Address, Settings
 
 SLOTS = 16384
 REDIRECTIONS = 4
 REFRESH_SECONDS = 1.0
+OPEN_SECONDS = 30.0
 
 LOST = "LOST"
 """The code of a ``Refusal`` that no server gave: the one that should have could not be reached."""
 
+_REDIRECTION = re.compile(r"[A-Z]+ ([0-9]{1,5}) (\S{0,255}):([0-9]{1,5})(?: |$)")
 _NOBODY = Refusal("CLUSTERDOWN", "CLUSTERDOWN nobody has the slot")
 _NO_CLUSTER = ("ERR", "NOPERM")  # what a server that is none, or will not say, answers
 _PING = plain([command(b"PING")])
@@ -84,11 +87,17 @@ class Router:
         """Find out whether it is a cluster, and its map.
 
         Raises:
-            Unavailable: no server can be reached, or it refuses us. ConfigError: the URL says otherwise.
+            Unavailable: no server can be reached, or it refuses us, or answers nonsense. Timeout: it does not answer.
+            ConfigError: the URL says otherwise.
         """
+        question = _PING if self._settings.cluster == "off" else _SLOTS
+        within = max(OPEN_SECONDS, 2 * self._settings.stall * len(self._settings.seeds))
         try:
-            question = _PING if self._settings.cluster == "off" else _SLOTS
-            self._settle(*await self._of_any(self._settings.seeds, question))
+            async with asyncio.timeout(within):  # a server that says a byte now and then is never silent
+                self._settle(*await self._of_any(self._settings.seeds, question))
+        except TimeoutError:
+            self.close()
+            raise Timeout(f"{self._settings}: no answer in {within:g} s") from None
         except BaseException:
             self.close()
             raise
@@ -129,10 +138,10 @@ class Router:
                 known = sorted(self._nodes.values(), key=lambda node: not node.well)
                 addresses = [*(node.address for node in known), *self._settings.seeds]
                 address, reply = await self._of_any(addresses, _SLOTS)
+                if isinstance(reply, list):
+                    self._learn(address, reply)
             except BackendError:
                 return
-            if isinstance(reply, list):
-                self._learn(address, reply)
 
     def renew(self) -> None:
         """Use no connection again: its server has changed sides. A cluster's map is old then, too."""
@@ -159,15 +168,13 @@ class Router:
         elif isinstance(reply, Refusal) and reply.code not in _NO_CLUSTER:
             raise Unavailable(f"{self._settings}: {reply.text}")
         elif self._settings.cluster == "on" or len(self._settings.seeds) > 1:
-            raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {reply}")
+            raise ConfigError(f"storage={str(self._settings)!r}: {address} is no part of a cluster: {str(reply)[:200]}")
 
     def _learn(self, asked: Address, reply: Sequence[Any]) -> None:
+        ranges = [_range_of(entry, asked) for entry in reply]  # all of them, before anything changes
         owners: list[Node | None] = [None] * SLOTS
-        for first, last, master, *_ in reply:
-            host, port = master[0], master[1]
-            known = host not in (None, b"", b"?")  # otherwise: the address that you came by
-            node = self._node(Address(host.decode() if known else asked.host, port))
-            owners[first : last + 1] = [node] * (last + 1 - first)
+        for first, last, address in ranges:
+            owners[first : last + 1] = [self._node(address)] * (last + 1 - first)
         self._owners, self._stale = owners, False
         self._forget_others()
 
@@ -238,19 +245,35 @@ class Router:
             if not isinstance(reply, Refusal) or reply.code not in ("MOVED", "ASK", "CLUSTERDOWN"):
                 continue
             self._stale = self._stale or reply.code != "ASK"
-            if reply.code != "CLUSTERDOWN":
-                slot, node = self._named(reply)
+            if reply.code != "CLUSTERDOWN" and (named := self._named(reply)) is not None:
+                slot, node = named
                 asking = reply.code == "ASK"
                 if not asking:
                     self._owners[slot] = node
                 again.setdefault((node.address, asking), Group(node, [], asking)).which.append(i)
         return list(again.values())
 
-    def _named(self, reply: Refusal) -> tuple[int, Node]:
-        """The slot and the node in ``MOVED 3999 127.0.0.1:6381``."""
-        _, slot, place = reply.text.split(" ")[:3]
-        host, _, port = place.rpartition(":")
-        return int(slot), self._node(Address(host.strip("[]") or self._settings.seeds[0].host, int(port)))
+    def _named(self, reply: Refusal) -> tuple[int, Node] | None:
+        """The slot and the node in ``MOVED 3999 127.0.0.1:6381``; None where it is no such sentence. The host may be an
+        IPv6 address without brackets, or missing: the server does not know its own."""
+        match = _REDIRECTION.match(reply.text)
+        if match is None or int(match[1]) >= SLOTS or not 0 < int(match[3]) < 65536:
+            return None
+        return int(match[1]), self._node(Address(match[2].strip("[]") or self._settings.seeds[0].host, int(match[3])))
+
+
+def _range_of(entry: Any, asked: Address) -> tuple[int, int, Address]:
+    """First and last slot and the server that has them, of what CLUSTER SLOTS says.
+
+    Raises:
+        ProtocolError: it says something else.
+    """
+    match entry:
+        case [int(first), int(last), [bytes() | None as host, int(port), *_], *_]:
+            known = b"" if host is None or host == b"?" else host  # unknown: it is the address that you came by
+            if 0 <= first <= last < SLOTS and 0 < port < 65536 and known.isascii():
+                return first, last, Address(known.decode() or asked.host, port)
+    raise ProtocolError(f"{asked}: a map of the cluster that is none: {str(entry)[:200]}")
 
 
 async def _ask(lane: Lane, job: Job, group: Group) -> list[Any]:

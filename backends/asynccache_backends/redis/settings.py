@@ -15,16 +15,15 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 from asynccache.errors import ConfigError
-from asynccache.storage import ParsedUrl
+from asynccache.storage import ParsedUrl, parse_place
 
 ENVIRONMENT = "ASYNCCACHE_REDIS_"
 DEFAULT_PORT = 6379
 OPTIONS = ("ca", "cert", "cluster", "connections", "key", "prefix", "stall", "tls_name", "ttl")
 CLUSTER = ("auto", "on", "off")
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?")
 _PREFIX = re.compile(r"[!-z|~]{1,128}")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+_SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
 _SPANS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -108,10 +107,10 @@ class _Said(NamedTuple):
 
 
 def _address(text: str) -> Address:
-    match = _HOST.fullmatch(text)
-    if match is None or not 0 < int(match[2] or DEFAULT_PORT) < 65536:
+    place = parse_place(text)
+    if place is None:
         raise ConfigError("storage: expected redis://host:port/database, or host:port,host:port of a cluster")
-    return Address(match[1].strip("[]"), int(match[2] or DEFAULT_PORT))
+    return Address(place.host, place.port or DEFAULT_PORT)
 
 
 def _number(name: str, text: str, least: int) -> int:

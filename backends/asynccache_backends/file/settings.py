@@ -1,0 +1,71 @@
+"""What a file store's URL says. Pure functions.
+
+``file:PATH?capacity=10GiB&direct=auto|on|off&segment=64MiB&mode=0700``
+``capacity`` is what the segments take on the disk; ``direct`` is O_DIRECT: auto uses it where the folder allows it, for
+pages whose length and buffers are multiples of 4 KiB; ``mode`` is who may look into the folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from asynccache.errors import ConfigError
+from asynccache.storage import ParsedUrl, StoreLayout
+from asynccache_backends.file.blocks import BLOCK_BYTES, group_bytes
+from asynccache_backends.file.files import PRIVATE
+
+OPTIONS = ("capacity", "direct", "mode", "segment")
+DIRECT = ("auto", "on", "off")
+
+DEFAULT_CAPACITY = 10 << 30
+LEAST_SEGMENT = 4 << 20
+USUAL_SEGMENT = 128 << 20
+FEWEST_SEGMENTS = 32
+MOST_SEGMENTS = 128
+
+
+class Settings(NamedTuple):
+    """``mode``: the permissions of the folder, and of its files without the bits for execution; None: those that the
+    folder has. ``used``: whether pages may be stored; else the store is only looked at, and must be there."""
+
+    folder: Path
+    capacity: int
+    segment: int
+    direct: str
+    mode: int | None
+    used: bool
+
+
+def settings_of(url: ParsedUrl, layout: StoreLayout) -> Settings:
+    """What ``url`` says. A layout without pools means that the store is only looked at.
+
+    Raises:
+        ConfigError: an option is unknown or unusable, no folder is named, or the capacity does not hold three segments
+            of at least one page each.
+    """
+    url.allow_only(OPTIONS)
+    if not url.path or "\0" in url.path:
+        raise ConfigError(f"storage={str(url)!r} names no folder")
+    capacity, segment = _sizes(url, layout)
+    used = bool(layout.page_bytes)
+    mode = url.permissions("mode", PRIVATE) if used or "mode" in url.options else None
+    return Settings(Path(url.path), capacity, segment, url.choice("direct", DIRECT), mode, used)
+
+
+def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
+    """The capacity and the size of a segment."""
+    capacity = url.size("capacity", DEFAULT_CAPACITY)
+    least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
+    segment = url.size("segment", max(least, usual_segment(capacity)))
+    if segment % BLOCK_BYTES or segment < least:
+        raise ConfigError(f"storage option segment={segment} must be a multiple of {BLOCK_BYTES}, at least {least}")
+    if capacity < 3 * segment:
+        raise ConfigError(f"storage option capacity={capacity} is less than three segments of {segment} bytes")
+    return capacity, segment
+
+
+def usual_segment(capacity: int) -> int:
+    """Small, as a segment is allocated whole and reclaimed whole; not too small, as each takes two descriptors."""
+    wanted = max(min(capacity // FEWEST_SEGMENTS, USUAL_SEGMENT), capacity // MOST_SEGMENTS)
+    return max(wanted, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES

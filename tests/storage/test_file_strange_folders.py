@@ -1,0 +1,403 @@
+"""Whatever lies in a store's folder under the name of one of its files: opening it ends at once with ``Unavailable``
+that names the file, nothing else is opened, followed or removed; and a folder that is in use stays with whoever has it,
+whatever is done to its files or its name."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from asynccache_backends.file import FileBackend
+from asynccache_backends.file.blocks import ENTRY_BYTES, Group, pack_block
+from asynccache_backends.file.folder import Manifest, _digest
+from asynccache_backends.file.snapshot import MAGIC, pack
+from xxhash import xxh3_64_hexdigest, xxh3_128_digest
+
+from asynccache.cli.main import main
+from asynccache.errors import Unavailable
+from asynccache.storage import Result
+from asynccache.testing.backend_suite import keys_of, page_key
+from tests.storage.file_store_kit import fill, get, open_at
+
+KEYS = keys_of(60)
+FILES = ("lock", "manifest.json", "index.snapshot", "deletions.log", "segment-0000000000000001.kv", "direct.probe")
+LEFTOVERS = ("manifest.json.new", "index.snapshot.new", "deletions.log.new")
+PATIENCE = 20
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+    (path / "inside").write_text("")
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.symlink(path.parent, link := f"/tmp/as-{os.getpid()}")  # a socket's path has 108 bytes
+        try:
+            listener.bind(f"{link}/{path.name}")
+        finally:
+            os.unlink(link)
+
+
+def device(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can make a device")
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero: who reads all of it never ends
+
+
+def link_to_a_file(path: Path) -> None:
+    path.parent.with_name("precious").write_text("precious")
+    path.symlink_to("../precious")
+
+
+def link_to_a_folder(path: Path) -> None:
+    path.symlink_to("..")
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+STRANGE: list[tuple[Callable[[Path], None], str]] = [
+    (fifo, "a FIFO"), (folder, "a folder"), (unix_socket, "a socket"), (device, "a device"),
+    (link_to_a_file, "a symbolic link"), (link_to_a_folder, "a symbolic link"), (link_to_a_device, "a symbolic link"),
+    (link_to_nothing, "a symbolic link"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    """What blocks in a system call is interrupted; a test that gets here has failed."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError(f"still busy after {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> Path:
+    """A folder with 60 pages, two of them deleted."""
+    opened = await open_at(tmp_path / "store")
+    await fill(opened, KEYS)
+    await opened.delete(KEYS[:2])
+    await opened.aclose()
+    return tmp_path / "store"
+
+
+def put_in_place(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink(missing_ok=True)
+    make(path)
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def precious(store: Path) -> str:
+    return store.with_name("precious").read_text()
+
+
+def open_files(folder: Path) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [path for path in found if str(folder) in path]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("make", "kind"), STRANGE, ids=[make.__name__ for make, _ in STRANGE])
+@pytest.mark.parametrize("name", FILES)
+async def test_something_strange_in_the_place_of_a_file_is_refused_by_name(
+    store: Path, name: str, make: Callable[[Path], None], kind: str
+) -> None:
+    put_in_place(store / name, make)
+    before = (store / name).lstat()
+    with pytest.raises(Unavailable, match=f"store folder '{store}': {store / name} is {kind}, and a plain file"):
+        await open_at(store)
+    after = (store / name).lstat()
+    assert (after.st_ino, after.st_mode, after.st_size) == (before.st_ino, before.st_mode, before.st_size)
+    assert make is not link_to_a_file or precious(store) == "precious"
+    assert open_files(store) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", LEFTOVERS)
+async def test_something_strange_where_a_file_is_to_be_written_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """A file is written beside the one that it replaces, and nothing is written through a link."""
+    where = make_folder(tmp_path / "store")
+    link_to_a_file(where / name)
+
+    async def use() -> None:
+        opened = await open_at(where)
+        await fill(opened, KEYS)
+        await opened.delete(KEYS[:2])
+        await opened.aclose()
+
+    with pytest.raises(Unavailable, match=f"store folder '{where}': {where / name} is a symbolic link"):
+        await use()
+    assert precious(where) == "precious"
+    assert (where / name).is_symlink()
+    assert open_files(where) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", LEFTOVERS)
+async def test_what_a_kill_left_half_written_is_written_again(tmp_path: Path, name: str) -> None:
+    where = make_folder(tmp_path / "store")
+    (where / name).write_text("half a file")
+    opened = await open_at(where)
+    await fill(opened, KEYS)
+    await opened.delete(KEYS[:2])
+    await opened.aclose()
+    assert not [left for left in os.listdir(where) if left.endswith(".new")]
+
+
+@pytest.mark.parametrize("action", ["verify", "stat", "ls", "gc", "clear"])
+@pytest.mark.parametrize("name", FILES)
+def test_the_commands_answer_in_a_sentence(
+    tmp_path: Path, name: str, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def make() -> None:
+        opened = await open_at(tmp_path / "store")
+        await fill(opened, KEYS)
+        await opened.delete(KEYS[:2])
+        await opened.aclose()
+
+    asyncio.run(make())
+    put_in_place(tmp_path / "store" / name, fifo)
+    more = ["--yes"] if action == "clear" else []
+    assert main(["store", action, f"file:{tmp_path}/store", *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"asynccache: store folder '{tmp_path}/store': {tmp_path}/store/{name} is a FIFO")
+
+
+# contents
+
+
+def bombs() -> dict[str, bytes]:
+    """Manifests that are JSON, as far as they go."""
+    deep = b"[" * 200_000 + b"]" * 200_000
+    odd = {"format": "asynccache file store", "version": 1, "schema": "", "seed": -1}
+    nested = dict(odd, format=json.loads("[" * 400 + "]" * 400), seed=1)
+    return {
+        "deep": deep,
+        "deep inside": b'{"manifest": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b', "xxh3": ""}',
+        "a little deep": b"[" * 1990 + b"]" * 1990,
+        "digits": b'{"manifest": ' + b"9" * 3000 + b"}",
+        "no object": b"[1, 2]",
+        "a seed that is none": json.dumps({"manifest": odd, "xxh3": digest(odd)}).encode(),
+        "a list for a format": json.dumps({"manifest": nested, "xxh3": digest(nested)}).encode(),
+        "not UTF-8": b"\xff\xfe\x00",
+    }
+
+
+def digest(manifest: dict[str, object]) -> str:
+    return xxh3_64_hexdigest(json.dumps(manifest).encode())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", bombs())
+async def test_a_manifest_that_is_a_bomb_is_refused_by_name(store: Path, name: str) -> None:
+    (store / "manifest.json").write_bytes(bombs()[name])
+    with pytest.raises(Unavailable, match=f"{store / 'manifest.json'}") as refused:
+        await open_at(store)
+    assert len(str(refused.value)) < 1000
+    assert open_files(store) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["manifest.json", "deletions.log"])
+async def test_a_file_of_a_tebibyte_is_refused_by_name_and_not_read(store: Path, name: str) -> None:
+    os.truncate(store / name, 1 << 40)
+    with pytest.raises(Unavailable, match=f"{store / name} has {1 << 40} bytes, and [0-9]+ are the most"):
+        await open_at(store)
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_of_a_tebibyte_is_not_read_and_made_again(store: Path) -> None:
+    """It is never needed: what it says is in the segments."""
+    os.truncate(store / "index.snapshot", 1 << 40)
+    opened = await open_at(store)
+    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
+    assert opened.stats()["scanned_groups"] == 2
+    await opened.aclose()
+    assert (store / "index.snapshot").stat().st_size < 1 << 20
+
+
+def seed_of(store: Path) -> int:
+    seed: int = json.loads((store / "manifest.json").read_text())["manifest"]["seed"]
+    return seed
+
+
+def sealed(body: bytes, seed: int) -> bytes:
+    return MAGIC + xxh3_128_digest(body, seed) + body
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("body", [
+    b"", bytes(15), struct.pack("<QQ", 1 << 63, 0), struct.pack("<QQ", 0, (1 << 64) - 1),
+    struct.pack("<QQ", 2, 0) + bytes(24), struct.pack("<QQ", 0, 5) + bytes(64 * 5),
+    struct.pack("<QQ", 0, 2) + b"acSEGMT\x01" + bytes(4) + b"\xff" * 4 + bytes(200),
+])  # fmt: skip
+async def test_a_snapshot_that_verifies_and_says_nonsense_is_not_believed(store: Path, body: bytes) -> None:
+    (store / "index.snapshot").write_bytes(sealed(body, seed_of(store)))
+    opened = await open_at(store)
+    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
+    await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_group_of_pages_longer_than_any_disk_is_none(store: Path) -> None:
+    """It verifies, and what follows it in the arithmetic would not fit any field."""
+    seed = seed_of(store)
+    group = Group(1, 0, (1 << 63) + 1, bytes(ENTRY_BYTES * 42))
+    (store / "index.snapshot").write_bytes(b"".join(pack({1: 0}, [group], seed)))
+    block = pack_block(Group(2, 0, 1 << 62, bytes(ENTRY_BYTES * 42)), seed)
+    (store / "segment-0000000000000002.kv").write_bytes(block + bytes(8192))
+    opened = await open_at(store)
+    assert await get(opened, KEYS) == [Result.MISS] * 2 + [Result.HIT] * 58
+    await fill(opened, keys_of(100, "odd"))
+    await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_segment_with_the_last_of_all_numbers_is_refused_by_name(store: Path) -> None:
+    (store / f"segment-{'f' * 16}.kv").write_bytes(b"")
+    with pytest.raises(Unavailable, match=f"segment-{'f' * 16}.kv: no store gives"):
+        await open_at(store)
+
+
+# whose folder it is
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("harm", ["unlink", "another", "all"])
+async def test_a_folder_in_use_is_refused_whatever_was_done_to_the_files_in_it(store: Path, harm: str) -> None:
+    opened = await open_at(store)
+    if harm == "all":
+        for name in os.listdir(store):
+            (store / name).unlink()
+    else:
+        (store / "lock").unlink()
+    if harm == "another":
+        (store / "lock").write_text("1\n")
+    with pytest.raises(Unavailable, match=f"store folder '{store}' is in use by process"):
+        await open_at(store)
+    await opened.aclose()
+    await (await open_at(store)).aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_stays_with_its_folder_when_that_is_renamed(store: Path) -> None:
+    """The folder that comes in its place is another store's, and neither ever writes into the other one."""
+    first = await open_at(store)
+    os.rename(store, moved := store.with_name("moved"))
+    with pytest.raises(Unavailable, match="in use"):
+        await open_at(moved)
+    second = await open_at(store)
+    for number in range(4):
+        await fill(first, [page_key(f"first {number}/{i}") for i in range(100)])
+        await fill(second, [page_key(f"second {number}/{i}") for i in range(100)])
+    await first.delete([page_key("first 0/0")])
+    await first.flush()
+    assert await get(first, [page_key("second 1/1")]) == [Result.MISS]
+    await first.aclose()
+    await second.aclose()
+    for folder, own, other in ((moved, "first", "second"), (store, "second", "first")):
+        opened = await open_at(folder)
+        assert await get(opened, [page_key(f"{own} 3/{i}") for i in range(100)]) == [Result.HIT] * 100
+        assert await get(opened, [page_key(f"{other} 3/{i}") for i in range(100)]) == [Result.MISS] * 100
+        assert opened.stats()["scanned_groups"] == 0, "the snapshot is its own"
+        await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_store_whose_folder_was_removed_fails_its_pages_and_makes_no_folder(store: Path) -> None:
+    opened = await open_at(store)
+    shutil.rmtree(store)
+    results = await opened.put(keys_of(400, "odd"), [memoryview(bytes(1000))] * 400)
+    assert set(results) <= {Result.HIT, Result.FAILED}
+    with pytest.raises(Unavailable, match="No such file"):
+        await opened.aclose()
+    assert store.name not in os.listdir(store.parent)
+
+
+@pytest.mark.asyncio
+async def test_the_lock_of_an_earlier_version_holds(store: Path) -> None:
+    """It knows of the file and of nothing else: both ways."""
+    theirs = os.open(store / "lock", os.O_RDWR)
+    fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
+        await open_at(store)
+    fcntl.flock(theirs, fcntl.LOCK_UN)
+    opened = await open_at(store)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(theirs)
+    await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS."""
+    real = fcntl.flock
+
+    def flock(fd: int, what: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(9, "Bad file descriptor")
+        real(fd, what)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    opened = await open_at(store)
+    with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
+        await open_at(store)
+    await opened.aclose()
+
+
+def test_a_manifest_of_this_version_is_one_that_the_earlier_one_wrote(tmp_path: Path) -> None:
+    """Its bytes, to the letter."""
+    manifest = Manifest("asynccache file store", 1, "00" * 32, 7)
+    assert _digest(manifest) == xxh3_64_hexdigest(
+        b'{"format": "asynccache file store", "version": 1, "schema": "' + b"00" * 32 + b'", "seed": 7}'
+    )
+
+
+def test_the_backend_says_where_it_is(tmp_path: Path) -> None:
+    async def shown() -> str:
+        opened = await open_at(tmp_path / "store")
+        assert isinstance(opened.backend, FileBackend)
+        text = repr(opened.backend)
+        await opened.aclose()
+        return text
+
+    assert f"'{tmp_path}/store'" in asyncio.run(shown())

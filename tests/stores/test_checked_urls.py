@@ -1,0 +1,301 @@
+"""``asynccache config check`` says of a storage URL what opening it would say, to the letter, and opens nothing: no
+folder is made, no server is asked, no client is set up."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import socket
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache import AsyncCache, CacheConfig, Full
+from asynccache.cli.main import main
+from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.storage import StoreLayout, check_store, check_stores, open_store, opening, parse_place, store_layout
+
+PAGE = 4
+FULL = Full(bytes_per_token=1024, device_tokens=256, host_tokens=256)
+ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "ASYNCCACHE_")
+
+BAD = {
+    "any": [
+        "teapot:/x", "file", ":x", "", "file:{tmp}/s?capacity", "file:{tmp}/s?capacity=1GiB&capacity=2GiB",
+        "file:{tmp}/s?name=", "file:{tmp}/s?name=a+b", "file:{tmp}/s?write=maybe", "file:{tmp}/s?promote=1",
+        "file:{tmp}/s?timeout=0", "file:{tmp}/s?timeout=nan", "file:{tmp}/s?timeout=soon", "file:{tmp}/s?slow=-1",
+        "file:{tmp}/s?concurrency=0", "file:{tmp}/s?concurrency=1.5", "file:{tmp}/s?concurrency=" + "9" * 5000,
+    ],
+    "file": [
+        "file:", "file:?capacity=1GiB", "file:{tmp}/s?colour=red", "file:{tmp}/s?capacity=lots",
+        "file:{tmp}/s?capacity=" + "9" * 400, "file:{tmp}/s?capacity=8KiB",
+        "file:{tmp}/s?capacity=9000000P", "file:{tmp}/s?segment=5000",
+        "file:{tmp}/s?segment=4KiB", "file:{tmp}/s?capacity=1MiB&segment=1MiB", "file:{tmp}/s?direct=maybe",
+        "file:{tmp}/s?mode=0600", "file:{tmp}/s?mode=rwx", "file:{tmp}/a\0b",
+    ],
+    "memory": ["memory:?capacity=4096", "memory:?capacity=9000000PiB", "memory:?capacity=", "memory:?size=1GiB"],
+    "redis": [
+        "redis:", "redis://h:0", "redis://h:65536", "redis://h:x", "redis://h,", "redis://a..b", "redis://-?ttl=x",
+        "redis://[::1", "redis://[::::]", "redis://[1.2.3.4]", "redis://1.2.3", "redis://1.2.3.400:6379",
+        "redis://" + "a" * 64, "redis://h/x", "redis://h/-1", "redis://h?prefix=", "redis://h?prefix={{a}}",
+        "redis://h?ttl=-1", "redis://h?ttl=" + "9" * 400, "redis://h?stall=0", "redis://h?connections=0",
+        "redis://h?cluster=maybe", "redis://a,b?cluster=off", "redis://u:secret@h:x", "redis://h?password=secret",
+        "rediss://h?ca=/nowhere.pem", "rediss://h:0", "redis://h?timeout=0",
+    ],
+    "mooncake": [
+        "mooncake:", "mooncake://", "mooncake://a b:1", "mooncake://h:0", "mooncake://h:65536", "mooncake://h:1/path",
+        "mooncake://[::1:5", "mooncake://user:secret@h:1", "mooncake://h:1?replicas=0", "mooncake://h?threads=٣",
+        "mooncake://h?replicas=" + "1" * 5000, "mooncake://h?protocol=udp", "mooncake://h?segment=big",
+        "mooncake://h?namespace=a*", "mooncake://h?metadata=file:///etc/passwd", "mooncake://h?admin=h",
+        "mooncake://h?admin=h:0", "mooncake://h?size=1",
+    ],
+    "object": [
+        "s3:", "s3:///prefix", "s3://b?colour=red", "gs://b?region=x", "object-memory:?region=x", "s3://a b/c",
+        "s3://b/a//c", "s3://b/../c", "s3://b/a\tb", "s3://b?pack=1", "s3://b?pack=1TiB", "s3://b?capacity=5MiB",
+        "s3://b?refresh=often", "s3://b?refresh=-1", "s3://b?parallel=0", "s3://b?parallel=1.5",
+        "s3://b?request_timeout=0", "s3://b?endpoint=127.0.0.1:9000", "s3://b?endpoint=ftp://h",
+        "s3://b?endpoint=http://h:99999", "s3://b?endpoint=http://h:0", "s3://b?endpoint=http://", "s3://b?region=",
+        "s3://b?region=eu%20west", "s3://b?secret_access_key=secret", "s3://b?endpoint=http://u:secret@h:1",
+        "az://c?account=x%20y", "object-file:", "object-file:{tmp}/o?endpoint=http://h", "object-file:{tmp}/o?pack=1",
+        "object-file:{tmp}/a\0b", "object-file:{tmp}/o?mode=0600",
+    ],
+}  # fmt: skip
+
+GOOD = [
+    "memory:", "memory:?capacity=1GiB&name=near&write=no", "file:{tmp}/s", "file:{tmp}/a/b/c?capacity=1GiB&direct=off",
+    "file:{tmp}/s?mode=0750&timeout=2.5&concurrency=4&slow=0", "redis://127.0.0.1:{port}/3?ttl=7d&prefix=kv:",
+    "redis://u:secret@127.0.0.1:{port}", "redis://a.b,c.d:7000,[::1]:7001?cluster=on", "rediss://localhost:{port}",
+    "mooncake://127.0.0.1:{port}?admin=127.0.0.1:{port}", "mooncake://[::1]?segment=1GiB&replicas=2",
+    "s3://bucket/a/b?endpoint=http://127.0.0.1:{port}&region=eu-west-1", "gs://bucket", "az://container/x?account=kv",
+    "object-file:{tmp}/o?pack=1MiB&capacity=1GiB", "object-file:{tmp}/o?mode=0750", "object-memory:",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nobody_knows_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No credentials, and no settings, from outside."""
+    for name in list(os.environ):
+        if name.startswith(ENVIRONMENT):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Somebody listens there, and whoever knocks is noticed."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def config(*urls: str, **more: Any) -> CacheConfig:
+    return CacheConfig(model="m", components=(FULL,), page_size=PAGE, storage=urls, **more)
+
+
+LAYOUT = store_layout(config("memory:").pools())
+
+
+def written(folder: Path, *urls: str, options: Mapping[str, str] | None = None, section: str = "") -> str:
+    """A file that describes a cache with these stores."""
+    def quoted(text: str) -> str:
+        return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text) + '"'
+
+    lines = [
+        'model = "m"', f"page_size = {PAGE}", f"storage = [{', '.join(map(quoted, urls))}]", "[components.full]",
+        "bytes_per_token = 1024", "device_tokens = 256", "host_tokens = 256", "[storage_options]",
+        *(f"{name} = {quoted(value)}" for name, value in (options or {}).items()), section,
+    ]  # fmt: skip
+    file = folder / "kv.toml"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(file)
+
+
+def opened(config: CacheConfig) -> str:
+    """What opening a cache says."""
+
+    async def open_it() -> None:
+        async with AsyncCache(config):
+            pass
+
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(open_it())
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "url"), [(kind, url) for kind, urls in BAD.items() for url in urls])
+def test_what_opening_refuses_the_check_refuses_in_the_same_words(
+    kind: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in {"mooncake": ["mooncake"], "object": ["obstore"]}.get(kind, []):
+        pytest.importorskip(package)
+    url = url.format(tmp=tmp_path / "stores")
+    said = opened(config(url))
+    assert main(["config", "check", file := written(tmp_path, url)]) == 1
+    told = capsys.readouterr().err
+    assert told == f"asynccache: {said} (storage: {file} line 3)\n"
+    assert "secret@" not in said
+    assert "=secret" not in said
+    assert os.listdir(tmp_path) == ["kv.toml"]
+
+
+@pytest.mark.parametrize("url", GOOD)
+def test_what_can_be_used_is_said_to_be_and_nothing_is_opened(
+    url: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for scheme, package in {"mooncake": "mooncake", "s3": "obstore", "gs": "obstore", "az": "obstore",
+                            "object-file": "obstore", "object-memory": "obstore"}.items():  # fmt: skip
+        if url.startswith(f"{scheme}:"):
+            pytest.importorskip(package)
+    files = os.listdir("/proc/self/fd")
+    url = url.format(tmp=tmp_path / "stores", port=port)
+    assert main(["config", "check", file := written(tmp_path, url)]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == f"{file}: can be used\n"
+    assert os.listdir(tmp_path) == ["kv.toml"]
+    assert len(os.listdir("/proc/self/fd")) <= len(files) + 1
+
+
+def test_every_url_is_looked_at_and_every_error_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ["file:x?mode=7", "memory:", "memory:?capacity=1", "teapot:", "memory:", "memory:?name=other", "none:"]
+    assert main(["config", "check", written(tmp_path, *urls)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    expected = ["option mode='7'", "capacity=1 is less", "unknown backend 'teapot'", "a store 'memory' is attached",
+                "there is nothing to attach"]
+    assert len(lines) == len(expected)
+    assert all(part in line for part, line in zip(expected, lines, strict=True))
+    assert opened(config(*urls)) in lines[0]
+
+
+def test_stores_of_one_name_are_refused_in_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ["memory:?name=kv", f"file:{tmp_path}/s?name=kv"]
+    said = opened(config(*urls))
+    assert said == "storage: a store 'kv' is attached already; call this one otherwise (name=)"
+    assert main(["config", "check", written(tmp_path, *urls)]) == 1
+    assert capsys.readouterr().err.startswith(f"asynccache: {said} (storage: ")
+    assert os.listdir(tmp_path) == ["kv.toml"], "opening has refused it before it made the folder"
+
+
+def test_options_beside_the_url_count_and_are_named_by_their_own_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"capacity": "1GiB", "direct": "perhaps"}
+    url = f"file:{tmp_path}/s?direct=on"
+    said = opened(config(url, storage_options=options))
+    assert main(["config", "check", file := written(tmp_path, url, options=options)]) == 1
+    assert capsys.readouterr().err == f"asynccache: {said} (storage_options.direct: {file} line 10)\n"
+
+
+@pytest.mark.parametrize("section", ["stress", "replay"])
+def test_the_storage_of_a_run_is_looked_at_too(
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, "memory:", section=f'[{section}]\nstorage = "redis://h:0"')
+    assert main(["config", "check", file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"host:port,host:port of a cluster (storage of {section})")
+    runs = tmp_path / "runs.toml"
+    runs.write_text(f'[{section}]\nstorage = "file:{tmp_path}/s?capacity=1KiB"\n')
+    assert main(["config", "check", str(runs)]) == 1
+    assert "capacity=1024 is less than three segments" in capsys.readouterr().err
+    runs.write_text(f'[{section}]\nstorage = "file:{tmp_path}/s"\n')
+    assert main(["config", "check", str(runs)]) == 0
+
+
+@pytest.mark.parametrize(("url", "module", "sentence"), [
+    ("s3://bucket", "obstore.store", "pip install 'asynccache[object]'"),
+    ("object-file:{tmp}/o", "obstore.store", "pip install 'asynccache[object]'"),
+    ("mooncake://127.0.0.1:1", "mooncake", "pip install 'asynccache[mooncake]'"),
+])  # fmt: skip
+def test_a_client_that_is_not_installed_is_a_sentence(
+    url: str, module: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setitem(sys.modules, module, None)
+    url = url.format(tmp=tmp_path)
+    said = opened(config(url))
+    assert sentence in said
+    assert main(["config", "check", written(tmp_path, url)]) == 1
+    assert capsys.readouterr().err.startswith(f"asynccache: {said} (storage: ")
+
+
+# plug-ins
+
+
+class Plain:
+    """A plug-in that knows of no check."""
+
+    opened = 0
+
+    @classmethod
+    async def open(cls, url: Any, layout: StoreLayout) -> MemoryBackend:
+        cls.opened += 1
+        url.allow_only(("own",))
+        return MemoryBackend()
+
+
+class Inheriting(MemoryBackend):
+    """One that is made of ours and has options of its own."""
+
+    @classmethod
+    async def open(cls, url: Any, layout: StoreLayout) -> Any:
+        url.allow_only(("own",))
+        return cls()
+
+
+class Careful(Inheriting):
+    """One that checks them, too."""
+
+    @classmethod
+    def check(cls, url: Any, layout: StoreLayout) -> None:
+        url.allow_only(("own",))
+
+
+@pytest.mark.parametrize("kind", [Plain, Inheriting, Careful])
+def test_a_plug_in_is_checked_as_far_as_it_lets_itself_be(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "backend_class", lambda scheme: kind)
+    Plain.opened = 0
+    assert check_stores(["mine:?own=1&name=a"], LAYOUT) == []
+    assert [str(error) for error in check_stores(["mine:?timeout=0"], LAYOUT)] != []
+    assert len(check_stores(["mine:?other=1"], LAYOUT)) == (kind is Careful)
+    assert Plain.opened == 0
+
+
+def test_all_backends_of_ours_check() -> None:
+    for entry in importlib.metadata.entry_points(group=opening.GROUP):
+        if entry.value.startswith("asynccache_backends."):
+            kind = entry.load()
+            assert isinstance(kind, opening.CheckableClass)
+            assert isinstance(kind.check, types.MethodType)
+
+
+def test_none_is_no_store_and_no_error() -> None:
+    assert check_store("none", LAYOUT) is None
+    assert asyncio.run(open_store("none", LAYOUT)) is None
+
+
+@pytest.mark.parametrize(("text", "host", "port"), [
+    ("kv", "kv", None), ("kv.example.org.", "kv.example.org.", None), ("kv_1:7", "kv_1", 7),
+    ("10.0.0.1:65535", "10.0.0.1", 65535), ("[::1]", "::1", None), ("[::ffff:10.0.0.1]:1", "::ffff:10.0.0.1", 1),
+])  # fmt: skip
+def test_hosts_and_ports(text: str, host: str, port: int | None) -> None:
+    assert parse_place(text) == (host, port)
+
+
+@pytest.mark.parametrize("text", [
+    "", ":1", "kv:", "kv:0", "kv:65536", "kv:+1", "kv:1:2", "::1", "[::1", "[kv]", "[]", "a..b", ".", "a b", "a/b",
+    "u@h", "1.2.3", "256.1.1.1", "a" * 64, ".".join(["a" * 60] * 5), "kv\n", "ü",
+])  # fmt: skip
+def test_what_is_no_host(text: str) -> None:
+    assert parse_place(text) is None
+
+
+def test_a_refusal_is_one_of_ours() -> None:
+    assert issubclass(ConfigError, AsyncCacheError)
