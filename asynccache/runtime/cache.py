@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
-from asynccache.errors import CacheClosed, ConfigError, RankDivergence, RankFailure
+from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.memory.naming import parse_device

@@ -15,6 +15,7 @@ from asynccache import AsyncCache, CacheFull
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Plan
 from asynccache.runtime.lease import Lease
+from asynccache.runtime.treelock import TreeLock
 from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, settled, text, turns, until
 
 CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
@@ -167,7 +168,7 @@ class Promptness:
             self.late.append(name)
 
 
-async def contend(lock: asyncio.Lock) -> None:
+async def contend(lock: TreeLock) -> None:
     for _ in range(200):
         async with lock:
             await asyncio.sleep(0)
