@@ -165,22 +165,27 @@ class Lease:
         machine = self._machine
         machine.holders[self] = asyncio.current_task(machine.loop)
 
-    def release(self, after: Event | None = None, ended: bool = False) -> None:
+    def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
 
-        ``after``: the engine's work on these pages; own pages are retiring, not free, until it has fired, and later
-        loads into any of them wait for it on the device. ``ended``: this conversation will not come back.
+        ``after``: an event behind the engine's work on these pages; own pages are retiring, not free, until it has
+        fired, and later loads into any of them wait for it on the device. It is an event of the cache's device or, on a
+        GPU, a ``torch.cuda.Event`` or a ``cupy.cuda.Event``. ``ended``: this conversation will not come back.
+
+        Raises:
+            ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         machine = self._machine
         machine.check_thread()
         if self._state is not HELD:
             return
+        event = machine.engine_event("release: after", after)
         self._state = RELEASED
         del machine.holders[self]
-        if after is None and self._publishing is None:
+        if event is None and self._publishing is None:
             machine.driver.perform(machine.core.release(self._core, ended=ended))
         else:
-            self._commits().release(after, ended)
+            self._commits().release(event, ended)
 
     def abort(self) -> None:
         """Give up: out of the line, or ``release``. Idempotent, synchronous. With several ranks, every rank calls it
@@ -347,16 +352,17 @@ class Lease:
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
             await machine.driver.ended(answer.ops)
 
-    def advance(self, position: int, after: Event | None = None) -> None:
+    def advance(self, position: int, after: object | None = None) -> None:
         """The request decodes at ``position``: pages and pins that the window has left behind go back.
 
-        ``after``: the engine's last work that reads them; loads into them wait for it on the device.
+        ``after``: an event (see ``release``) behind the engine's last work that reads them; loads into them wait for it
+        on the device.
         """
         self._machine.check_thread()
-        self._fence(after)
+        self._fence("advance: after", after)
         self._machine.driver.perform(self._machine.core.advance(self._held(), position))
 
-    def truncate(self, length: int, after: Event | None = None) -> None:
+    def truncate(self, length: int, after: object | None = None) -> None:
         """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
 
         ``after``: as for ``advance``.
@@ -364,39 +370,42 @@ class Lease:
         self._machine.check_thread()
         if length < self._held().length:
             raise ConfigError(f"truncate: length={length} is below the {self._core.length} tokens that are committed")
-        self._fence(after)
+        self._fence("truncate: after", after)
         self._machine.driver.perform(self._machine.core.truncate(self._core, length))
 
-    def _fence(self, after: Event | None) -> None:
-        if after is not None:
-            self._machine.fence(self._held(), after)
+    def _fence(self, name: str, after: object | None) -> None:
+        event = self._machine.engine_event(name, after)
+        if event is not None:
+            self._machine.fence(self._held(), event)
 
     # committing
 
     async def commit(
-        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Pages:
-        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` fires; the page
-        table that the engine uses from now on (others may have published the same pages first).
+        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
+        ``release``) fires; the page table that the engine uses from now on (others may have published the same pages
+        first).
 
         ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
         publishes everything or nothing.
 
         Raises:
             LoadFailed: pages below were never loaded.
-            ConfigError: ``tokens`` do not continue what the lease holds.
+            ConfigError: ``tokens`` do not continue what the lease holds, or the device cannot wait for ``ready``.
         """
         self._machine.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
         commits.check(key)
-        if ready is not None:
-            commits.expect(ready)
+        event = self._machine.engine_event("commit: ready", ready)
+        if event is not None:
+            commits.expect(event)
         async with commits.order:
             if core.loads:
                 await self.loaded()
             if self._still_valid():
-                await commits.publish(key, ready, checkpoint)
+                await commits.publish(key, event, checkpoint)
             return self.pages
 
     def _still_valid(self) -> bool:
@@ -404,34 +413,39 @@ class Lease:
         machine = self._machine
         return machine.resets == self._resets and machine.space(self._terms.extra_key) == self._ask.space
 
-    def adopt(self, after: Event | None = None) -> None:
+    def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
-        ``after`` has fired. The next commit and the release imply it."""
+        ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
         self._machine.check_thread()
+        event = self._machine.engine_event("adopt: after", after)
         if self._publishing is not None:
-            self._publishing.adopt(after)
+            self._publishing.adopt(event)
 
     # from other threads
 
     def commit_threadsafe(
-        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
         """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
 
         Raises:
             RuntimeError: there are several ranks, whose threads come at different times.
+            ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
         self._one_rank("commit_threadsafe")
-        return hand_over(self._machine, partial(self.commit, tokens, ready, checkpoint))
+        event = self._machine.engine_event("commit_threadsafe: ready", ready)
+        return hand_over(self._machine, partial(self.commit, tokens, event, checkpoint))
 
-    def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
+    def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
         """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
 
         Raises:
             RuntimeError: there are several ranks.
+            ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         self._one_rank("release_threadsafe")
-        self._machine.loop.call_soon_threadsafe(self._release_soon, after, ended)
+        event = self._machine.engine_event("release_threadsafe: after", after)
+        self._machine.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _one_rank(self, call: str) -> None:
         if self._machine.lockstep is not None:

@@ -200,6 +200,19 @@ class Machine:
 
     # the engine's events
 
+    def engine_event(self, name: str, event: object | None) -> Event | None:
+        """``event``, the argument ``name`` of a call, as one of the device's; None if it is None. From any thread.
+
+        Raises:
+            ConfigError: the device's streams cannot wait for it.
+        """
+        if event is None:
+            return None
+        try:
+            return self.mover.engine_event(event)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
     def fence(self, lease: CoreLease, *events: Event) -> None:
         """The engine may use the lease's pages until ``events`` have fired: what is copied into one of them later, on
         whoever's behalf, waits for that on the device. What was asked for before does not: the engine may wait for it.

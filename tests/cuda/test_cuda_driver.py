@@ -7,7 +7,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +104,7 @@ class FakeLibrary:
             ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
         )(self.find)  # fmt: skip
         self.modes: list[int] = []
+        self.mode = 0
         self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.exchange)
 
     def find(self, name: bytes, found: int, version: int, flags: int, status: int) -> int:
@@ -121,7 +122,9 @@ class FakeLibrary:
         return self.answer
 
     def exchange(self, mode: int) -> int:
-        self.modes.append(ctypes.c_int.from_address(mode).value)
+        given = ctypes.c_int.from_address(mode)
+        self.modes.append(given.value)
+        self.mode, given.value = given.value, self.mode
         return 0
 
     def query(self, event: int) -> int:
@@ -171,6 +174,18 @@ def test_an_event_that_failed_is_neither_done_nor_pending(library: FakeLibrary) 
     with pytest.raises(DriverError, match=r"illegal memory access .*\(700\)") as told:
         cuda.event_query(24)
     assert (told.value.code, told.value.sticky) == (700, True)
+
+
+@pytest.mark.parametrize("event", [8, 16, 24])
+def test_an_engines_event_is_asked_for_beside_a_graph_that_its_thread_captures(
+    library: FakeLibrary, event: int
+) -> None:
+    """Relaxed for the one call, and then as it was before, whatever the answer: the thread is the engine's."""
+    library.mode = 1
+    with pytest.raises(DriverError) if event == 24 else nullcontext():
+        assert libcuda.LibCuda().query_beside_captures(event) is (event == 8)
+    assert library.modes == [2, 1]
+    assert library.mode == 1
 
 
 def test_a_driver_that_is_too_old_takes_no_batches(library: FakeLibrary) -> None:

@@ -259,6 +259,11 @@ class CupyDriver:
         return self._library.event_query(event)
 
     @_translated
+    @_on_device
+    def is_over(self, event: int) -> bool:
+        return self._library.query_beside_captures(event)
+
+    @_translated
     def event_synchronize(self, event: int) -> None:
         self._runtime.eventSynchronize(event)
 
