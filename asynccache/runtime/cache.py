@@ -6,6 +6,7 @@ One cache belongs to one event loop and its thread. Another thread's call raises
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -26,7 +27,7 @@ from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
-from asynccache.runtime.lease import Lease
+from asynccache.runtime.lease import Lease, Taken
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.opening import open_on_all
@@ -335,9 +336,14 @@ class AsyncCache:
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
         window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
         False: where all that is cached does not fit, it does not get in with less.
+
+        A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
+        ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
+        times, each keeps them.
         """
         terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
-        return Lease(self._opened(), terms)
+        caller = sys._getframe(1)
+        return Lease(self._opened(), terms, Taken(caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``

@@ -5,15 +5,19 @@ Laws:
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
+* A lease that holds something and is dropped gives it back, by a call of the loop's own, and warns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import warnings
+import weakref
 from concurrent.futures import Future as ThreadFuture
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,6 +53,18 @@ class Hits(NamedTuple):
     storage: int
 
 
+class Taken(NamedTuple):
+    """Where a lease was taken: a function, and how far in its bytecode. A line is looked for when it is to be told:
+    that takes some µs in a long function."""
+
+    code: CodeType
+    at: int
+
+    def __str__(self) -> str:
+        lines = (line for start, end, line in self.code.co_lines() if start <= self.at < end)
+        return f"{self.code.co_filename}:{next(lines, None) or self.code.co_firstlineno}"
+
+
 class LeaseState(Enum):
     """A lease is entered once and released once."""
 
@@ -65,14 +81,15 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_terms",
+        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_taken", "_terms",
         "_waiting",
     )  # fmt: skip
 
-    def __init__(self, machine: Machine, terms: Terms) -> None:
+    def __init__(self, machine: Machine, terms: Terms, taken: Taken) -> None:
+        self._state = NEW
         self._machine = machine
         self._terms = terms
-        self._state = NEW
+        self._taken = taken
         self._ask: Ask
         self._resets: int
         self._core: CoreLease
@@ -163,7 +180,8 @@ class Lease:
         self._core = grant.lease
         self._state = HELD
         machine = self._machine
-        machine.holders[self] = asyncio.current_task(machine.loop)
+        task = asyncio.current_task(machine.loop)
+        machine.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -181,11 +199,22 @@ class Lease:
             return
         event = machine.engine_event("release: after", after)
         self._state = RELEASED
-        del machine.holders[self]
-        if event is None and self._publishing is None:
-            machine.driver.perform(machine.core.release(self._core, ended=ended))
-        else:
-            self._commits().release(event, ended)
+        _give_back(machine, self._core, self._publishing if event is None else self._commits(), event, ended)
+
+    def __del__(self) -> None:
+        """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
+        what it holds. Several ranks collect garbage at different times, and keep it."""
+        machine = self._machine
+        if self._state is not HELD or machine.lockstep is not None or machine.driver.closed is not None:
+            return
+        what = repr(self)
+        self._state = RELEASED
+        with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
+            machine.loop.call_soon_threadsafe(_give_back, machine, self._core, self._publishing)
+            warnings.warn(
+                f"{what}, taken at {self._taken}, was dropped without being released: use 'async with', or release()",
+                ResourceWarning, source=self, stacklevel=2,
+            )  # fmt: skip
 
     def abort(self) -> None:
         """Give up: out of the line, or ``release``. Idempotent, synchronous. With several ranks, every rank calls it
@@ -462,3 +491,14 @@ class Lease:
                     pass
         finally:
             self.release(after, ended)
+
+
+def _give_back(
+    machine: Machine, core: CoreLease, publishing: Publishing | None, after: Event | None = None, ended: bool = False
+) -> None:
+    """All that a lease holds. ``publishing``: needed where there are events, ``after`` or those of its commits."""
+    del machine.holders[core]
+    if publishing is None:
+        machine.driver.perform(machine.core.release(core, ended=ended))
+    else:
+        publishing.release(after, ended)
