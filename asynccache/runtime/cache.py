@@ -27,7 +27,7 @@ from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
-from asynccache.runtime.lease import Lease, Taken
+from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
 from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.opening import open_on_all
@@ -343,7 +343,7 @@ class AsyncCache:
         """
         terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
         caller = sys._getframe(1)
-        return Lease(self._opened(), terms, Taken(caller.f_code, caller.f_lasti))
+        return Lease(self._opened(), terms, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``

@@ -53,16 +53,9 @@ class Hits(NamedTuple):
     storage: int
 
 
-class Taken(NamedTuple):
-    """Where a lease was taken: a function, and how far in its bytecode. A line is looked for when it is to be told:
-    that takes some µs in a long function."""
-
-    code: CodeType
-    at: int
-
-    def __str__(self) -> str:
-        lines = (line for start, end, line in self.code.co_lines() if start <= self.at < end)
-        return f"{self.code.co_filename}:{next(lines, None) or self.code.co_firstlineno}"
+Taken = tuple[CodeType, int]
+"""Where a lease was taken: a function, and how far in its bytecode. Its line is looked for when it is to be told: that
+takes some µs in a long function."""
 
 
 class LeaseState(Enum):
@@ -212,7 +205,7 @@ class Lease:
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
             machine.loop.call_soon_threadsafe(_give_back, machine, self._core, self._publishing)
             warnings.warn(
-                f"{what}, taken at {self._taken}, was dropped without being released: use 'async with', or release()",
+                f"{what}, taken at {_place(*self._taken)}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
             )  # fmt: skip
 
@@ -491,6 +484,11 @@ class Lease:
                     pass
         finally:
             self.release(after, ended)
+
+
+def _place(code: CodeType, at: int) -> str:
+    lines = (line for start, end, line in code.co_lines() if start <= at < end)
+    return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"
 
 
 def _give_back(
