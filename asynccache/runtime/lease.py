@@ -200,12 +200,12 @@ class Lease:
         machine = self._machine
         if self._state is not HELD or machine.lockstep is not None or machine.driver.closed is not None:
             return
-        what = repr(self)
+        what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
             machine.loop.call_soon_threadsafe(_give_back, machine, self._core, self._publishing)
             warnings.warn(
-                f"{what}, taken at {_place(*self._taken)}, was dropped without being released: use 'async with', or release()",
+                f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
             )  # fmt: skip
 

@@ -4,6 +4,7 @@ machine that has none."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,6 +85,45 @@ def test_what_is_missing_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = cupy_driver.find()
     assert found.missing == "" if says is None else says in found.missing
+
+
+BROKEN = {
+    "an empty folder": (None, "is not cupy"),
+    "a module without a runtime": ("__version__ = '14'\nclass cuda: pass\n", "is not cupy"),
+    "a module without a version": ("class cuda:\n    class runtime: pass\n", "is not cupy"),
+    "a module that is not installed whole": ("import no_such_library_of_cuda\n", "cupy is not installed"),
+    "a module that does not import": ("raise OSError('libcudart.so.12: bad ELF')\n", "bad ELF"),
+    "a module with a syntax error": ("def\n", "does not import"),
+    "a runtime without functions": ("__version__ = '14'\nclass cuda:\n    class runtime: pass\n", "no NVIDIA driver"),
+    "a runtime that answers nonsense": (
+        "__version__ = '14'\nclass cuda:\n    class runtime:\n        driverGetVersion = str\n", "no NVIDIA driver"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_whatever_is_called_cupy_on_the_path_is_a_sentence_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath, what: str
+) -> None:
+    source, says = BROKEN[what]
+    package = tmp_path / "cupy"
+    package.mkdir()
+    if source is not None:
+        (package / "__init__.py").write_text(source)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # alone: a folder gives way to what is installed
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    try:
+        missing = cupy_driver.find().missing
+        with pytest.raises(ConfigError, match=r"^device=cuda:0: "):
+            open_device("cuda:0")
+    finally:
+        sys.modules.pop("cupy", None)
+    assert says in missing
+    if says == "is not cupy":
+        assert str(package) in missing
 
 
 # libcuda, on a library of our own
