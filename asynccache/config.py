@@ -163,7 +163,6 @@ class CacheConfig:
     kept_fraction: float = 0.25
     close_deadline: float = 30.0
     freeze_gc: bool = False
-    publish_events: bool = False
     storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +193,6 @@ class CacheConfig:
             write_policy=self.write_policy,
             eviction=self.eviction,
             storage=bool(self.stores),
-            publish=self.publish_events,
             prefetch_threshold=self.prefetch_threshold,
             load_back_threshold=self.load_back_threshold,
             max_backup_ops=self.max_backup_ops,

@@ -45,7 +45,6 @@ CACHE = {
     "kept_fraction": Words("Share of the device's pages that `keep()` may pin.", low=0, high=1),
     "close_deadline": Words("Seconds that closing waits for what is still to be saved.", above=0),
     "freeze_gc": Words("Whether the tree is taken out of the garbage collector's sight as it grows."),
-    "publish_events": Words("Whether KV events are made, for routers."),
 }
 
 _ATTENTION = {

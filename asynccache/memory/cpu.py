@@ -169,6 +169,18 @@ class CpuDevice:
         self._gates[gate] = None
         return gate
 
+    def engine_event(self, event: object) -> Event:
+        """``event``, if it is one of a CPU device.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if isinstance(event, CpuEvent):
+            return event
+        raise ConfigError(
+            f"{event!r} is no event of the CPU device: give what device.gate() or a stream's record() returned"
+        )
+
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Both tiers share the host's memory.
 
