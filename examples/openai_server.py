@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from socket import socket
+from types import FrameType
 
 import torch
 import uvicorn
@@ -29,6 +30,7 @@ from openai_serving.models import CONTEXT, FAMILIES, make
 from openai_serving.service import Plan, Service
 
 from asynccache import AsyncCacheError
+from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,7 +84,8 @@ def plan(args: argparse.Namespace) -> Plan:
 
 
 class Server(uvicorn.Server):
-    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop."""
+    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop. A second
+    SIGTERM ends the process at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
@@ -94,6 +97,11 @@ class Server(uvicorn.Server):
         if self.started and not self.should_exit:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             print(greeting(f"http://{host}:{port}", self._service.plan.name), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.cut)
@@ -111,13 +119,14 @@ def greeting(url: str, model: str) -> str:
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news."""
+    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news. From then on
+    everything is being closed, and SIGTERM ends the process at once."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def serve(args: argparse.Namespace, planned: Plan) -> int:
@@ -132,17 +141,20 @@ async def serve(args: argparse.Namespace, planned: Plan) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 served and stopped, 1 could not listen, 2 a setting is unusable."""
+    """Exit status: 0 served until Ctrl-C or SIGTERM and stopped, 1 could not listen, 2 a setting is unusable. A signal
+    that comes before it serves makes that 130 for Ctrl-C and 143 for SIGTERM."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    termination = Termination()
+    signal.signal(signal.SIGTERM, termination)
     try:
         return uvloop.run(serve(args, plan(args)))
     except AsyncCacheError as error:
         print(f"openai_server: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return TERMINATED if termination.came else INTERRUPTED
 
 
 if __name__ == "__main__":

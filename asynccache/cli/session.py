@@ -22,6 +22,7 @@ from asynccache.cli.devices import GatedDevice, make_device
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
+from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.faulty import device_faults, open_faulty
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
@@ -45,7 +46,6 @@ from asynccache.storage import StorageBackend
 DURATION = 20.0
 _SESSIONS_PER_PLACE = 4
 _FLUSH_SECONDS = 60.0
-_INTERRUPTED = 130
 
 
 def execute(settings: Settings, presses: Presses | None = None) -> int:
@@ -99,7 +99,7 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
         print("\n".join(result["problems"]), file=sys.stderr)
     if not result["ok"]:
         return 1
-    return _INTERRUPTED if result["interrupted"] else 0
+    return INTERRUPTED if result["interrupted"] else 0
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:

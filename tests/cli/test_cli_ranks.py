@@ -169,7 +169,8 @@ def test_who_insists_gets_out_and_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 def pressed(place: str, times: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, interrupt_child.__file__, f"asynccache.cli.ranked.{place}", str(times), *arguments]
+    signals = ",".join(["INT"] * times)
+    command = [sys.executable, interrupt_child.__file__, f"asynccache.cli.ranked.{place}", signals, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
 
 

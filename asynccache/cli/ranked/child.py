@@ -267,7 +267,8 @@ async def _close_all(stores: Sequence[tuple[StorageBackend, dict[str, str]]]) ->
 
 def main() -> None:
     """``sys.argv``: the rank, for who looks at the list of processes, the socket, and the loop, if one is named."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # the command decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     end = socket.socket(fileno=int(sys.argv[2]))
     with asyncio.Runner(loop_factory=loop_factory(sys.argv[3] if sys.argv[3:] else None)) as runner:
