@@ -32,7 +32,7 @@ from asynccache.cli.samples import Sampler, memcpy_rate
 from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
-from asynccache.cli.tally import Tally
+from asynccache.cli.tally import Paths, Tally
 from asynccache.cli.trace import Survey, TraceRequest, TraceSource, read_trace, survey
 from asynccache.cli.watch import Watch, facts
 from asynccache.cli.workloads import StressSource
@@ -136,7 +136,8 @@ class Session:
         self.trace: str | None = None
         self._settings = settings
         self._display = display
-        self._tally = Tally()
+        curve = settings.json is not None or settings.report is not None
+        self._tally = Tally(paths=Paths() if curve else Paths(limit=0))
         self._meter = Meter()
         self._presses = presses
         self._over_time: dict[str, Any] = {}
