@@ -26,11 +26,15 @@ import uvloop
 from asynccache_shim import Settings
 from asynccache_shim.engine import describe
 from openai_serving.app import build
+from openai_serving.arrival import Punctual
 from openai_serving.models import CONTEXT, FAMILIES, make
 from openai_serving.service import Plan, Service
 
 from asynccache import AsyncCacheError
 from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
+
+SPARE_CONNECTIONS = 64
+"""Connections beyond one for each request: for clients that keep theirs, and for whoever looks at the figures."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,7 +137,8 @@ async def serve(args: argparse.Namespace, planned: Plan) -> int:
     """Open everything, serve until SIGINT or SIGTERM, close everything; the exit status."""
     async with Service(planned) as service:
         app = build(service)
-        config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off")
+        config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off",
+                                http=Punctual, limit_concurrency=args.max_live + SPARE_CONNECTIONS)  # fmt: skip
         server = Server(config, service, args.drain)
         with told_once():
             await server.serve()
