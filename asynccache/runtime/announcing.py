@@ -3,8 +3,8 @@
 Laws:
 * A key is there from the moment that the first of the attached stores has it until the last of them has lost it or was
   detached.
-* The name of a namespace is known for as long as it has pages or is asked for, and while ``NAMES`` others are named after
-  that. However many namespaces there have been, no more names than these are kept.
+* The name of a namespace is known for as long as it has pages or is asked for, and while ``NAMES`` others are named
+  after that. However many namespaces there have been, no more names than these are kept.
 """
 
 from __future__ import annotations
