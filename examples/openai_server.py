@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from socket import socket
+from types import FrameType
 
 import torch
 import uvicorn
@@ -25,10 +26,15 @@ import uvloop
 from asynccache_shim import Settings
 from asynccache_shim.engine import describe
 from openai_serving.app import build
+from openai_serving.arrival import Punctual
 from openai_serving.models import CONTEXT, FAMILIES, make
 from openai_serving.service import Plan, Service
 
 from asynccache import AsyncCacheError
+from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
+
+SPARE_CONNECTIONS = 64
+"""Connections beyond one for each request: for clients that keep theirs, and for whoever looks at the figures."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,7 +88,8 @@ def plan(args: argparse.Namespace) -> Plan:
 
 
 class Server(uvicorn.Server):
-    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop."""
+    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop. A second
+    SIGTERM ends the process at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
@@ -94,6 +101,11 @@ class Server(uvicorn.Server):
         if self.started and not self.should_exit:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             print(greeting(f"http://{host}:{port}", self._service.plan.name), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.cut)
@@ -111,20 +123,22 @@ def greeting(url: str, model: str) -> str:
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news."""
+    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news. From then on
+    everything is being closed, and SIGTERM ends the process at once."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def serve(args: argparse.Namespace, planned: Plan) -> int:
     """Open everything, serve until SIGINT or SIGTERM, close everything; the exit status."""
     async with Service(planned) as service:
         app = build(service)
-        config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off")
+        config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off",
+                                http=Punctual, limit_concurrency=args.max_live + SPARE_CONNECTIONS)  # fmt: skip
         server = Server(config, service, args.drain)
         with told_once():
             await server.serve()
@@ -132,17 +146,20 @@ async def serve(args: argparse.Namespace, planned: Plan) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 served and stopped, 1 could not listen, 2 a setting is unusable."""
+    """Exit status: 0 served until Ctrl-C or SIGTERM and stopped, 1 could not listen, 2 a setting is unusable. A signal
+    that comes before it serves makes that 130 for Ctrl-C and 143 for SIGTERM."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    termination = Termination()
+    signal.signal(signal.SIGTERM, termination)
     try:
         return uvloop.run(serve(args, plan(args)))
     except AsyncCacheError as error:
         print(f"openai_server: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return TERMINATED if termination.came else INTERRUPTED
 
 
 if __name__ == "__main__":

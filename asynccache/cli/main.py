@@ -1,7 +1,8 @@
 """The command ``asynccache``: finds out what is wanted, and says in a sentence what cannot be done.
 
 Exit status: 0 all was well, 1 something was wrong with the cache or the run, 2 the input could not be used, 3 a bug in
-asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where), 130 interrupted.
+asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where), 130 interrupted by Ctrl-C. SIGTERM does the same,
+and ``entry`` makes that 143.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib import import_module
 from typing import Any, Literal, NoReturn
 
 from asynccache import __version__
+from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.options import add_arguments, settle, suggest
 from asynccache.cli.output import debugging
 from asynccache.cli.presses import Presses
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AsyncCacheError as error:
         return _refused(f"{error}{_see(arguments) if isinstance(error, ConfigError) else ''}", debug)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 1

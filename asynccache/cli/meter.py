@@ -1,5 +1,7 @@
 """How the process is doing while it runs: lateness of the loop, the wait for a core, CPU time, memory.
 
+What is measured again and again goes into ``Samples``, so that a run of days needs as much memory as one of minutes.
+
 Lateness is that of a timer of 5 ms, taken with the clock, not with ``loop.time()``, which uvloop rounds to the
 millisecond. The run-queue delay of the loop's thread stands beside it: time in which the thread could have run and the
 kernel ran something else. A late timer without it is this program's fault.
@@ -12,10 +14,14 @@ import os
 import resource
 import time
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 TICK = 0.005
+LAGS_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_RECENT = 200
 
 
 class Spread(NamedTuple):
@@ -37,12 +43,60 @@ def spread(samples: Sequence[float], scale: float = 1.0) -> Spread:
     return Spread(at[0], at[1], at[2], ordered[-1] * scale)
 
 
+class Samples:
+    """Numbers in the order in which they came. All of them are kept until they are ``LIMIT``; then every other one is
+    left out, and from there on only every second one is kept, and so on. ``count``, ``mean`` and the maximum of
+    ``spread`` are of all numbers; percentiles are of those that are kept, which are at least half of ``LIMIT``."""
+
+    LIMIT = 1 << 16
+
+    def __init__(self, numbers: Iterable[float] = ()) -> None:
+        self.count = 0
+        self._kept = array("d")
+        self._every = 1
+        self._sum = 0.0
+        self._most = 0.0
+        for number in numbers:
+            self.append(number)
+
+    def __repr__(self) -> str:
+        return f"Samples({len(self._kept)} of {self.count})"
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._kept)
+
+    def append(self, number: float) -> None:
+        """One more."""
+        if self.count % self._every == 0:
+            self._kept.append(number)
+            if len(self._kept) > self.LIMIT:
+                del self._kept[1::2]
+                self._every *= 2
+        self._most = max(self._most, number) if self.count else number
+        self._sum += number
+        self.count += 1
+
+    def mean(self) -> float:
+        """The average; 0 of nothing."""
+        return self._sum / self.count if self.count else 0.0
+
+    def spread(self, scale: float = 1.0) -> Spread:
+        """Percentiles times ``scale``; zeros where there is nothing."""
+        return spread(self._kept, scale)._replace(max=self._most * scale)
+
+
 class Meter:
     """Ticks on the running loop from ``start`` to ``stop``. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
-        self._lag = array("d")
-        self._queued = array("d")
+        self._lag = Samples()
+        self._queued = Samples()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._counts = [0] * (len(LAGS_MS) + 1)
+        self._worst = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._waited = 0
@@ -69,19 +123,24 @@ class Meter:
 
     def lag_ms(self) -> Spread:
         """Lateness of the timer."""
-        return spread(self._lag, 1e3)
+        return self._lag.spread(1e3)
 
-    def lags(self) -> Sequence[float]:
-        """Lateness of every tick so far, in seconds."""
-        return self._lag
+    def lag_histogram(self) -> list[int]:
+        """How many ticks were late by up to each of ``LAGS_MS`` and more than by the one before; the last: by more."""
+        return list(self._counts)
+
+    def worst_lag(self) -> float:
+        """The largest lateness since this was asked last, in seconds; 0 if there was no tick."""
+        worst, self._worst = self._worst, 0.0
+        return worst
 
     def recent(self) -> Sequence[float]:
         """Lateness during the last second or so, in seconds."""
-        return self._lag[-200:]
+        return self._recent
 
     def run_queue_ms(self) -> Spread:
         """How long the loop's thread waited for a core, per tick."""
-        return spread(self._queued, 1e3)
+        return self._queued.spread(1e3)
 
     def elapsed(self) -> float:
         """Seconds from start to stop, or until now."""
@@ -96,7 +155,11 @@ class Meter:
         self._timer = asyncio.get_running_loop().call_later(TICK, self._tick)
 
     def _tick(self) -> None:
-        self._lag.append(max(0.0, time.monotonic() - self._due))
+        late = max(0.0, time.monotonic() - self._due)
+        self._lag.append(late)
+        self._recent.append(late)
+        self._worst = max(self._worst, late)
+        self._counts[bisect_left(LAGS_MS, late * 1e3)] += 1
         waited = self._run_delay()
         self._queued.append((waited - self._waited) * 1e-9)
         self._waited = waited

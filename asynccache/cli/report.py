@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from asynccache.cli.meter import Meter, Spread, peak_rss, spread
+from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import Settings
 from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
@@ -42,10 +42,10 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
         "hit_ratio": tally.ratio(),
         "verify": {"pages": tally.verified, "mismatches": tally.mismatches},
         "leaks": leaks._asdict(),
-        "wait_ms": _spread(spread(tally.waits, 1e3)),
+        "wait_ms": _spread(tally.waits.spread(1e3)),
         "wait_mean_ms": _mean(tally.waits),
-        "ttft_ms": _spread(spread(tally.first_token, 1e3)),
-        "ttft_without_cache_ms": _spread(spread(tally.first_token_without, 1e3)),
+        "ttft_ms": _spread(tally.first_token.spread(1e3)),
+        "ttft_without_cache_ms": _spread(tally.first_token_without.spread(1e3)),
         "ttft_percentiles_ms": {"with": percentiles(tally.first_token, 1e3),
                                 "without": percentiles(tally.first_token_without, 1e3)},
         "ttft_mean_ms": _mean(tally.first_token),
@@ -67,5 +67,5 @@ def _spread(values: Spread) -> dict[str, float]:
     return {name: round(value, 4) for name, value in values._asdict().items()}
 
 
-def _mean(samples: Sequence[float]) -> float:
-    return round(sum(samples) / len(samples) * 1e3, 4) if samples else 0.0
+def _mean(samples: Samples) -> float:
+    return round(samples.mean() * 1e3, 4)

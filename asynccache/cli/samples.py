@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asynccache.cli.meter import Meter
+from asynccache.cli.meter import LAGS_MS, Meter, Samples
 from asynccache.cli.tally import Tally
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 EVERY = 0.25
 LIMIT = 480
 AGES_S = tuple(2.0**i for i in range(-1, 16))
-LAGS_MS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 TIERS = ("device", "host")
 
 
 class Sample(NamedTuple):
-    """Counters since the start, but ``l1`` and ``l2``: shares of the pages in use now; ``ticks``: of the meter."""
+    """Counters since the start, but ``l1`` and ``l2``: shares of the pages in use now; ``lag_s``: the worst lateness of
+    the loop since the sample before."""
 
     t_s: float
     tokens: int
@@ -44,7 +44,7 @@ class Sample(NamedTuple):
     evicted_device: int
     evicted_host: int
     moved: tuple[int, ...]
-    ticks: int
+    lag_s: float
 
 
 class Ages:
@@ -112,16 +112,15 @@ class Sampler:
         self._ages.mark()
         self._samples.append(self._look())
         if len(self._samples) > LIMIT:
-            del self._samples[1::2]
+            self._samples = thinned(self._samples)
             self._every *= 2
 
     def report(self) -> dict[str, Any]:
         """``series`` by column, ``eviction_age``, ``loop_lag_histogram``."""
-        lags = self._meter.lags()
         return {
-            "series": columns(self._samples, self._stages, lags),
+            "series": columns(self._samples, self._stages),
             "eviction_age": self._ages.report(),
-            "loop_lag_histogram": {"bounds_ms": list(LAGS_MS), "counts": histogram(lags, LAGS_MS, 1e3)},
+            "loop_lag_histogram": {"bounds_ms": list(LAGS_MS), "counts": self._meter.lag_histogram()},
         }
 
     def _look(self) -> Sample:
@@ -132,33 +131,31 @@ class Sampler:
             round(self._meter.elapsed(), 3), tally.tokens, tally.device, tally.host, tally.storage,
             round(shares[0], 4), round(shares[1], 4), int(statistics.storage.get("bytes", 0)),
             statistics.core.evicted_device, statistics.core.evicted_host,
-            tuple(stage.bytes for stage in statistics.stages.values()), len(self._meter.lags()),
+            tuple(stage.bytes for stage in statistics.stages.values()), self._meter.worst_lag(),
         )
 
 
-def columns(samples: Sequence[Sample], stages: Sequence[str], lags: Sequence[float]) -> dict[str, Any]:
+def thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """Every other one, from the first on; each has the worst lateness of the one before it, too, which is left out."""
+    left_out = [0.0, *(sample.lag_s for sample in samples[1::2])]
+    return [sample._replace(lag_s=max(sample.lag_s, lag)) for sample, lag in zip(samples[::2], left_out, strict=False)]
+
+
+def columns(samples: Sequence[Sample], stages: Sequence[str]) -> dict[str, Any]:
     """One list a column; ``lag_max_ms`` is of the time since the sample before."""
-    plain = [name for name in Sample._fields if name not in ("moved", "ticks")]
-    ticks = [sample.ticks for sample in samples]
-    worst = [max(lags[start:end], default=0.0) for start, end in zip([0, *ticks], ticks, strict=False)]
+    plain = [name for name in Sample._fields if name not in ("moved", "lag_s")]
     return {
         **{name: [getattr(sample, name) for sample in samples] for name in plain},
         "moved_bytes": {name: [sample.moved[i] for sample in samples] for i, name in enumerate(stages)},
-        "lag_max_ms": [round(value * 1e3, 3) for value in worst],
+        "lag_max_ms": [round(sample.lag_s * 1e3, 3) for sample in samples],
     }
 
 
-def histogram(samples: Sequence[float], bounds: Sequence[float], scale: float = 1.0) -> list[int]:
-    """How many of ``samples`` times ``scale`` are up to each bound and above the one before; the last: above all."""
-    places = np.searchsorted(np.asarray(bounds), np.asarray(samples, dtype=np.float64) * scale)
-    return [int(count) for count in np.bincount(places, minlength=len(bounds) + 1)]
-
-
-def percentiles(samples: Sequence[float], scale: float) -> list[float]:
+def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]:
     """The 0th to the 100th of ``samples`` times ``scale``; nothing of nothing."""
     if not samples:
         return []
-    ordered = np.percentile(np.asarray(samples, dtype=np.float64) * scale, range(101))
+    ordered = np.percentile(np.fromiter(samples, np.float64) * scale, range(101))
     return [round(float(value), 3) for value in ordered]
 
 

@@ -22,6 +22,7 @@ from asynccache.cli.devices import GatedDevice, make_device
 from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
+from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.faulty import device_faults, open_faulty
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
@@ -31,7 +32,7 @@ from asynccache.cli.samples import Sampler, memcpy_rate
 from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
-from asynccache.cli.tally import Tally
+from asynccache.cli.tally import Paths, Tally
 from asynccache.cli.trace import Survey, TraceRequest, TraceSource, read_trace, survey
 from asynccache.cli.watch import Watch, facts
 from asynccache.cli.workloads import StressSource
@@ -45,7 +46,6 @@ from asynccache.storage import StorageBackend
 DURATION = 20.0
 _SESSIONS_PER_PLACE = 4
 _FLUSH_SECONDS = 60.0
-_INTERRUPTED = 130
 
 
 def execute(settings: Settings, presses: Presses | None = None) -> int:
@@ -99,7 +99,7 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
         print("\n".join(result["problems"]), file=sys.stderr)
     if not result["ok"]:
         return 1
-    return _INTERRUPTED if result["interrupted"] else 0
+    return INTERRUPTED if result["interrupted"] else 0
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -136,7 +136,8 @@ class Session:
         self.trace: str | None = None
         self._settings = settings
         self._display = display
-        self._tally = Tally()
+        curve = settings.json is not None or settings.report is not None
+        self._tally = Tally(paths=Paths() if curve else Paths(limit=0))
         self._meter = Meter()
         self._presses = presses
         self._over_time: dict[str, Any] = {}

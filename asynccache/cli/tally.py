@@ -1,18 +1,53 @@
-"""What a run counts. Only prompt tokens count as hits, once each, and only for requests that were served."""
+"""What a run counts. Only prompt tokens count as hits, once each, and only for requests that were served.
+
+Law: what a run counts needs no more memory the longer it runs, once ``Paths`` is full.
+"""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from asynccache.cli.curve import Request as Path
 from asynccache.cli.engine import Verdict
+from asynccache.cli.meter import Samples
 from asynccache.cli.pattern import Values
 from asynccache.cli.request import BLOCK_TOKENS, Request
 
 _SHOWN = 5
-_PATH_PAGES = 1 << 21
 
+
+class Paths:
+    """What requests looked up and left behind, page by page, in their order: of the first ones, until these have
+    ``limit`` pages of 8 bytes each. Iterating yields a ``Path`` for each request."""
+
+    LIMIT = 1 << 21
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._pages = array("Q")
+        self._ends = array("q")
+        self._prompts = array("q")
+
+    def __repr__(self) -> str:
+        return f"Paths({len(self)} requests, {len(self._pages)} pages)"
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[Path]:
+        start = 0
+        for end, prompt in zip(self._ends, self._prompts, strict=True):
+            yield Path(self._pages[start:end], prompt)
+            start = end
+
+    def add(self, values: Values, prompt: int) -> None:
+        """A request looked up the first ``prompt`` pages of ``values`` and left them all."""
+        if len(self._pages) < self._limit:
+            self._pages.frombytes(values.tobytes())
+            self._ends.append(len(self._pages))
+            self._prompts.append(prompt)
 
 @dataclass(slots=True)
 class Tally:
@@ -34,12 +69,11 @@ class Tally:
     blocks_shared: int = 0
     verified: int = 0
     mismatches: int = 0
-    waits: array[float] = field(default_factory=lambda: array("d"))
-    first_token: array[float] = field(default_factory=lambda: array("d"))
-    first_token_without: array[float] = field(default_factory=lambda: array("d"))
-    paths: list[Path] = field(default_factory=list)
+    waits: Samples = field(default_factory=Samples)
+    first_token: Samples = field(default_factory=Samples)
+    first_token_without: Samples = field(default_factory=Samples)
+    paths: Paths = field(default_factory=Paths)
     problems: list[str] = field(default_factory=list)
-    _path_pages: int = 0
 
     def hit(self) -> int:
         """Prompt tokens that were not computed."""
@@ -62,10 +96,8 @@ class Tally:
         self.first_token_without.append(request.length / rate)
 
     def path(self, values: Values, prompt: int, end: int) -> None:
-        """A request looked up ``prompt`` pages and left ``end``. Kept as long as they are not too many."""
-        if self._path_pages < _PATH_PAGES:
-            self._path_pages += end
-            self.paths.append(Path(values[:end].tolist(), prompt))
+        """A request looked up ``prompt`` pages and left ``end``."""
+        self.paths.add(values[:end], prompt)
 
     def verdict(self, request: Request, verdict: Verdict) -> None:
         """Pages of a request were read back."""

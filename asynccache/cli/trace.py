@@ -1,7 +1,8 @@
 """The Mooncake trace format: one JSON object a line, one request each.
 
 ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (one per 512 tokens of the prompt, the last block
-may be partial; equal ids are equal blocks given an equal prefix). What is wrong with a line is said with its number.
+may be partial; equal ids are equal blocks given an equal prefix). What is wrong with a line is said with its number. No
+request has a time beyond the year 2248, a prompt of more than 16 million tokens or an output of more than one million.
 What the trace says about itself, without any cache, is worked out here: ``survey``.
 """
 
@@ -9,9 +10,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiofiles
 
@@ -19,7 +20,11 @@ from asynccache.cli.request import BLOCK_TOKENS, Request, Tokens
 from asynccache.cli.tokens import block_tokens, stream_tokens
 from asynccache.errors import AsyncCacheError
 
-_FIELDS = ("timestamp", "input_length", "output_length")
+_FIELDS: Mapping[str, tuple[bool, int, int]] = {
+    "timestamp": (False, 0, 1 << 43), "input_length": (True, 1, 1 << 24), "output_length": (True, 0, 1 << 20),
+}  # fmt: skip
+"""For each whether it must be an integer, the least and the most."""
+_BLOCKS = 1 << 64
 _OUTPUT_STREAM = 1 << 48
 _READ_BYTES = 1 << 20
 
@@ -86,29 +91,28 @@ def parse_line(line: str, where: str) -> TraceRequest:
         raise TraceError(f"{where}: not a JSON object but {_shown(row)}")
     timestamp, length, output = (_number(row, name, where) for name in _FIELDS)
     blocks = row.get("hash_ids")
-    if not isinstance(blocks, list) or not all(type(b) is int and b >= 0 for b in blocks):
-        raise TraceError(f"{where}: hash_ids={_shown(blocks)} must be a list of integers from 0 on")
-    if type(length) is not int or length < 1:
-        raise TraceError(f"{where}: input_length={length!r} must be an integer from 1 on")
-    if type(output) is not int:
-        raise TraceError(f"{where}: output_length={output!r} must be an integer")
+    if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < _BLOCKS for b in blocks):
+        raise TraceError(f"{where}: hash_ids={_shown(blocks)} must be a list of integers from 0 to 2**64 - 1")
     if len(blocks) != -(-length // BLOCK_TOKENS):
         raise TraceError(f"{where}: hash_ids has {len(blocks)} blocks, but input_length={length} makes "
                          f"{-(-length // BLOCK_TOKENS)} of {BLOCK_TOKENS} tokens")
-    return TraceRequest(float(timestamp), length, output, tuple(blocks))
+    return TraceRequest(float(timestamp), int(length), int(output), tuple(blocks))
 
 
-def _number(row: dict[str, object], name: str, where: str) -> int | float:
+def _number(row: dict[str, Any], name: str, where: str) -> int | float:
+    """The field ``name``: an integer, or where it is a time also a float, within its limits."""
     if name not in row:
         raise TraceError(f"{where}: the field {name} is missing")
-    value = row[name]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1 << 53:
-        raise TraceError(f"{where}: {name}={_shown(value)} must be a number from 0 on")
+    value: int | float = row[name]
+    whole, low, most = _FIELDS[name]
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= most:
+        what = "an integer" if whole else "a number of milliseconds"
+        raise TraceError(f"{where}: {name}={_shown(value)} must be {what} from {low} to {most}")
     return value
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else hex(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -5,7 +5,14 @@
     GET  /statistics   everything that is counted, as JSON
     POST /explain      {"tokens": [...], "extra_key": null}; GET /explain?tokens=1,2,3 for short ones
 
-It answers one request on a connection and closes it. It is no server for the public: give it no public address.
+It answers one request on a connection and closes it. It is no server for the public: give it no public address. Still,
+nobody who asks can hold it up:
+
+* A request that has not arrived whole within ``PATIENCE`` seconds is answered with 408, however its bytes trickle in.
+  Whoever does not read the answer within as long is hung up on.
+* ``MOST_CONNECTIONS`` are open at a time. One more is answered with 503 at once.
+* A body of more than ``MOST_BYTES`` is answered with 413, and what is no request, or asks for what cannot be, with 400.
+  What is still being sent then is read and forgotten for up to ``PATIENCE`` seconds, so that the answer is not lost.
 """
 
 from __future__ import annotations
@@ -25,8 +32,11 @@ if TYPE_CHECKING:
 
     from asynccache.runtime.cache import AsyncCache
 
-MOST_BYTES = 32 << 20
+MOST_BYTES = 8 << 20
+MOST_CONNECTIONS = 64
 PATIENCE = 10.0
+_CHUNK = 1 << 16
+_UNREAD = ("400", "405", "411", "413")
 _JSON = "application/json"
 
 
@@ -81,7 +91,7 @@ class Exposed:
             ConfigError: the address cannot be had.
         """
         try:
-            self._server = await asyncio.start_server(self._talk, self._host, self.port, limit=1 << 16)
+            self._server = await asyncio.start_server(self._talk, self._host, self.port, limit=_CHUNK)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"serve: cannot listen at {self._host}:{self.port}: {error}") from error
         self.port = self._server.sockets[0].getsockname()[1]
@@ -101,28 +111,34 @@ class Exposed:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        crowded = len(self._talking) >= MOST_CONNECTIONS
         self._talking.add(task)
         try:
-            async with asyncio.timeout(PATIENCE):
-                writer.write(_written(await self._answered(reader)))
-                await writer.drain()
+            await _deliver(_CROWDED if crowded else await self._answered(reader), reader, writer)
+            writer.close()
         except (TimeoutError, OSError, asyncio.CancelledError):
-            pass  # the other side is gone or asleep, or this one is closing; nothing depends on it
+            writer.transport.abort()  # the other side is gone or asleep, or this one is closing; nothing depends on it
         finally:
             self._talking.discard(task)
-            writer.close()
 
     async def _answered(self, reader: asyncio.StreamReader) -> Answer:
         try:
-            return await self._answer(await _read(reader))
+            async with asyncio.timeout(PATIENCE):
+                request = await _read(reader)
+        except TimeoutError:
+            return _failed("408 Request Timeout", f"the request did not arrive within {PATIENCE:g} s")
+        except Refused as refused:
+            return _failed(refused.status, refused)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+            return _failed("400 Bad Request", error)
+        try:
+            return await self._answer(request)
         except Refused as refused:
             return _failed(refused.status, refused)
         except ConfigError as error:
             return _failed("400 Bad Request", error)
         except (AsyncCacheError, RuntimeError) as error:  # it is closed, or not open yet
             return _failed("503 Service Unavailable", error)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
-            return _failed("400 Bad Request", error)
 
     async def _answer(self, request: Request) -> Answer:
         match request.path:
@@ -163,6 +179,7 @@ async def _read(reader: asyncio.StreamReader) -> Request:
 
     Raises:
         Refused: it is too long, or no HTTP.
+        ValueError: it is no HTTP, in other ways. asyncio's two errors of a reader, too.
     """
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     words = head[0].split()
@@ -171,29 +188,68 @@ async def _read(reader: asyncio.StreamReader) -> Request:
     if words[0] not in ("GET", "POST", "HEAD"):
         raise Refused("405 Method Not Allowed", f"{words[0]} is not served")
     fields = {name.strip().lower(): text.strip() for name, _, text in (line.partition(":") for line in head[1:])}
-    length = int(fields.get("content-length", "0"))
-    if not 0 <= length <= MOST_BYTES:
-        raise Refused("413 Content Too Large", f"at most {MOST_BYTES} bytes")
-    body = await reader.readexactly(length)
     parts = urlsplit(words[1])
+    body = await reader.readexactly(_length(fields))
     return Request(words[0], parts.path, parse_qs(parts.query), body)
 
 
+def _length(fields: Mapping[str, str]) -> int:
+    """Of the body, in bytes."""
+    if "transfer-encoding" in fields:
+        raise Refused("411 Length Required", "send the body whole, with its Content-Length")
+    told = fields.get("content-length", "0")
+    if not (told.isascii() and told.isdecimal()):
+        raise Refused("400 Bad Request", f"Content-Length: {told[:40]!r} must be a number of bytes")
+    if len(told) > len(str(MOST_BYTES)) or int(told) > MOST_BYTES:
+        raise Refused("413 Content Too Large", f"Content-Length: {told[:40]}: a body has at most {MOST_BYTES} bytes")
+    return int(told)
+
+
+async def _deliver(answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Return when the other side has the answer.
+
+    Raises:
+        TimeoutError: it did not take the answer in time.
+        OSError: it is gone.
+    """
+    async with asyncio.timeout(PATIENCE):
+        writer.transport.set_write_buffer_limits(0)  # so that to drain means that all is sent
+        writer.write(_written(answer))
+        await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
+        if answer.status.startswith(_UNREAD):       # to close now would reset the connection, and the answer be lost
+            while await reader.read(_CHUNK):
+                pass
+
+
 def _asked(request: Request) -> tuple[list[int], str | None]:
-    """The tokens and the namespace that /explain is asked for."""
-    if request.method == "POST":
-        fields = json.loads(request.body or b"{}")
-        if not isinstance(fields, dict):
-            raise Refused("400 Bad Request", 'send {"tokens": [...]}')
-        tokens, extra_key = fields.get("tokens"), fields.get("extra_key")
-    else:
-        tokens = [int(token) for token in ",".join(request.query.get("tokens", [])).split(",") if token]
-        extra_key = request.query.get("extra_key", [None])[0]
+    """The tokens and the namespace that /explain is asked for.
+
+    Raises:
+        Refused: they are not there, or are something else.
+    """
+    try:
+        tokens, extra_key = _in_body(request.body) if request.method == "POST" else _in_query(request.query)
+    except (ValueError, RecursionError) as error:
+        raise Refused("400 Bad Request", f"{type(error).__name__}: {error}") from None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise Refused("400 Bad Request", "tokens must be a list of integers")
     if extra_key is not None and not isinstance(extra_key, str):
         raise Refused("400 Bad Request", "extra_key must be a string")
     return tokens, extra_key
+
+
+def _in_body(body: bytes) -> tuple[Any, Any]:
+    fields = json.loads(body or b"{}")
+    if not isinstance(fields, dict):
+        raise Refused("400 Bad Request", 'send {"tokens": [...]}')
+    return fields.get("tokens"), fields.get("extra_key")
+
+
+def _in_query(query: Mapping[str, list[str]]) -> tuple[Any, Any]:
+    tokens = [int(token) for token in ",".join(query.get("tokens", [])).split(",") if token]
+    return tokens, query.get("extra_key", [None])[0]
 
 
 def plain(value: Any) -> Any:
@@ -211,7 +267,7 @@ def _json(value: object) -> Answer:
     return Answer("200 OK", _JSON, json.dumps(value).encode() + b"\n")
 
 
-def _failed(status: str, error: Exception) -> Answer:
+def _failed(status: str, error: Exception | str) -> Answer:
     return Answer(status, _JSON, json.dumps({"error": str(error)}).encode() + b"\n")
 
 
@@ -220,3 +276,4 @@ def _written(answer: Answer) -> bytes:
     return f"{head}Connection: close\r\n\r\n".encode() + answer.body
 
 
+_CROWDED = _failed("503 Service Unavailable", f"there are {MOST_CONNECTIONS} connections already; try again soon")

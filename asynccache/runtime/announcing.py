@@ -1,13 +1,16 @@
 """What ``on_event`` hears beside the core's events: that a cache begins, and which keys its stores hold.
 
-Law: a key is there from the moment that the first of the attached stores has it until the last of them has lost it or
-was detached.
+Laws:
+* A key is there from the moment that the first of the attached stores has it until the last of them has lost it or was
+  detached.
+* The name of a namespace is known for as long as it has pages or is asked for, and while ``NAMES`` others are named
+  after that. However many namespaces there have been, no more names than these are kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -19,6 +22,7 @@ from asynccache.storage import Attached, watch
 if TYPE_CHECKING:
     from asynccache.runtime.poolmap import PoolMap
 
+NAMES = 1 << 15
 _SLICE = 4096
 
 
@@ -31,22 +35,34 @@ class Watched:
 
 
 class Announcing:
-    """Passes the stores' reports on. ``stores``: whether there can be any."""
+    """Passes the stores' reports on. ``stores``: whether there can be any. ``alive``: namespaces that have pages."""
 
-    def __init__(self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, *, stores: bool) -> None:
-        self._extra_keys: dict[bytes, str | bytes] = {}
+    def __init__(
+        self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, *, stores: bool, alive: Container[bytes]
+    ) -> None:  # fmt: skip
+        self._named: dict[bytes, str | bytes] = {}
+        self._named_before: dict[bytes, str | bytes] = {}
+        self._alive = alive
         self._put = put
         self._key_of = _key_of(pools) if stores else None
         self._watched: dict[Attached, Watched] = {}
-        put(Opened(page_size, self._key_of, self._extra_keys.get))
+        put(Opened(page_size, self._key_of, self.extra_key_of))
 
     def __repr__(self) -> str:
         return f"Announcing({len(self._watched)} stores)"
 
     def name(self, space: bytes, extra_key: str | bytes) -> None:
         """What the namespace ``space`` is called; once it is known as an adapter's it stays that."""
-        if isinstance(extra_key, Adapter) or space not in self._extra_keys:
-            self._extra_keys[space] = extra_key
+        known = None if isinstance(extra_key, Adapter) else self.extra_key_of(space)
+        self._named[space] = extra_key if known is None else known
+        if len(self._named) >= NAMES:
+            before = {space: name for space, name in self._named_before.items() if space in self._alive}
+            self._named_before, self._named = before | self._named, {}
+
+    def extra_key_of(self, space: bytes) -> str | bytes | None:
+        """What the namespace ``space`` is called; None if it has no name, or is forgotten."""
+        known = self._named.get(space)
+        return self._named_before.get(space) if known is None else known
 
     def begin(self, attached: Attached) -> None:
         """Tell of the keys that this store has, and of all that it gains and loses."""

@@ -127,7 +127,8 @@ class Machine:
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
             self.announcing = Announcing(
-                self.events.put, self.config.page_size, self.pools, stores=self.store is not None
+                self.events.put, self.config.page_size, self.pools, stores=self.store is not None,
+                alive=self.core.world.roots,
             )
         self.backup_storage: BackupStorageStage | None = None
         self.clearing: Clearing | None = None

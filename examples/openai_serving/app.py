@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from openai_serving import arrival
 from openai_serving.protocol import ApiError, Ask, Json, parse
 from openai_serving.service import Generation, Service
 
@@ -162,10 +163,14 @@ async def _abort_when_gone(request: Request, generation: Generation) -> None:
 
 async def _body(request: Request) -> bytes:
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body is larger than {MAX_BODY} bytes")
+    try:
+        async with asyncio.timeout(arrival.PATIENCE):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY:
+                    raise ApiError(413, f"the body is larger than {MAX_BODY} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {arrival.PATIENCE:g} s") from None
     return bytes(body)
 
 

@@ -36,8 +36,9 @@ ENDS_WITHIN = 180.0
 
 
 def interrupted(folder: Path, place: str, times: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, interrupt_child.__file__, place, str(times), "stress", "--duration", "0.4", "--rate",
-               "30", "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]  # fmt: skip
+    signals = ",".join(["INT"] * times)
+    command = [sys.executable, interrupt_child.__file__, place, signals, "stress", "--duration", "0.4", "--rate", "30",
+               "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
 
 
@@ -67,6 +68,6 @@ def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:
     ("exit", -signal.SIGINT),
 ])  # fmt: skip
 def test_before_a_run_and_after_it_there_is_nothing_to_report(place: str, status: int) -> None:
-    command = [sys.executable, interrupt_child.__file__, place, "1", "config", "schema"]
+    command = [sys.executable, interrupt_child.__file__, place, "INT", "config", "schema"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
     assert (done.returncode, done.stderr) == (status, "")

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
+import numpy as np
 import pytest
 
 import asynccache.cli.meter as meter_module
-from asynccache.cli.meter import TICK, Meter, Spread, peak_rss, spread
+from asynccache.cli.meter import LAGS_MS, TICK, Meter, Samples, Spread, peak_rss, spread
+from asynccache.cli.request import Request
+from asynccache.cli.tally import Paths, Tally
 
 
 def test_percentiles() -> None:
     assert spread([]) == Spread(0, 0, 0, 0)
     assert spread([3.0]) == Spread(3, 3, 3, 3)
     assert spread(range(1000), 2.0) == Spread(1000, 1980, 1998, 1998)
+
+
+def test_samples_are_exact_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Samples, "LIMIT", 100)
+    few = Samples(range(100))
+    assert (list(few), few.mean(), few.spread(2.0)) == (list(range(100)), 49.5, spread(range(100), 2.0))
+    many = Samples(float(i) for i in range(10_007))
+    assert 50 <= len(many) <= 100
+    assert (many.count, many.mean(), many.spread().max) == (10_007, 5003.0, 10_006.0)
+    assert many.spread().p50 == pytest.approx(5003, rel=0.05)
+    steps = {after - before for before, after in zip(list(many), list(many)[1:], strict=False)}
+    assert len(steps) == 1, "what is kept is spread evenly over all of them"
+    assert (Samples().mean(), Samples().spread(), Samples([-3.0]).spread().max) == (0.0, Spread(0, 0, 0, 0), -3.0)
+
+
+def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter and a tally after so many ticks and requests, and after ten times as many."""
+    monkeypatch.setattr(Samples, "LIMIT", 1 << 10)
+
+    def size(rounds: int) -> int:
+        meter, tally = Meter(), Tally(paths=Paths(limit=1 << 10))
+        request = Request(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
+        values = np.arange(4, dtype=np.uint64)
+        monkeypatch.setattr(meter, "_arm", lambda: None)
+        for number in range(rounds):
+            meter._tick()
+            tally.prompt(request._replace(number=number), 16, (16, 0, 0), 0.1, 8000.0)
+            tally.path(values, 3, 4)
+            tally.problem("nothing is right")
+        meter.stop()
+        return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent, meter._counts)))
+
+    assert size(40_000) <= 1.05 * size(4_000)
+
+
+def test_paths_are_those_of_the_first_requests() -> None:
+    paths = Paths(limit=5)
+    for start in (0, 10, 20):
+        paths.add(np.arange(start, start + 3, dtype=np.uint64), 2)
+    assert [(list(pages), prompt) for pages, prompt in paths] == [([0, 1, 2], 2), ([10, 11, 12], 2)]
+    assert len(paths) == 2
 
 
 class Clock:
@@ -43,6 +88,8 @@ async def test_lateness_is_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) 
     assert meter.lag_ms().max == pytest.approx(60)
     assert meter.lag_ms().p50 == pytest.approx(0, abs=1e-6)
     assert len(meter.recent()) == 4
+    assert [meter.worst_lag(), meter.worst_lag()] == pytest.approx([0.060, 0.0])
+    assert meter.lag_histogram()[0] + meter.lag_histogram()[LAGS_MS.index(100.0)] == 4
     meter.stop()
     elapsed = meter.elapsed()
     clock.now += 5

@@ -169,8 +169,23 @@ def test_who_insists_gets_out_and_leaves_nobody_behind(tmp_path: Path) -> None:
 
 
 def pressed(place: str, times: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, interrupt_child.__file__, f"asynccache.cli.ranked.{place}", str(times), *arguments]
+    signals = ",".join(["INT"] * times)
+    command = [sys.executable, interrupt_child.__file__, f"asynccache.cli.ranked.{place}", signals, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
+
+
+@pytest.mark.slow
+def test_sigterm_for_all_processes_at_once_ends_a_run_with_its_report(tmp_path: Path) -> None:
+    """As a service manager sends it: the ranks leave it to the command to say what happens."""
+    out = tmp_path / "report.json"
+    with Command(options(TP2, "none", out, "--duration", "600")) as command:
+        command.started()
+        for pid in (*command.pids.values(), command.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        status, said = command.ended()
+        assert (status, "stress OK, interrupted: " in said) == (143, True), said
+        command.nobody_left()
+    assert json.loads(out.read_text())["interrupted"]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-from array import array
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from asynccache import AsyncCache
 from asynccache.cli.engine import Engine, Piece
 from asynccache.cli.leaks import Left
-from asynccache.cli.meter import Meter, Spread
+from asynccache.cli.meter import Meter, Samples, Spread
 from asynccache.cli.options import settle
 from asynccache.cli.ranked import merge
 from asynccache.cli.ranked.child import Channel
@@ -286,7 +285,7 @@ def test_a_rank_that_cannot_read_what_it_is_told_ends_and_says_so() -> None:
 
 
 def said(rank: int, **counts: int) -> Ended:
-    tally = Tally(**{"requests": 9, "served": 9, "verified": 10, "waits": array("d", [0.1, 0.2 + rank])} | counts)  # type: ignore[arg-type]
+    tally = Tally(**{"requests": 9, "served": 9, "verified": 10, "waits": Samples([0.1, 0.2 + rank])} | counts)  # type: ignore[arg-type]
     stage = {"ops": 3 + rank, "bytes": 100, "errors": rank, "tokens": 48, "latency_ms": {"p50": 1.0 + rank}}
     facts = {"stages": {"backup_host": stage}, "storage": {"pages": 2, "state": "up"}, "stores": {"file": {"pages": 2}},
              "evicted": {}, "lost_pages": 0, "failed_loads": 0, "splits": 1, "nodes": 2, "tiers": {}}  # fmt: skip

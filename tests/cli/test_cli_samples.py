@@ -10,8 +10,8 @@ import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
 from asynccache.cli import samples
-from asynccache.cli.meter import Meter
-from asynccache.cli.samples import AGES_S, Ages, Sample, Sampler, columns, histogram, percentiles
+from asynccache.cli.meter import Meter, Samples
+from asynccache.cli.samples import AGES_S, Ages, Sample, Sampler, columns, percentiles, thinned
 from asynccache.cli.tally import Tally
 from asynccache.core.eviction import Lru
 
@@ -97,24 +97,28 @@ async def test_the_sampler_runs_until_it_is_cancelled(monkeypatch: pytest.Monkey
             await task
 
 
-def sample(t: float, ticks: int, moved: int) -> Sample:
+def sample(t: float, lag: float, moved: int) -> Sample:
     values: dict[str, Any] = dict.fromkeys(Sample._fields, 0)
-    return Sample(**{**values, "t_s": t, "ticks": ticks, "moved": (moved,)})
+    return Sample(**{**values, "t_s": t, "lag_s": lag, "moved": (moved,)})
 
 
-def test_lag_is_the_worst_since_the_sample_before() -> None:
-    found = columns([sample(1.0, 2, 5), sample(2.0, 2, 7), sample(3.0, 4, 9)], ("up",), [0.001, 0.003, 0.002, 0.001])
-    assert found["lag_max_ms"] == [3.0, 0.0, 2.0]
-    assert found["moved_bytes"] == {"up": [5, 7, 9]}
-    assert "ticks" not in found
+def test_lag_is_the_worst_since_the_sample_before_also_where_that_was_left_out() -> None:
+    taken = [sample(float(i), lag, i) for i, lag in enumerate((0.003, 0.0, 0.002, 0.007, 0.001))]
+    found = columns(taken, ("up",))
+    assert found["lag_max_ms"] == [3.0, 0.0, 2.0, 7.0, 1.0]
+    assert found["moved_bytes"] == {"up": [0, 1, 2, 3, 4]}
+    assert "lag_s" not in found
+    assert columns(thinned(taken), ("up",)) == found | {
+        "lag_max_ms": [3.0, 2.0, 7.0], "moved_bytes": {"up": [0, 2, 4]}, "t_s": [0.0, 2.0, 4.0],
+        **{name: [0, 0, 0] for name in Sample._fields if name not in ("t_s", "moved", "lag_s")},
+    }  # fmt: skip
 
 
-def test_histograms_and_percentiles() -> None:
-    assert histogram([0.0001, 0.0002, 0.0005, 0.2], (0.2, 0.5, 100.0), 1e3) == [2, 1, 0, 1]
-    assert histogram([], (1.0, 2.0)) == [0, 0, 0]
+def test_percentiles_of_what_is_kept() -> None:
     found = percentiles([i / 1000 for i in range(101)], 1e3)
     assert (len(found), found[0], found[50], found[100]) == (101, 0.0, 50.0, 100.0)
     assert percentiles([], 1.0) == []
+    assert percentiles(Samples([2.0, 4.0]), 1.0)[::50] == [2.0, 3.0, 4.0]
 
 
 def test_the_policy_counts_touches_and_an_ended_node_has_a_time_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asynccache.cli.main import main
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tokens import block_tokens, stream_tokens
 from asynccache.cli.trace import Survey, TraceError, TraceRequest, TraceSource, arrivals, parse_line, read_trace, survey
@@ -84,15 +86,34 @@ def test_fresh_tokens_count_a_partial_block_once() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"input_length": 0}, "input_length=0 must be an integer from 1 on"),
-    ({"input_length": "x"}, "input_length='x' must be a number"),
-    ({"input_length": True}, "input_length=True must be a number"),
-    ({"output_length": -1}, "output_length=-1 must be a number from 0 on"),
+    ({"input_length": 0}, "input_length=0 must be an integer from 1 to 16777216"),
+    ({"input_length": "x"}, "input_length='x' must be an integer"),
+    ({"input_length": True}, "input_length=True must be an integer"),
+    ({"input_length": 600.0}, "input_length=600.0 must be an integer"),
+    ({"input_length": (1 << 24) + 1}, "input_length=16777217 must be an integer from 1 to 16777216"),
+    ({"input_length": math.nan}, "input_length=nan must be an integer"),
+    ({"output_length": -1}, "output_length=-1 must be an integer from 0 to 1048576"),
     ({"output_length": 1.5}, "output_length=1.5 must be an integer"),
-    ({"timestamp": None}, "timestamp=None must be a number"),
+    ({"output_length": "7"}, "output_length='7' must be an integer"),
+    ({"output_length": False}, "output_length=False must be an integer"),
+    ({"output_length": math.inf}, "output_length=inf must be an integer"),
+    ({"output_length": (1 << 20) + 1}, "output_length=1048577 must be an integer from 0 to 1048576"),
+    ({"output_length": 1 << 53}, "output_length=9007199254740992 must be an integer"),
+    ({"output_length": 10**4200}, "output_length=0x"),
+    ({"timestamp": None}, "timestamp=None must be a number of milliseconds from 0 to 8796093022208"),
+    ({"timestamp": -1}, "timestamp=-1 must be a number of milliseconds from 0"),
+    ({"timestamp": math.nan}, "timestamp=nan must be a number of milliseconds"),
+    ({"timestamp": math.inf}, "timestamp=inf must be a number of milliseconds"),
+    ({"timestamp": 1e16}, "timestamp=1e+16 must be a number of milliseconds"),
+    ({"timestamp": True}, "timestamp=True must be a number of milliseconds"),
+    ({"timestamp": "0"}, "timestamp='0' must be a number of milliseconds"),
+    ({"hash_ids": [3, 1 << 64]}, "must be a list of integers from 0 to 2**64 - 1"),
+    ({"hash_ids": [3, 4.0]}, "hash_ids=[3, 4.0] must be a list of integers"),
+    ({"hash_ids": [3, True]}, "hash_ids=[3, True] must be a list of integers"),
+    ({"hash_ids": [3, math.nan]}, "hash_ids=[3, nan] must be a list of integers"),
     ({"hash_ids": [3]}, "hash_ids has 1 blocks, but input_length=600 makes 2 of 512 tokens"),
     ({"hash_ids": [3, "4"]}, "hash_ids=[3, '4'] must be a list of integers"),
-    ({"hash_ids": [3, -4]}, "must be a list of integers from 0 on"),
+    ({"hash_ids": [3, -4]}, "must be a list of integers from 0 to"),
     ({"hash_ids": 7}, "hash_ids=7 must be a list"),
 ])
 def test_a_bad_field_is_named_with_its_value(change: dict[str, object], message: str) -> None:
@@ -100,6 +121,22 @@ def test_a_bad_field_is_named_with_its_value(change: dict[str, object], message:
         parse_line(json.dumps({**GOOD, **change}), "t.jsonl:9")
     assert str(caught.value).startswith("t.jsonl:9: ")
     assert message in str(caught.value)
+
+
+def test_the_largest_values_are_taken() -> None:
+    blocks = [(1 << 64) - 1] * (1 << 15)
+    most = {"timestamp": 8796093022208.0, "input_length": 1 << 24, "output_length": 1 << 20, "hash_ids": blocks}
+    assert parse_line(json.dumps(most), "t:1") == TraceRequest(8796093022208.0, 1 << 24, 1 << 20, tuple(blocks))
+
+
+def test_an_absurd_line_ends_a_replay_with_its_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would have taken all memory there is to make so many tokens."""
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "output_length": 10**12}) + "\n")
+    for command in (["replay", str(path)], ["plan", str(path), "--bytes-per-token", "1", "--device-tokens", "1000",
+                                            "--host-gib", "1"]):  # fmt: skip
+        assert main(command) == 2
+        assert f"{path}:2: output_length=1000000000000 must be an integer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "not a JSON object"), ("[1]", "not a JSON object but [1]"),

@@ -27,6 +27,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], greeting: str, log: Path) -> None:
         self._process = process
         self._log = log
+        self.told_to_stop = False
         self.greeting = greeting
         self.url = greeting.split()[0]
 
@@ -36,15 +37,20 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0, http_client=http, **options)
 
     def terminate(self) -> None:
-        """What an operator does."""
+        """What an operator does. The second time ends it at once."""
+        self.told_to_stop = True
         self._process.send_signal(signal.SIGTERM)
 
     def ended(self) -> str:
         """Its end: the status is 0; what it wrote to stderr."""
-        status = self._process.wait(timeout=60)
+        status = self.status()
         said = self._log.read_text()
         assert status == 0, said
         return said
+
+    def status(self) -> int:
+        """Of its exit, for which this waits."""
+        return self._process.wait(timeout=60)
 
 
 def command(*options: str) -> list[str]:
@@ -53,7 +59,17 @@ def command(*options: str) -> list[str]:
 
 @contextmanager
 def running(folder: Path, *options: str) -> Iterator[Server]:
-    """A server; at the end it is told to stop, and must have nothing to complain of."""
+    """A server; at the end it is told to stop, unless it was, and must have nothing to complain of."""
+    with started(folder, *options) as server:
+        yield server
+        if not server.told_to_stop:
+            server.terminate()
+        assert server.ended() == ""
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[Server]:
+    """A server, which is killed at the end if it is still there."""
     paths = [str(ROOT / part) for part in ("", "backends", "scheduler_shim")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONASYNCIODEBUG": ""}
     log = folder / "stderr"
@@ -63,10 +79,7 @@ def running(folder: Path, *options: str) -> Iterator[Server]:
         assert process.stdout is not None
         greeting = process.stdout.readline()
         assert greeting, log.read_text()
-        server = Server(process, greeting, log)
-        yield server
-        server.terminate()
-        assert server.ended() == ""
+        yield Server(process, greeting, log)
     finally:
         process.kill()
         process.wait()

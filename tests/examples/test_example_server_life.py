@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import openai
+import openai_server
 import pytest
 from openai_serving.models import FAMILIES
+from openai_serving.service import Service
 
-from tests.examples.server_kit import PAGE, command, running, settled
+from tests.examples.server_kit import PAGE, command, running, settled, started
 
 PROMPT = "What was said before the restart is known after it. " * 8 + "Yes?"
 CACHED = len(PROMPT) // PAGE * PAGE
@@ -66,6 +74,64 @@ async def test_a_stream_that_does_not_end_in_time_is_cut(tmp_path: Path) -> None
             with pytest.raises(openai.APIError, match="the server is closing"):
                 async for _ in stream:
                     pass
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    """A stream that would be waited for is not."""
+    with started(tmp_path, "--drain", "600") as server:
+        async with server.client() as client:
+            stream = await complete(client, max_tokens=20_000, stream=True)
+            await anext(aiter(stream))
+            server.terminate()
+            while listens(server.url):  # noqa: ASYNC110  another process says nothing of it
+                await asyncio.sleep(0.01)
+            server.terminate()
+            assert server.status() == -signal.SIGTERM
+            await stream.close()
+
+
+def listens(url: str) -> bool:
+    """Whether the server still takes connections: it does not once it has heard the first signal."""
+    try:
+        socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """The server owns the signals of its process; here that is the process of all tests."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background job has it ignored
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_it_serves_has_its_own_status(
+    number: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it makes the model, or opens the cache, which is cancelled then."""
+    def makes(*_: object) -> NoReturn:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal did not end it")
+
+    async def opens(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+
+    with own_signals(), monkeypatch.context() as patch:
+        patch.setattr(openai_server, "plan", makes)
+        assert openai_server.main([]) == status
+    with own_signals(), monkeypatch.context() as patch:
+        patch.setattr(Service, "__aenter__", opens)
+        assert openai_server.main(["--device-tokens", "256", "--host-tokens", "512"]) == status
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from asynccache.cli.ranked.digest import tree_digest
 from asynccache.cli.ranked.messages import Ended, Failure, Job, Leave, Opened, Refused, Tick, receive, send
 from asynccache.cli.ranked.scheduler import Delays, Scheduler, history
 from asynccache.cli.session import loop_factory
-from asynccache.cli.tally import Tally
+from asynccache.cli.tally import Paths, Tally
 from asynccache.cli.watch import facts
 from asynccache.core import audit
 from asynccache.errors import (
@@ -248,7 +248,7 @@ class Rank:
         nothing: dict[str, Any] = {"facts": {}, "left": leaks.Left(0, 0, 0), "steps": 0, "digest": 0, "tree": 0}
         meter = self._meter
         if self._job.rank:
-            self.tally.paths.clear()    # the first rank's are enough
+            self.tally.paths = Paths()  # the first rank's are enough
         return Ended(
             tally=self.tally, tasks=tasks, lag=meter.lag_ms(), run_queue=meter.run_queue_ms(), cpu=meter.cpu(),
             memory=peak_rss(), failure=self._failure, **(nothing | self._found),
@@ -267,7 +267,8 @@ async def _close_all(stores: Sequence[tuple[StorageBackend, dict[str, str]]]) ->
 
 def main() -> None:
     """``sys.argv``: the rank, for who looks at the list of processes, the socket, and the loop, if one is named."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # the command decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     end = socket.socket(fileno=int(sys.argv[2]))
     with asyncio.Runner(loop_factory=loop_factory(sys.argv[3] if sys.argv[3:] else None)) as runner:

@@ -6,11 +6,10 @@ takes time takes as long as on the slowest.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from asynccache.cli.meter import Spread
+from asynccache.cli.meter import Samples, Spread
 from asynccache.cli.ranked.messages import Ended
 from asynccache.cli.report import Leaks
 from asynccache.cli.tally import Tally
@@ -46,8 +45,9 @@ def tallies(parts: Sequence[Tally], total: Tally) -> None:
     total.paths = parts[0].paths
 
 
-def _slowest(times: Sequence[array[float]]) -> array[float]:
-    return array("d", map(max, zip(*times, strict=False)))
+def _slowest(times: Sequence[Samples]) -> Samples:
+    """Of each request that all ranks have kept."""
+    return Samples(map(max, zip(*times, strict=False)))
 
 
 def problems(ended: Mapping[int, Ended], total: Tally) -> None:

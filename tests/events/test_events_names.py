@@ -1,0 +1,32 @@
+"""What a namespace is called is known for as long as it matters, and no longer: callers bring new ones for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccache.events import Notice, Opened
+from asynccache.runtime import announcing
+from tests.runtime.runtime_kit import machine, opened, serve, settings, text, until
+
+LIMIT = 16
+
+
+@pytest.mark.asyncio
+async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(announcing, "NAMES", LIMIT)
+    told: list[Notice] = []
+    async with opened(settings(device=64), on_event=told.append) as cache:
+        for tenant in ("first", "second"):
+            await serve(cache, text(4), extra_key=tenant)
+        for number in range(20 * LIMIT):
+            await cache.explain(text(1), extra_key=f"passing {number}")
+        await until(lambda: bool(told))
+        found = machine(cache).announcing
+        assert found is not None
+        assert len(found._named) + len(found._named_before) <= 2 * LIMIT + 2
+        (begun,) = [notice for notice in told if isinstance(notice, Opened)]
+        assert {begun.extra_key_of(space) for space in machine(cache).core.world.roots} == {"first", "second"}
+        last = machine(cache).space(f"passing {20 * LIMIT - 1}")
+        assert begun.extra_key_of(last) == f"passing {20 * LIMIT - 1}"

@@ -1,0 +1,145 @@
+"""Who asks a cache's server cannot break it or hold it up: everything is answered, in time, by few connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asynccache.metrics import Exposed, server
+from tests.runtime.runtime_kit import opened, settings, text, until
+
+SHORT = 0.2
+SOON = 30.0
+
+
+@asynccontextmanager
+async def exposed() -> AsyncIterator[Exposed]:
+    """A served cache, which still answers when the test is over."""
+    async with asyncio.timeout(SOON), opened(settings(host=16)) as cache, Exposed(cache) as found:
+        yield found
+        assert (await answer(found, b"GET /healthz HTTP/1.1\r\n\r\n"))[0] == 200
+
+
+async def read(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """The status of an answer, and what it says of the error."""
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    return status, body.decode() if status == 200 else json.loads(body)["error"]
+
+
+async def answer(to: Exposed, sent: bytes) -> tuple[int, str]:
+    """Of a client that sends all it has before it listens, as most do."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", to.port)
+    try:
+        writer.write(sent)
+        await writer.drain()
+        return await read(reader)
+    finally:
+        writer.close()
+
+
+def post(body: bytes, head: str = "") -> bytes:
+    return f"POST /explain HTTP/1.1\r\n{head or f'Content-Length: {len(body)}'}\r\n\r\n".encode() + body
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"a":' * 100_000, b"{", b"\xff\xfe",
+     b'{"tokens": [' + b"9" * 5000 + b"]}", b'{"tokens": [99999999999999999999]}', b'{"tokens": [NaN]}', b"null",
+     b'{"tokens": [1e400]}', b'{"tokens": [true]}', b'{"tokens": [1.0]}',
+     b'{"tokens": {"1": 2}}', b'{"tokens": [-1]}', b'{"tokens": [[1]]}',
+     b'{"tokens": [1], "extra_key": "\\ud800"}', b'{"tokens": [1], "extra_key": ["a"]}', b'{"tokens": null}'],
+)  # fmt: skip
+async def test_what_explain_cannot_use_is_a_400(body: bytes) -> None:
+    async with exposed() as found:
+        status, why = await answer(found, post(body))
+        assert (status, bool(why)) == (400, True)
+        assert (await answer(found, post(json.dumps({"tokens": text(4)}).encode())))[0] == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(post(b"", "Content-Length: -1"), 400), (post(b"", "Content-Length: 1_0"), 400),
+     (post(b"", "Content-Length: \xb2"), 400), (post(b"", "Content-Length: " + "9" * 5000), 413),
+     (post(b"0\r\n\r\n", "Transfer-Encoding: chunked"), 411),
+     (b"GET /explain?tokens=" + b"9" * 5000 + b" HTTP/1.1\r\n\r\n", 400), (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
+     (b"GET /explain?tokens=99999999999999999999 HTTP/1.1\r\n\r\n", 400), (b"GET /%00%ff HTTP/1.1\r\n\r\n", 404),
+     (b"GET /metrics HTTP/2\r\n\r\n", 400), (b"\x16\x03\x01\r\n\r\n", 400)],
+)  # fmt: skip
+async def test_a_request_that_is_none_is_refused_by_name(sent: bytes, status: int) -> None:
+    async with exposed() as found:
+        assert (await answer(found, sent))[0] == status
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_too_large_is_a_413_also_for_who_sends_it_first() -> None:
+    async with exposed() as found:
+        status, why = await answer(found, post(b"x" * (server.MOST_BYTES + 1)))
+        assert (status, str(server.MOST_BYTES) in why) == (413, True)
+        status, _ = await answer(found, post(b'{"tokens": []}'.ljust(server.MOST_BYTES)))
+        assert status == 200
+
+
+TRICKLES = {
+    "silence": (b"", b""), "the head": (b"GET /healthz HTTP/1.1\r\n", b"X: y\r\n"),
+    "the body": (b"POST /explain HTTP/1.1\r\nContent-Length: 100000\r\n\r\n", b" "),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", TRICKLES)
+async def test_a_request_that_does_not_arrive_in_time_is_dropped_however_it_trickles(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told so, and its connection is closed; there is always one more byte in time, but never the last."""
+    async with exposed() as found:
+        monkeypatch.setattr(server, "PATIENCE", SHORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        began, (start, drop) = time.monotonic(), TRICKLES[what]
+        writer.write(start)
+        answered = asyncio.create_task(read(reader))
+        while not answered.done():
+            writer.write(drop)
+            await asyncio.wait([answered], timeout=SHORT / 20)
+        assert await answered == (408, f"the request did not arrive within {SHORT:g} s")
+        assert time.monotonic() - began >= SHORT
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_read_the_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with exposed() as found:
+        monkeypatch.setattr(server, "PATIENCE", SHORT)
+        monkeypatch.setattr(found, "_healthz", lambda: server.Answer("200 OK", "text/plain", bytes(64 << 20)))
+        reader, writer = await asyncio.open_connection("127.0.0.1", found.port)
+        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        await until(lambda: bool(found._talking))
+        await asyncio.wait(found._talking)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(64 << 20)
+        writer.close()
+        monkeypatch.undo()
+
+
+@pytest.mark.asyncio
+async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once those that dawdle have had their time, others are served."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    async with exposed() as found:
+        silent = [await asyncio.open_connection("127.0.0.1", found.port) for _ in range(3)]
+        await until(lambda: len(found._talking) == 3)
+        for _ in range(10):
+            status, why = await answer(found, b"")
+            assert (status, "connections already" in why) == (503, True)
+        assert len(found._talking) <= 4
+        for _, writer in silent:
+            writer.close()
+        await until(lambda: not found._talking)
+        assert (await answer(found, b"GET /healthz HTTP/1.1\r\n\r\n"))[0] == 200

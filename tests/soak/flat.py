@@ -1,0 +1,188 @@
+"""A long run of the stress tool with faults ends as large as it was when it was warm: ``python -m tests.soak.flat``.
+
+What is looked at once a second is the process itself: resident memory, file descriptors, threads, tasks. A scraper asks
+the cache's server for every page as often. The first third of the run is its warm-up, in which every tier fills. What
+follows is compared in quarters: the last must be like the first. The seed is random unless it is given, and is printed.
+The exit status is 0 if the run was right and flat, else 1.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from asynccache import AsyncCache
+from asynccache.cli.display import choose
+from asynccache.cli.options import Settings, settle
+from asynccache.cli.presses import Presses
+from asynccache.cli.report import Report
+from asynccache.cli.session import Session, loop_factory
+from asynccache.cli.watch import Watch
+from asynccache.metrics import Exposed
+
+EVERY = 1.0
+SHOWN_EVERY = 30
+TOLERANCE = 0.02
+MOST_MORE = {"fds": 2, "threads": 2, "tasks": 6}
+"""Requests come and go, and with them tasks: half a dozen is chance, and a leak would be hundreds."""
+
+LINES = 25
+PAGES = ("/metrics", "/statistics", "/healthz", "/explain?tokens=1,2,3")
+
+
+class Look(NamedTuple):
+    """The process at one moment: ``rss`` in bytes, the others as counts."""
+
+    at: float
+    rss: int
+    fds: int
+    threads: int
+    tasks: int
+
+
+def look(at: float) -> Look:
+    """Now. To be called on the loop."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    fds, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
+    return Look(at, resident, fds, threads, len(asyncio.all_tasks()))
+
+
+def differences(looks: Sequence[Look]) -> Iterator[str]:
+    """What is not as it was, in sentences. ``looks`` are those after the warm-up."""
+    quarter = len(looks) // 4
+    if not quarter:
+        yield f"there are {len(looks)} samples, too few to compare: give it more --seconds"
+        return
+    first, last = looks[:quarter], looks[-quarter:]
+    before, after = (median(one.rss for one in part) for part in (first, last))
+    if abs(after / before - 1) > TOLERANCE:
+        yield (f"resident memory went from {before / 2**20:.1f} MiB to {after / 2**20:.1f} MiB, by "
+               f"{after / before - 1:+.1%}; at most {TOLERANCE:.0%} is flat")
+    for name, most in MOST_MORE.items():
+        before, after = (median(getattr(one, name) for one in part) for part in (first, last))
+        if abs(after - before) > most:
+            yield f"{name} went from {before:g} to {after:g}; at most {most} more or fewer is constant"
+
+
+class Soak(Session):
+    """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
+
+    def __init__(self, settings: Settings, presses: Presses, warm_up: float) -> None:
+        super().__init__(settings, choose(quiet=True), presses)
+        self.looks: list[Look] = []
+        self._warm_up = warm_up
+        self._traces: list[tracemalloc.Snapshot] = []
+        self._server: Exposed | None = None
+
+    async def run(self) -> Report:
+        """The report of the run."""
+        looking = asyncio.create_task(self._look())
+        try:
+            return await super().run()
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    @asynccontextmanager
+    async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
+        async with Exposed(cache) as self._server:
+            yield
+        self._server = None
+        self._trace()
+
+    async def _look(self) -> None:
+        began, number = time.monotonic(), 0
+        while True:
+            if self._server is not None:        # before and after that, the cache is opened, flushed and closed
+                self._note(look(time.monotonic() - began), number)
+                await asked(self._server)
+                number += 1
+            await asyncio.sleep(EVERY)
+
+    def _note(self, found: Look, number: int) -> None:
+        if found.at >= self._warm_up:
+            if not self.looks:
+                self._trace()
+            self.looks.append(found)
+        if number % SHOWN_EVERY == 0:
+            print(f"{found.at:6.0f} s  {found.rss / 2**20:7.1f} MiB  {found.fds} fds  {found.threads} threads  "
+                  f"{found.tasks} tasks{'' if self.looks else '  (warming up)'}", flush=True)
+
+    def grown(self) -> list[str]:
+        """The lines of Python that hold another amount of memory at the end of the run than after the warm-up, if
+        allocations are traced."""
+        if len(self._traces) < 2:
+            return []
+        before, after = self._traces
+        return [str(line) for line in after.compare_to(before, "lineno")[:LINES]]
+
+    def _trace(self) -> None:
+        if tracemalloc.is_tracing():
+            self._traces.append(tracemalloc.take_snapshot())
+
+
+async def asked(exposed: Exposed) -> None:
+    """Ask for every page once, as a scraper would."""
+    for page in PAGES:
+        reader, writer = await asyncio.open_connection("127.0.0.1", exposed.port)
+        writer.write(f"GET {page} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
+        writer.close()
+        await writer.wait_closed()
+
+
+def stress(seconds: float, seed: int, folder: str) -> Settings:
+    """Two stores that are full soon, faults and cancellations, as many requests as the machine can serve."""
+    return settle("stress", {
+        "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1",
+        "device_tokens": "16384", "host_tokens": "32768",
+        "storage": ["memory:?capacity=32MiB", f"file:{folder}/kv?capacity=128MiB&segment=8MiB"],
+    })  # fmt: skip
+
+
+def soak(seconds: float, seed: int) -> int:
+    """Run, print what was seen; the exit status."""
+    with tempfile.TemporaryDirectory(prefix="asynccache-soak-") as folder, Presses() as presses:
+        settings = stress(seconds, seed, folder)
+        session = Soak(settings, presses, seconds / 3)
+        with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
+            report = runner.run(session.run())
+    wrong = [*report["problems"], *differences(session.looks)]
+    told = ("served", "cancelled", "failed", "verify", "leaks", "elapsed_s")
+    print(json.dumps({name: report[name] for name in told}))
+    print("\n".join([*session.grown(), *wrong]) or "flat")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="A long run of the stress tool must end as large as it was when warm.")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long requests are served (default: 600)")
+    parser.add_argument("--seed", type=int, help="of everything drawn at random (default: a random one, printed)")
+    parser.add_argument("--tracemalloc", type=int, metavar="FRAMES", help="trace allocations, and name those that grew")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 31) if options.seed is None else options.seed
+    print(f"python -m tests.soak.flat --seconds {options.seconds:g} --seed {seed}", flush=True)
+    if options.tracemalloc:
+        tracemalloc.start(options.tracemalloc)
+    return soak(options.seconds, seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

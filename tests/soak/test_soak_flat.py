@@ -1,0 +1,55 @@
+"""The soak tells a run that is flat from one that is not, by its figures and in a real run that leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.soak import flat
+from tests.soak.flat import Look, Soak, differences
+
+MIB = 1 << 20
+
+
+def looks(rss: Callable[[int], float], **more: Callable[[int], int]) -> list[Look]:
+    """A look each second for 400 s."""
+    counts: dict[str, Callable[[int], int]] = {
+        "fds": lambda _: 40, "threads": lambda _: 20, "tasks": lambda i: 50 + i % 7, **more,
+    }  # fmt: skip
+    return [Look(float(i), int(rss(i) * MIB), **{name: count(i) for name, count in counts.items()}) for i in range(400)]
+
+
+def test_a_process_that_goes_up_and_down_is_flat() -> None:
+    assert list(differences(looks(lambda i: 400 + i % 60))) == []
+    assert list(differences(looks(lambda i: 400 + i / 70))) == []
+
+
+@pytest.mark.parametrize(("found", "said"), [
+    (looks(lambda i: 400 + i / 30), "resident memory went from 401.6 MiB to 411.6 MiB, by +2.5%"),
+    (looks(lambda i: 400 - i / 30), "resident memory went from"),
+    (looks(lambda _: 400, fds=lambda i: 40 + i // 50), "fds went from 40.5 to 46.5"),
+    (looks(lambda _: 400, threads=lambda i: 20 + i // 100), "threads went from 20 to 23"),
+    (looks(lambda _: 400, tasks=lambda i: 50 + i // 30), "tasks went from 51 to 61"),
+    ([], "too few to compare"),
+])  # fmt: skip
+def test_what_grows_or_shrinks_is_named_with_its_figures(found: list[Look], said: str) -> None:
+    (sentence,) = differences(found)
+    assert said in sentence
+
+
+def test_a_run_that_leaks_memory_is_not_flat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 MiB a look, in a real run."""
+    kept: list[bytes] = []
+    note = Soak._note
+
+    def leaks(self: Soak, found: Look, number: int) -> None:
+        note(self, found, number)
+        kept.append(b"x" * (4 * MIB))
+
+    monkeypatch.setattr(Soak, "_note", leaks)
+    monkeypatch.setattr(flat, "EVERY", 0.05)
+    assert flat.soak(5.0, seed=1) == 1
+    assert "resident memory went from" in capsys.readouterr().out
