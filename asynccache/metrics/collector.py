@@ -68,6 +68,9 @@ class CacheCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Everything, as of now."""
         statistics = self._cache.statistics()
+        why = self._cache.closed
+        yield self._gauge("closed", "1 if no requests are taken, and why; 0 if they are.", ("reason",),
+                          [((why or "",), why is not None)])  # fmt: skip
         yield from self._lookups(statistics)
         yield from self._tiers(statistics)
         yield from self._stages(statistics)

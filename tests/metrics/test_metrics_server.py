@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
 
 import pytest
 
-from asynccache import AsyncCache, ConfigError
+from asynccache import AsyncCache, CacheClosed, ConfigError
+from asynccache.memory.cpu import CpuDevice
 from asynccache.metrics import Exposed
-from tests.runtime.runtime_kit import opened, serve, settings, text
+from tests.runtime.runtime_kit import opened, serve, settings, text, until
 
 
 def _fetch(url: str, body: bytes | None) -> tuple[int, str, bytes]:
@@ -115,6 +117,37 @@ async def test_a_closed_cache_is_not_healthy() -> None:
         assert "closed" in json.loads(body)["error"]
         assert (await fetch(exposed, "/explain?tokens=1"))[0] == 503
         assert (await fetch(exposed, "/metrics"))[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_books_that_may_be_wrong_are_told_on_every_page_and_to_everybody_who_waits() -> None:
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8), device=device).__aenter__()
+    async with Exposed(cache) as exposed:
+        held = await cache.lease(text(6)).__aenter__()
+        waiting = asyncio.ensure_future(cache.lease(text(6, 1)).__aenter__())
+        await until(lambda: cache.statistics().waiting == 1)
+        assert b'asynccache_closed{cache="test",reason=""} 0.0' in (await fetch(exposed, "/metrics"))[2]
+
+        def broken(*arguments: object) -> object:
+            raise KeyError("a slot")
+
+        cache.core.extend = broken  # type: ignore[method-assign,assignment]
+        with pytest.raises(KeyError):
+            await held.extend(1)
+        with pytest.raises(CacheClosed, match=r"books may be wrong.*a slot"):
+            await waiting
+        status, _, body = await fetch(exposed, "/healthz")
+        assert status == 503
+        assert "books may be wrong" in json.loads(body)["error"]
+        metrics = (await fetch(exposed, "/metrics"))[2].decode()
+        assert re.search(r'asynccache_closed{cache="test",reason="[^"]*books may be wrong[^"]*"} 1.0', metrics)
+        free = cache.statistics().device["full"].free
+        held.release()
+        assert cache.statistics().device["full"].free == free, "nothing is given back to books that may be wrong"
+    report = await cache.aclose()
+    assert isinstance(report.error, KeyError)
+    await device.aclose()
 
 
 @pytest.mark.asyncio
