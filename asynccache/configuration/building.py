@@ -166,7 +166,7 @@ def _missing(table: Table) -> Iterator[Problem]:
         yield Problem("components.full is not given", "every cache has full attention: add a table [components.full]")
     for path, row, where in _rows(table):
         if row.default is REQUIRED and path not in table.values:
-            text = row.words.text.rstrip(".").replace("`", "")
+            text = row.text.rstrip(".").replace("`", "")
             yield Problem(f"{'.'.join(path)} is not given{where}", f"{path[-1]}: {text[:1].lower()}{text[1:]}")
 
 
