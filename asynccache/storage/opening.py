@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from random import uniform
 from typing import Protocol
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.checked import CheckedStore
@@ -44,6 +45,9 @@ async def open_store(
     Cancelling it leaves nothing open.
     """
     parsed = parse_url(url, options)
+    checks.instance("layout", layout, StoreLayout)
+    if timeout is not None:
+        timeout = checks.number("timeout", timeout, above=0)
     if parsed.scheme == "none":
         return None
     common, own = take_options(parsed)
@@ -83,6 +87,7 @@ def backend_class(scheme: str) -> BackendClass:
     Raises:
         ConfigError: none does; the message lists the schemes that are served.
     """
+    checks.text("scheme", scheme)
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in installed:
         names = ", ".join(sorted(installed)) or "none: is the distribution installed?"

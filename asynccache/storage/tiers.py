@@ -15,12 +15,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
+from asynccache.storage.workers import MOST_THREADS
+
+MOST_ROOM = 1 << 40
 
 Call = Callable[[CheckedStore], Awaitable[list[Result]]]
 
@@ -33,9 +37,9 @@ class Attached:
     once it was detached."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
-        self.store = store
-        self.options = options
-        self.owned = owned
+        self.store = checks.instance("store", store, CheckedStore)
+        self.options = checks.instance("options", options, StoreOptions)
+        self.owned = checks.flag("owned", owned)
         self.there = True
         self.told = False
         self._calls = 0
@@ -84,6 +88,7 @@ class TieredStore:
     """
 
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
+        threads, room = checks.integer("threads", threads, 0, MOST_THREADS), checks.integer("room", room, 1, MOST_ROOM)
         self.promotions = Promotions(room=room, threads=threads)
         self._stores: tuple[Attached, ...] = ()
         self._leaving: dict[Attached, None] = {}
@@ -131,8 +136,8 @@ class TieredStore:
         """
         if options.name in self.names:
             raise ConfigError(f"storage: a store {options.name!r} is attached already; call this one otherwise (name=)")
-        if position is not None and not 0 <= position <= len(self._stores):
-            raise ConfigError(f"storage: position={position!r} must lie between 0 and {len(self._stores)}")
+        if position is not None:
+            checks.integer("position", position, 0, len(self._stores))
 
     def attach(self, attached: Attached, position: int | None = None) -> None:
         """From now on it is asked, at ``position`` (0: the nearest; None: the farthest).

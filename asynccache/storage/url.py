@@ -10,8 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
+
+MOST_BYTES = 2**63 - 1
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 
@@ -22,11 +25,15 @@ def parse_size(name: str, text: str) -> int:
     Raises:
         ConfigError: it is no size; the message names the field and the value.
     """
-    match = _SIZE.fullmatch(text)
+    checks.text("name", name)
+    match = _SIZE.fullmatch(checks.text(name, text))
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
     power = " kmgtp".index(match[2].lower() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if size > MOST_BYTES:
+        raise ConfigError(f"{name}={checks.shown(text)} is more than {MOST_BYTES} bytes")
+    return int(size)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,6 +43,10 @@ class ParsedUrl:
     scheme: str
     path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self)
+        object.__setattr__(self, "options", checks.texts("options", self.options))
 
     def __str__(self) -> str:
         query = "&".join(f"{name}={HIDDEN if is_secret(name) else value}" for name, value in self.options.items())
@@ -64,13 +75,21 @@ class ParsedUrl:
         return value
 
 
+def _url_text(text: object) -> str:
+    """What is no text is not shown: it may have a password in it."""
+    if not isinstance(text, str):
+        raise ConfigError(f"storage: a URL is text, and this is of type {type(text).__name__}")
+    return checks.text("storage", text)
+
+
 def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     """Take ``text`` apart; ``options`` are added to those in it and win.
 
     Raises:
         ConfigError: there is no scheme, or the query cannot be read.
     """
-    location, _, query = text.partition("?")
+    location, _, query = _url_text(text).partition("?")
+    options = None if options is None else checks.texts("options", options)
     scheme, colon, path = location.partition(":")
     if not scheme or not (colon or scheme == "none"):
         wanted = "scheme:path?option=value, as in file:/var/kv?capacity=10GiB"
