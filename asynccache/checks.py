@@ -94,9 +94,14 @@ def flag(name: str, value: object) -> bool:
     """
     if value is True or value is False:
         return value
-    if not _is_truth(value):
+    if not is_flag(value):
         raise _refused(name, value, "must be True or False")
     return bool(value)
+
+
+def is_flag(value: object) -> bool:
+    """Whether ``value`` is a truth value, for parameters that take something else as well."""
+    return isinstance(value, bool) or _kind(value) == "bool"
 
 
 def text(name: str, value: object, *, empty: bool = True) -> str:
@@ -266,10 +271,6 @@ def _real(name: str, value: object) -> float:
         except Exception as error:
             raise _refused(name, value, "must be a number") from error
     raise _refused(name, value, "must be a number")
-
-
-def _is_truth(value: object) -> bool:
-    return _kind(value) == "bool"
 
 
 def _kind(value: object) -> str:

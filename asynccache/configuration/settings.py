@@ -45,7 +45,7 @@ class Setting:
         Raises:
             ConfigError: says what it must be.
         """
-        if self.optional and value in (None, "none", ""):
+        if self.optional and (value is None or (isinstance(value, str) and value in ("none", ""))):
             return None
         if self.several:
             return _one_or_more(split_urls(str(value)) if text else value)

@@ -54,7 +54,9 @@ def access_of(store: TieredStore) -> Access:
 
 def check_store(name: str, storage: object) -> None:
     """Raises ``ConfigError`` if ``storage``, which an argument called ``name`` gave, is nothing that can be a store."""
-    if not isinstance(storage, (str, CheckedStore)):
+    if isinstance(storage, str):
+        checks.text(name, storage)
+    elif not isinstance(storage, CheckedStore):
         checks.provider(name, storage, StorageBackend)  # type: ignore[type-abstract]
 
 

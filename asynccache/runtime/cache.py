@@ -444,7 +444,7 @@ class AsyncCache:
         if name is not None:
             name = checks.text("name", name)
         seconds: float | None
-        if isinstance(drain, bool):
+        if checks.is_flag(drain):
             seconds = self.config.close_deadline if drain else None
         else:
             seconds = checks.number("drain", drain, 0)

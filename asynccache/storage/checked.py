@@ -64,7 +64,7 @@ class CheckedStore:
     ) -> None:
         self.backend = checks.provider("backend", backend, StorageBackend)  # type: ignore[type-abstract]
         self.layout = checks.instance("layout", layout, StoreLayout)
-        self.breaker = checks.instance("breaker", breaker or Breaker(), Breaker)
+        self.breaker = Breaker() if breaker is None else checks.instance("breaker", breaker, Breaker)
         if clock is not None:
             checks.function("clock", clock)
         timeout, slow = checks.number("timeout", timeout, above=0), checks.number("slow", slow, 0)

@@ -122,6 +122,8 @@ class TieredStore:
         Raises:
             ConfigError: there is none of this name; or several, and no name was given.
         """
+        if name is not None:
+            name = checks.text("name", name)
         found = [attached for attached in self._stores if name in (None, attached.options.name)]
         if len(found) == 1:
             return found[0]
@@ -134,6 +136,7 @@ class TieredStore:
         Raises:
             ConfigError: the name is taken, or there is no such position.
         """
+        checks.instance("options", options, StoreOptions)
         if options.name in self.names:
             raise ConfigError(f"storage: a store {options.name!r} is attached already; call this one otherwise (name=)")
         if position is not None:
@@ -145,7 +148,8 @@ class TieredStore:
         Raises:
             ConfigError: as ``check``; then nothing was changed.
         """
-        self.check(attached.options, position)
+        self.check(checks.instance("attached", attached, Attached).options, position)
+        position = None if position is None else checks.integer("position", position)
         self._stores = self.introduce(attached, position)
 
     def introduce(self, attached: Attached, position: int | None = None) -> tuple[Attached, ...]:
@@ -161,7 +165,7 @@ class TieredStore:
 
     def detach(self, attached: Attached) -> None:
         """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""
-        if attached.there:
+        if checks.instance("attached", attached, Attached).there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None

@@ -103,12 +103,12 @@ class Request:
         sampling: Sampling | None = None,
         ended: bool = False,
     ) -> None:
-        self.limits = Limits() if limits is None else instance("limits", limits, Limits)
+        self.limits = Limits() if limits is None else instance("request: limits", limits, Limits)
         self.tokens = as_tokens(tokens)
         self.priority = as_priority(priority)
         self.extra_key = as_extra_key(extra_key)
         self.sampling = Sampling() if sampling is None else as_sampling(sampling)
-        self.ended = flag("ended", ended)
+        self.ended = flag("request: ended", ended)
         self.state = State.NEW
         self.match = Matched()
         self.hits: Hits | None = None
@@ -173,8 +173,8 @@ class Request:
         if self._terms is not None:
             return self._terms
         return Terms(
-            as_tokens(self.tokens), instance("limits", self.limits, Limits), as_priority(self.priority),
-            as_extra_key(self.extra_key), as_sampling(self.sampling), flag("ended", self.ended),
+            as_tokens(self.tokens), instance("request: limits", self.limits, Limits), as_priority(self.priority),
+            as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
         )  # fmt: skip
 
     def submitted(self, aborted: Callable[[], None]) -> None:
@@ -264,7 +264,7 @@ def as_priority(priority: object) -> int:
     Raises:
         ConfigError: it is no integer.
     """
-    return integer("priority", priority)
+    return integer("request: priority", priority)
 
 
 def as_extra_key(extra_key: object) -> ExtraKey:
@@ -272,7 +272,7 @@ def as_extra_key(extra_key: object) -> ExtraKey:
     Raises:
         ConfigError: it is nothing that can be digested.
     """
-    return namespace("extra_key", extra_key)
+    return namespace("request: extra_key", extra_key)
 
 
 def as_sampling(sampling: object) -> Sampling:
@@ -280,8 +280,8 @@ def as_sampling(sampling: object) -> Sampling:
     Raises:
         ConfigError: a value in it is unusable.
     """
-    temperature, top_p, seed = instance("sampling", sampling, Sampling)
+    temperature, top_p, seed = instance("request: sampling", sampling, Sampling)
     return Sampling(
-        number("sampling: temperature", temperature, 0), number("sampling: top_p", top_p, 0, 1),
-        None if seed is None else integer("sampling: seed", seed, -MAX_SEED, MAX_SEED),
+        number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
+        None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),
     )  # fmt: skip
