@@ -8,6 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ def _same(name: str, value: Any, **means: Any) -> Odd:
 
 
 INTEGERS = [
-    *[_number(str(value), lambda value=value: value, value) for value in (0, 1, 8, -1, 2**31, -(2**63), 2**64, 10**30)],
+    *[_number(str(value), partial(int, value), value) for value in (0, 1, 8, -1, 2**31, -(2**63), 2**64, 10**30)],
     _number("np.int32(8)", lambda: np.int32(8), 8),
     _number("np.int64(-3)", lambda: np.int64(-3), -3),
     _number("np.uint8(1)", lambda: np.uint8(1), 1),
