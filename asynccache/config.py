@@ -189,7 +189,6 @@ class CacheConfig:
     kept_fraction: float = field(default=0.25, metadata=_SHARE)
     close_deadline: float = field(default=30.0, metadata=within(above=0))
     freeze_gc: bool = False
-    publish_events: bool = False
     storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -228,7 +227,6 @@ class CacheConfig:
             write_policy=self.write_policy,
             eviction=self.eviction,
             storage=bool(self.stores),
-            publish=self.publish_events,
             prefetch_threshold=self.prefetch_threshold,
             load_back_threshold=self.load_back_threshold,
             max_backup_ops=self.max_backup_ops,

@@ -30,7 +30,6 @@ CACHE = {
     "kept_fraction": "Share of the device's pages that `keep()` may pin.",
     "close_deadline": "Seconds that closing waits for what is still to be saved.",
     "freeze_gc": "Whether the tree is taken out of the garbage collector's sight as it grows.",
-    "publish_events": "Whether KV events are made, for routers.",
 }
 
 _ATTENTION = {

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
+from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
@@ -168,6 +169,19 @@ class CpuDevice:
         gate = Gate(self._bells, "gate", self._gates)
         self._gates[gate] = None
         return gate
+
+    def engine_event(self, event: object) -> Event:
+        """``event``, if it is one of a CPU device.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if isinstance(event, CpuEvent):
+            return event
+        raise ConfigError(
+            f"{checks.shown(event)} is no event of the CPU device: give what device.gate() or a stream's record() "
+            "returned"
+        )
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Both tiers share the host's memory.

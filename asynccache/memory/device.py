@@ -77,6 +77,16 @@ class Device(Protocol):
         """Take no more work for ``stream``, which is given back when what it has been given is done."""
         ...
 
+    def engine_event(self, event: object) -> Event:
+        """``event``, which an engine names, as one that every stream of this device can wait for. An event of the
+        device's own is returned as it is. Of another kind, it is taken as of now: what is recorded in it later does
+        not count. May be called from any thread.
+
+        Raises:
+            ConfigError: the device's streams cannot wait for it; the message names it and says what they can wait for.
+        """
+        ...
+
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Whether pools of these sizes (bytes by name, on either tier) fit together, before any is allocated.
 

@@ -20,23 +20,11 @@ from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFai
 from asynccache.memory.device import Device, Event, PageCopy, Stream
 from asynccache.memory.fences import Fences
 from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
+from asynccache.memory.signals import HAPPENED
 
 if TYPE_CHECKING:
     from asynccache.config import PoolSpec
     from asynccache.core.plan import Move
-
-
-class NothingToDo:
-    """The event of a batch without bytes: done from the start."""
-
-    def done(self) -> bool:
-        return True
-
-    async def wait(self) -> None:
-        """Return at once; there is nothing to cancel."""
-
-
-NOTHING = NothingToDo()
 
 
 class LayerEvents(NamedTuple):
@@ -90,7 +78,7 @@ class Mover:
         """Enqueue a backup_host: device to host, once ``after`` (the engine's writes) is done."""
         copies = self._copies(moves)
         if not copies:
-            return NOTHING
+            return HAPPENED
         _hold(self._backups, after)
         self.device.device_to_host(self._backups, copies)
         return self._backups.record()
@@ -100,7 +88,7 @@ class Mover:
         writes."""
         copies = self._copies(moves)
         if not copies:
-            return LayerEvents((NOTHING,) * self.layers)
+            return LayerEvents((HAPPENED,) * self.layers)
         fences = self._fences.before((move.component, move.dst) for move in moves)
         _hold(self._loads, (*fences, *after))
         return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
@@ -110,7 +98,7 @@ class Mover:
         of the pages that they read and write."""
         copies = self._copies(moves)
         if not copies:
-            return NOTHING
+            return HAPPENED
         fences = self._fences.before((move.component, slots) for move in moves for slots in (move.src, move.dst))
         _hold(self._clones, (*fences, *after))
         self.device.device_to_device(self._clones, copies)
@@ -125,6 +113,14 @@ class Mover:
         """``stream``, or an engine's own (torch, cupy) as one of the device's, where the device takes those."""
         adopt: Callable[[object], Stream] = getattr(self.device, "engine_stream", _as_it_is)
         return adopt(stream)
+
+    def engine_event(self, event: object) -> Event:
+        """An event that an engine names, as one of the device's.
+
+        Raises:
+            ConfigError: the device's streams cannot wait for it.
+        """
+        return self.device.engine_event(event)
 
     def close(self) -> None:
         """Move nothing any more: the streams go back to the device, after what they were given."""

@@ -17,6 +17,19 @@ from asynccache.errors import CopyFailed
 Work = Callable[[], object]
 
 
+class Happened:
+    """An event before which there is no work: it is done from the start."""
+
+    def done(self) -> bool:
+        return True
+
+    async def wait(self) -> None:
+        """Return at once; there is nothing to cancel."""
+
+
+HAPPENED = Happened()
+
+
 class Bell:
     """Wakes coroutines of one loop. Whatever is rung before the loop answers costs one hop together."""
 

@@ -6,6 +6,7 @@ One cache belongs to one event loop and its thread. Another thread's call raises
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
@@ -23,10 +24,11 @@ from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
 from asynccache.runtime.attaching import attach, check_store, detach, open_all, options_of
-from asynccache.runtime.closing import save
+from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms, checked_terms
 from asynccache.runtime.explaining import Explained, explain
+from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
@@ -123,7 +125,9 @@ class AsyncCache:
         self._store: TieredStore | None = None
         self._machine: Machine | None = None
         self._keeper: Keeper
+        self._opening: Interruptible | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
+        self._limit: SavingLimit
 
     def __repr__(self) -> str:
         if self._machine is None:
@@ -140,29 +144,46 @@ class AsyncCache:
             ConfigError: pools do not fit in memory, or an unknown device or backend; or ranks differ.
             Unavailable: the store cannot be opened now.
             RankFailure: so it was on another rank; or one is gone or silent.
+            CacheClosed: another task called ``aclose`` meanwhile.
         """
-        if self._machine is not None:
+        if self._machine is not None or self._opening is not None:
             raise RuntimeError("a cache is opened once")
+        self._opening = Interruptible()
         try:
-            self._device = self._given_device
-            if self._device is None:
-                await completed(asyncio.to_thread(self._open_device))
-            pools = self._pools()
-            if self._ranks is not None:
-                await shake_hands(self._ranks.gather, description(
-                    self.config, self._ranks.topology, self._on_event is not None, self._store_options()
-                ))
-            mover = await open_on_all(self._ranks, partial(self._open_tiers, pools))
-            self._machine = Machine(
-                self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
-            )  # fmt: skip
-            self._machine.driver.scheduler = asyncio.current_task()
-            self._keeper = Keeper(self._machine)
-            await self._machine.start()
-        except BaseException:
-            await self._close_resources(MOMENT)
-            raise
+            with self._opening:
+                await self._open_or_leave_nothing()
+        finally:
+            self._opening = None
         return self
+
+    async def _open_or_leave_nothing(self) -> None:
+        try:
+            await self._open()
+        except BaseException:
+            machine, self._machine = self._machine, None
+            if machine is not None:
+                await machine.supervisor.stop()
+                machine.close(None)
+            await self._close_resources(MOMENT)
+            self._device = self._mover = self._store = None
+            raise
+
+    async def _open(self) -> None:
+        self._device = self._given_device
+        if self._device is None:
+            await completed(asyncio.to_thread(self._open_device))
+        pools = self._pools()
+        if self._ranks is not None:
+            await shake_hands(self._ranks.gather, description(
+                self.config, self._ranks.topology, self._on_event is not None, self._store_options()
+            ))
+        mover = await open_on_all(self._ranks, partial(self._open_tiers, pools))
+        self._machine = Machine(
+            self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
+        )  # fmt: skip
+        self._machine.driver.scheduler = asyncio.current_task()
+        self._keeper = Keeper(self._machine)
+        await self._machine.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -177,11 +198,13 @@ class AsyncCache:
         raise CacheClosed("a worker died") from report.error
 
     async def aclose(self, deadline: float | None = None) -> CloseReport:
-        """Refuse new requests, save what is not saved yet, stop. From any task, any number of times.
+        """Refuse new requests, save what is not saved yet, stop. From any task, any number of times, at the same time
+        too: all calls return the same report. One that comes while the cache is being opened ends that.
 
         ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
-        the configuration's ``close_deadline`` if not given. Several ranks: the first that is over ends saving on all of
-        them, at one step; 0 leaves without them.
+        the configuration's ``close_deadline`` if not given. Of several calls, the deadline that is over first counts.
+        Several ranks: the first that is over ends saving on all of them, at one step, and later calls change nothing; 0
+        leaves without them.
         Cancelling it stops the waiting; closing goes on.
 
         Raises:
@@ -189,32 +212,40 @@ class AsyncCache:
         """
         if deadline is not None:
             deadline = checks.number("deadline", deadline, 0)
-        if self._machine is None:
+        if self._opening is not None:
+            await self._opening.interrupt()
+        machine = self._machine
+        if machine is None:
             return CloseReport()
-        self._machine.check_thread()
+        machine.check_thread()
         if self._closer is None:
-            seconds = self.config.close_deadline if deadline is None else deadline
-            self._closer = asyncio.get_running_loop().create_task(self._close(seconds), name="asynccache-close")
-        await asyncio.wait([self._closer])
-        return self._closer.result()
+            self._limit = SavingLimit(self.config.close_deadline if deadline is None else deadline)
+        elif deadline is not None:
+            self._limit.shorten(deadline)
+        while True:
+            closer = self._closer
+            if closer is None or closer.cancelled():
+                closer = self._closer = machine.loop.create_task(self._close(machine), name="asynccache-close")
+            await asyncio.wait([closer])
+            if not closer.cancelled():  # somebody cancelled all tasks that there were, and left this one
+                return closer.result()
+            self._limit.shorten(0.0)
 
-    async def _close(self, deadline: float) -> CloseReport:
-        machine = self._opened()
+    async def _close(self, machine: Machine) -> CloseReport:
         machine.draining = True
         machine.fail_waiting(lambda: CacheClosed("the cache is closing"))
-        end = machine.loop.time() + deadline
         try:
             if machine.driver.closed is None:
-                await save(machine, deadline)
+                await save(machine, self._limit)
             left = await unsaved(machine)
         finally:
-            await self._stop(machine, max(MOMENT, end - machine.loop.time()))
+            await self._stop(machine, max(MOMENT, self._limit.left()))
         return CloseReport(left.host, left.storage, machine.supervisor.error)
 
     async def _stop(self, machine: Machine, patience: float) -> None:
         try:
             self._keeper.close()
-            self._opened().claims.drop_all()
+            machine.claims.drop_all()
         finally:
             await machine.supervisor.stop()
             await settle(machine.driver)
@@ -352,12 +383,17 @@ class AsyncCache:
         window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
         False: where all that is cached does not fit, it does not get in with less.
 
+        A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
+        ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
+        times, each keeps them.
+
         Raises:
             ConfigError: an argument is unusable. The tokens are looked at when it is entered.
         """
         machine = self._opened()
         terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
-        return Lease(machine, checked_terms(machine, terms))
+        caller = sys._getframe(1)
+        return Lease(machine, checked_terms(machine, terms), (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``

@@ -8,8 +8,9 @@ through the vector, as everything does that a clock says. Only a rank that finds
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import CacheClosed, RankDivergence, RankFailure
 from asynccache.runtime.lockstep import Lockstep
@@ -22,12 +23,43 @@ if TYPE_CHECKING:
 GRACE = 2.0
 
 
-async def save(machine: Machine, seconds: float) -> None:
+class SavingLimit:
+    """Until when saving may take, ``seconds`` from now on; it may be told to end earlier."""
+
+    def __init__(self, seconds: float) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._end = self._clock() + seconds
+        self._timeout: asyncio.Timeout | None = None
+
+    def left(self) -> float:
+        """Seconds that are left; negative, if it is over."""
+        return self._end - self._clock()
+
+    def shorten(self, seconds: float) -> None:
+        """To so many seconds from now on, if that is earlier."""
+        self._end = min(self._end, self._clock() + seconds)
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._end)
+
+    async def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """``work``, within the limit. Cancelling it cancels the work.
+
+        Raises:
+            TimeoutError: the limit came first, and the work is cancelled.
+        """
+        async with asyncio.timeout_at(self._end) as self._timeout:
+            try:
+                await work
+            finally:
+                self._timeout = None
+
+
+async def save(machine: Machine, limit: SavingLimit) -> None:
     """As much as can be in that time. Cancelling it leaves a group of ranks unusable."""
+    seconds = limit.left()
     try:
         if machine.lockstep is None:
-            async with asyncio.timeout(seconds):
-                await _settle_down(machine)
+            await limit.keep(_settle_down(machine))
         elif seconds > 0:
             await _save_together(machine, machine.lockstep, seconds)
         elif machine.lockstep.busy:

@@ -5,15 +5,19 @@ Laws:
 * ``__aexit__`` contains no await: release is synchronous, so nothing can keep pages from going back.
 * What is granted is written into the lease at once; a cancellation that comes later finds it there and undoes it.
 * Nothing is published below pages that may yet fail, and no slot is free while the engine may still touch it.
+* A lease that holds something and is dropped gives it back, by a call of the loop's own, and warns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import warnings
+import weakref
 from concurrent.futures import Future as ThreadFuture
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,6 +54,11 @@ class Hits(NamedTuple):
     storage: int
 
 
+Taken = tuple[CodeType, int]
+"""Where a lease was taken: a function, and how far in its bytecode. Its line is looked for when it is to be told: that
+takes some µs in a long function."""
+
+
 class LeaseState(Enum):
     """A lease is entered once and released once."""
 
@@ -66,14 +75,15 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_terms",
+        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_taken", "_terms",
         "_waiting",
     )  # fmt: skip
 
-    def __init__(self, machine: Machine, terms: Terms) -> None:
+    def __init__(self, machine: Machine, terms: Terms, taken: Taken) -> None:
+        self._state = NEW
         self._machine = machine
         self._terms = terms
-        self._state = NEW
+        self._taken = taken
         self._ask: Ask
         self._resets: int
         self._core: CoreLease
@@ -164,28 +174,43 @@ class Lease:
         self._core = grant.lease
         self._state = HELD
         machine = self._machine
-        machine.holders[self] = asyncio.current_task(machine.loop)
+        task = asyncio.current_task(machine.loop)
+        machine.holders[grant.lease] = None if task is None else weakref.ref(task)
 
-    def release(self, after: Event | None = None, ended: bool = False) -> None:
+    def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
 
-        ``after``: the engine's work on these pages; own pages are retiring, not free, until it has fired, and later
-        loads into any of them wait for it on the device. ``ended``: this conversation will not come back.
+        ``after``: an event behind the engine's work on these pages; own pages are retiring, not free, until it has
+        fired, and later loads into any of them wait for it on the device. It is an event of the cache's device or, on a
+        GPU, a ``torch.cuda.Event`` or a ``cupy.cuda.Event``. ``ended``: this conversation will not come back.
 
         Raises:
-            ConfigError: an argument is unusable; the lease holds what it held.
+            ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
+                held.
         """
         machine = self._machine
         machine.check_thread()
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
+        event = machine.engine_event("release: after", after)
         self._state = RELEASED
-        del machine.holders[self]
-        if after is None and self._publishing is None:
-            machine.driver.perform(machine.core.release(self._core, ended=ended))
-        else:
-            self._commits().release(after, ended)
+        _give_back(machine, self._core, self._publishing if event is None else self._commits(), event, ended)
+
+    def __del__(self) -> None:
+        """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
+        what it holds. Several ranks collect garbage at different times, and keep it."""
+        machine = self._machine
+        if self._state is not HELD or machine.lockstep is not None or machine.driver.closed is not None:
+            return
+        what = f"{self!r}, taken at {_place(*self._taken)}"
+        self._state = RELEASED
+        with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
+            machine.loop.call_soon_threadsafe(_give_back, machine, self._core, self._publishing)
+            warnings.warn(
+                f"{what}, was dropped without being released: use 'async with', or release()",
+                ResourceWarning, source=self, stacklevel=2,
+            )  # fmt: skip
 
     def abort(self) -> None:
         """Give up: out of the line, or ``release``. Idempotent, synchronous. With several ranks, every rank calls it
@@ -357,20 +382,21 @@ class Lease:
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
             await machine.driver.ended(answer.ops)
 
-    def advance(self, position: int, after: Event | None = None) -> None:
+    def advance(self, position: int, after: object | None = None) -> None:
         """The request decodes at ``position``: pages and pins that the window has left behind go back.
 
-        ``after``: the engine's last work that reads them; loads into them wait for it on the device.
+        ``after``: an event (see ``release``) behind the engine's last work that reads them; loads into them wait for it
+        on the device.
 
         Raises:
-            ConfigError: ``position`` lies beyond what is reserved.
+            ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
         self._machine.check_thread()
         position = integer("position", position, 0, self._held().reserved)
-        self._fence(after)
+        self._fence("advance: after", after)
         self._machine.driver.perform(self._machine.core.advance(self._core, position))
 
-    def truncate(self, length: int, after: Event | None = None) -> None:
+    def truncate(self, length: int, after: object | None = None) -> None:
         """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
 
         ``after``: as for ``advance``.
@@ -380,20 +406,22 @@ class Lease:
         """
         self._machine.check_thread()
         length = integer("length", length, self._held().length)
-        self._fence(after)
+        self._fence("truncate: after", after)
         self._machine.driver.perform(self._machine.core.truncate(self._core, length))
 
-    def _fence(self, after: Event | None) -> None:
-        if after is not None:
-            self._machine.fence(self._held(), after)
+    def _fence(self, name: str, after: object | None) -> None:
+        event = self._machine.engine_event(name, after)
+        if event is not None:
+            self._machine.fence(self._held(), event)
 
     # committing
 
     async def commit(
-        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> Pages:
-        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` fires; the page
-        table that the engine uses from now on (others may have published the same pages first).
+        """Publish the whole pages of ``tokens``, all of which are computed or will be when ``ready`` (an event as for
+        ``release``) fires; the page table that the engine uses from now on (others may have published the same pages
+        first).
 
         ``checkpoint``: (position in whole pages, slot out of ``states``) of a MAMBA state. Cancelling it either
         publishes everything or nothing.
@@ -401,19 +429,21 @@ class Lease:
         Raises:
             LoadFailed: pages below were never loaded.
             ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
-                a page of them, or its slot is none of ``states``. Nothing was published, and ``ready`` was not taken.
+                a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
+                published, and ``ready`` was not taken.
         """
         self._machine.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
         checkpoint = commits.check(key, checkpoint)
-        if ready is not None:
-            commits.expect(ready)
+        event = self._machine.engine_event("commit: ready", ready)
+        if event is not None:
+            commits.expect(event)
         async with commits.order:
             if core.loads:
                 await self.loaded()
             if self._still_valid():
-                await commits.publish(key, ready, checkpoint)
+                await commits.publish(key, event, checkpoint)
             return self.pages
 
     def _still_valid(self) -> bool:
@@ -421,35 +451,40 @@ class Lease:
         machine = self._machine
         return machine.resets == self._resets and machine.space(self._terms.extra_key) == self._ask.space
 
-    def adopt(self, after: Event | None = None) -> None:
+    def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
-        ``after`` has fired. The next commit and the release imply it."""
+        ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
         self._machine.check_thread()
+        event = self._machine.engine_event("adopt: after", after)
         if self._publishing is not None:
-            self._publishing.adopt(after)
+            self._publishing.adopt(event)
 
     # from other threads
 
     def commit_threadsafe(
-        self, tokens: Tokens, ready: Event | None = None, checkpoint: tuple[int, int] | None = None
+        self, tokens: Tokens, ready: object | None = None, checkpoint: tuple[int, int] | None = None
     ) -> ThreadFuture[Pages]:
         """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
 
         Raises:
             RuntimeError: there are several ranks, whose threads come at different times.
+            ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
         self._one_rank("commit_threadsafe")
-        return hand_over(self._machine, partial(self.commit, tokens, ready, checkpoint))
+        event = self._machine.engine_event("commit_threadsafe: ready", ready)
+        return hand_over(self._machine, partial(self.commit, tokens, event, checkpoint))
 
-    def release_threadsafe(self, after: Event | None = None, ended: bool = False) -> None:
+    def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
         """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
 
         Raises:
             RuntimeError: there are several ranks.
+            ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         self._one_rank("release_threadsafe")
         ended = flag("ended", ended)
-        self._machine.loop.call_soon_threadsafe(self._release_soon, after, ended)
+        event = self._machine.engine_event("release_threadsafe: after", after)
+        self._machine.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _one_rank(self, call: str) -> None:
         if self._machine.lockstep is not None:
@@ -466,3 +501,19 @@ class Lease:
                     pass
         finally:
             self.release(after, ended)
+
+
+def _place(code: CodeType, at: int) -> str:
+    lines = (line for start, end, line in code.co_lines() if start <= at < end)
+    return f"{code.co_filename}:{next(lines, None) or code.co_firstlineno}"
+
+
+def _give_back(
+    machine: Machine, core: CoreLease, publishing: Publishing | None, after: Event | None = None, ended: bool = False
+) -> None:
+    """All that a lease holds. ``publishing``: needed where there are events, ``after`` or those of its commits."""
+    del machine.holders[core]
+    if publishing is None:
+        machine.driver.perform(machine.core.release(core, ended=ended))
+    else:
+        publishing.release(after, ended)

@@ -1,7 +1,8 @@
 """The assembled parts of one open cache: the core behind its driver, the pools, the stages, and who owns the tasks.
 
-What everything below ``AsyncCache`` shares. Mutable state: who holds what (``holders``: leases with the task that was
-granted them, and kept prefixes), the epochs of invalidated namespaces; all of it belongs to one loop and one thread.
+What everything below ``AsyncCache`` shares. Mutable state: who holds what (``holders``: the core's leases, each with
+the task that was granted it, and kept prefixes; it keeps neither a request's ``Lease`` nor its task alive), the epochs
+of invalidated namespaces; all of it belongs to one loop and one thread.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -107,7 +109,7 @@ class Machine:
         self.default_states = 1 + CHECKPOINTS if int(ComponentKind.MAMBA) in self.pools.components else 0
         self.hashing = store is not None or on_event is not None  # a store may be attached at any time
         self._thread = threading.get_ident()
-        self.holders: dict[object, Task | None] = {}
+        self.holders: dict[object, weakref.ref[Task] | None] = {}
         self._build_stages(on_event)
 
     def __repr__(self) -> str:
@@ -201,6 +203,19 @@ class Machine:
 
     # the engine's events
 
+    def engine_event(self, name: str, event: object | None) -> Event | None:
+        """``event``, the argument ``name`` of a call, as one of the device's; None if it is None. From any thread.
+
+        Raises:
+            ConfigError: the device's streams cannot wait for it.
+        """
+        if event is None:
+            return None
+        try:
+            return self.mover.engine_event(event)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
     def fence(self, lease: CoreLease, *events: Event) -> None:
         """The engine may use the lease's pages until ``events`` have fired: what is copied into one of them later, on
         whoever's behalf, waits for that on the device. What was asked for before does not: the engine may wait for it.
@@ -254,7 +269,7 @@ class Machine:
 
     def holds(self, task: Task | None) -> bool:
         """Whether ``task`` holds a lease. Asked by those who are about to wait; so it may look at all of them."""
-        return task in self.holders.values()
+        return any(holder is not None and holder() is task for holder in self.holders.values())
 
     def idle(self) -> bool:
         """Whether nothing is under way that could ever give anything back."""

@@ -182,6 +182,12 @@ class SimulatedDevice:
         self._gates[gate] = None
         return gate
 
+    def engine_event(self, event: object) -> SimulatedEvent:
+        """``event``, if it is one of a simulated device. Raises ConfigError if it is not."""
+        if isinstance(event, SimulatedEvent):
+            return event
+        raise ConfigError(f"{event!r} is no event of the simulated device")
+
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:
         """Raises ConfigError if the pools do not fit in host memory together."""
         check_room((*device.items(), *host.items()), available_memory())

@@ -166,6 +166,8 @@ def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatc
     ('model = "my-model"', "", "model is not given"),
     ("layers = 4", "layer = 4",
      "components.full.layer=4 (FILE line 8): there is no such setting; did you mean 'layers'?"),
+    ("page-size = 16", "publish_events = true",  # AsyncCache(on_event=...) is how they are asked for
+     "publish_events=True (FILE line 3): there is no such setting"),
     ("layers = 4", "windows = 4", "components.full.windows=4 (FILE line 8): there is no such setting"),
     ("layers = 4", "[components.swaa]\nwindow = 3",
      "components.swaa (FILE line 8) is no component: one of full, swa, mamba; did you mean 'swa'?"),

@@ -39,6 +39,7 @@ class _Event:
     timed: bool = False
     at: float = 0.0  # when it happened
     clock: Clock = field(default_factory=Counter)
+    captured: bool = False  # it was recorded last in a stream that is captured
 
 
 @dataclass
@@ -240,6 +241,8 @@ class SimulatedCuda:
         with self._state:
             self._admit("stream_wait_event", stream)
             state = self._events[event]
+            if state.captured and stream not in self.captured:
+                self.problems.append("a stream was pulled into a graph by an event of a captured stream")
             version = state.version
             self._clocks[stream] |= state.clock
             self._enqueue(stream, lambda op: iter(()), lambda: state.done >= version)
@@ -265,6 +268,7 @@ class SimulatedCuda:
         with self._state:
             self._admit("event_record", stream)
             state = self._events[event]
+            state.captured = stream in self.captured
             state.version += 1
             version = state.version
 
@@ -274,14 +278,24 @@ class SimulatedCuda:
 
             state.clock = self._enqueue(stream, units).clock
 
+    def is_over(self, event: int) -> bool:
+        with self._state:
+            self._admit("is_over")
+            if self._events[event].captured:
+                raise DriverError("operation not permitted on an event last recorded in a capturing stream", 907)
+            return self._has_happened(event)
+
     def event_query(self, event: int) -> bool:
         with self._state:
             self._admit("event_query", here=True)
-            state = self._events[event]
-            if state.done >= state.version:
-                self._seen |= state.clock
-                return True
-            return False
+            return self._has_happened(event)
+
+    def _has_happened(self, event: int) -> bool:
+        state = self._events[event]
+        if state.done >= state.version:
+            self._seen |= state.clock
+            return True
+        return False
 
     def event_synchronize(self, event: int) -> None:
         with self._state:

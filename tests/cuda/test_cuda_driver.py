@@ -4,10 +4,11 @@ machine that has none."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path as FilePath
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,45 @@ def test_what_is_missing_is_named(
     assert found.missing == "" if says is None else says in found.missing
 
 
+BROKEN = {
+    "an empty folder": (None, "is not cupy"),
+    "a module without a runtime": ("__version__ = '14'\nclass cuda: pass\n", "is not cupy"),
+    "a module without a version": ("class cuda:\n    class runtime: pass\n", "is not cupy"),
+    "a module that is not installed whole": ("import no_such_library_of_cuda\n", "cupy is not installed"),
+    "a module that does not import": ("raise OSError('libcudart.so.12: bad ELF')\n", "bad ELF"),
+    "a module with a syntax error": ("def\n", "does not import"),
+    "a runtime without functions": ("__version__ = '14'\nclass cuda:\n    class runtime: pass\n", "no NVIDIA driver"),
+    "a runtime that answers nonsense": (
+        "__version__ = '14'\nclass cuda:\n    class runtime:\n        driverGetVersion = str\n", "no NVIDIA driver"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_whatever_is_called_cupy_on_the_path_is_a_sentence_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath, what: str
+) -> None:
+    source, says = BROKEN[what]
+    package = tmp_path / "cupy"
+    package.mkdir()
+    if source is not None:
+        (package / "__init__.py").write_text(source)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # alone: a folder gives way to what is installed
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    importlib.invalidate_caches()
+    try:
+        missing = cupy_driver.find().missing
+        with pytest.raises(ConfigError, match=r"^device=cuda:0: "):
+            open_device("cuda:0")
+    finally:
+        sys.modules.pop("cupy", None)
+    assert says in missing
+    if says == "is not cupy":
+        assert str(package) in missing
+
+
 # libcuda, on a library of our own
 
 
@@ -104,6 +144,7 @@ class FakeLibrary:
             ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p
         )(self.find)  # fmt: skip
         self.modes: list[int] = []
+        self.mode = 0
         self.cuThreadExchangeStreamCaptureMode = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self.exchange)
 
     def find(self, name: bytes, found: int, version: int, flags: int, status: int) -> int:
@@ -121,7 +162,9 @@ class FakeLibrary:
         return self.answer
 
     def exchange(self, mode: int) -> int:
-        self.modes.append(ctypes.c_int.from_address(mode).value)
+        given = ctypes.c_int.from_address(mode)
+        self.modes.append(given.value)
+        self.mode, given.value = given.value, self.mode
         return 0
 
     def query(self, event: int) -> int:
@@ -171,6 +214,18 @@ def test_an_event_that_failed_is_neither_done_nor_pending(library: FakeLibrary) 
     with pytest.raises(DriverError, match=r"illegal memory access .*\(700\)") as told:
         cuda.event_query(24)
     assert (told.value.code, told.value.sticky) == (700, True)
+
+
+@pytest.mark.parametrize("event", [8, 16, 24])
+def test_an_engines_event_is_asked_for_beside_a_graph_that_its_thread_captures(
+    library: FakeLibrary, event: int
+) -> None:
+    """Relaxed for the one call, and then as it was before, whatever the answer: the thread is the engine's."""
+    library.mode = 1
+    with pytest.raises(DriverError) if event == 24 else nullcontext():
+        assert libcuda.LibCuda().query_beside_captures(event) is (event == 8)
+    assert library.modes == [2, 1]
+    assert library.mode == 1
 
 
 def test_a_driver_that_is_too_old_takes_no_batches(library: FakeLibrary) -> None:

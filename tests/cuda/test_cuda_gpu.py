@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from asynccache.cli import bench_cuda, cuda_copies
 from asynccache.cli.main import main
 from asynccache.core.plan import Move
+from asynccache.errors import ConfigError
 from asynccache.memory.cuda import submission
 from asynccache.memory.cuda.paths import Path, Settings
 from asynccache.memory.cuda.scratch import STAGING_BYTES
@@ -70,6 +72,49 @@ async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_devi
     assert not backup.done()
     await backup.wait()
     assert host_page(mover, "full", 5) == bytes([7]) * (1 << 16)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+async def test_a_backup_waits_for_the_event_of_torch_or_cupy_as_it_was_recorded(
+    gpu_device: Make, library: str
+) -> None:
+    device = gpu_device()
+    mover, stream = Mover(device, [pool(size=1 << 16)]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    event: Any = (torch.cuda if library == "torch" else pytest.importorskip("cupy").cuda).Event()
+    assert mover.engine_event(event).done(), "it was never recorded"
+    own = stream if library == "torch" else pytest.importorskip("cupy").cuda.ExternalStream(stream.cuda_stream)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+        for i in range(mover.layers):
+            mover.device_pools["full"].layer(i).fill_(7)
+        event.record(own)
+        written = mover.engine_event(event)
+        torch.cuda._sleep(10 * LONG)  # type: ignore[no-untyped-call]
+        event.record(own)
+    backup = mover.backup([move([3], [5])], after=[written])
+    assert not backup.done()
+    await backup.wait()
+    assert host_page(mover, "full", 5) == bytes([7]) * (1 << 16)
+    assert not stream.query(), "it waited for what was recorded later"
+    stream.synchronize()
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(gpu_device: Make) -> None:
+    device = gpu_device()
+    mover, graph, event = Mover(device, [pool(size=1 << 16)]), torch.cuda.CUDAGraph(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    numbers = torch.zeros(8, device="cuda:0")
+    with torch.cuda.graph(graph):
+        numbers += 1
+        event.record()
+        with pytest.raises(ConfigError, match="the driver refuses to wait for it"):
+            mover.engine_event(event)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert numbers.tolist() == [1.0] * 8
     await device.aclose()
 
 

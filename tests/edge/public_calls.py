@@ -78,7 +78,7 @@ SECONDS = Number(0)
 COUNT = Integer(1)
 TEXTS = These("{}")
 NAMES = {"url": "storage", "text": "storage", "scheme": "storage", "endpoint": "events", "replay": "events"}
-EVENT = Unchecked("events are taken by the device: tests of its own show which")
+EVENT = Thing(optional=True)
 
 
 # plain functions and classes
@@ -112,7 +112,7 @@ SETTINGS: Params = {
     "prefetch_threshold": Integer(0), "prefetch_quota": SHARE, "backup_quota": SHARE,
     "prefetch_timeout_base": SECONDS, "prefetch_timeout_per_1k": SECONDS, "prefetch_timeout_max": Number(above=0),
     "load_back_threshold": Integer(0), "max_backup_ops": COUNT, "write_back_watermark": SHARE,
-    "kept_fraction": SHARE, "close_deadline": Number(above=0), "freeze_gc": Flag(), "publish_events": Flag(),
+    "kept_fraction": SHARE, "close_deadline": Number(above=0), "freeze_gc": Flag(),
     "storage_options": TEXTS,
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.device import Stream
-from asynccache.memory.mover import NOTHING, Mover
+from asynccache.memory.mover import Mover
+from asynccache.memory.signals import HAPPENED
 from asynccache.testing.simulated_device import SimulatedDevice, SimulatedStream
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
@@ -56,7 +57,7 @@ async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
     moves = [move([1], [2])]
     load = mover.load(moves)
     for event in (mover.backup(moves), mover.clone(moves), *load.layers):
-        assert event is NOTHING
+        assert event is HAPPENED
         assert event.done()
         await event.wait()
     assert mover.bytes_moved(moves) == 0
@@ -68,7 +69,7 @@ async def test_a_logical_pool_alone_moves_nothing_and_is_done() -> None:
 @pytest.mark.parametrize("moves", [[], [move([], [])]])
 async def test_an_empty_batch_is_done(moves: list[object]) -> None:
     mover = Mover(CpuDevice(), [pool()])
-    assert mover.backup(moves) is mover.clone(moves) is mover.load(moves).done is NOTHING  # type: ignore[arg-type]
+    assert mover.backup(moves) is mover.clone(moves) is mover.load(moves).done is HAPPENED  # type: ignore[arg-type]
     assert len(mover.load([]).layers) == 4
     await mover.device.aclose()
 

@@ -46,7 +46,6 @@ SETTINGS: Sequence[tuple[str, dict[str, Any]]] = [
     ("core.components", {"components": (FULL, replace(SWA, window=PAGE), STATES)}),
     ("core.components", {"components": (FULL, SWA, replace(STATES, device_states=5))}),
     ("core.write_policy", {"write_policy": "write_back"}),
-    ("core.publish", {"publish_events": True}),
     ("core.prefetch_threshold", {"prefetch_threshold": 2 * PAGE}),
     ("core.load_back_threshold", {"load_back_threshold": PAGE}),
     ("core.max_backup_ops", {"max_backup_ops": 7}),

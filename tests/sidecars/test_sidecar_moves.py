@@ -16,7 +16,8 @@ import torch
 from asynccache import AsyncCache, ConfigError
 from asynccache.core.settings import ComponentKind
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.mover import NOTHING, Mover
+from asynccache.memory.mover import Mover
+from asynccache.memory.signals import HAPPENED
 from tests.memory.small_pools import device_page, fill_device, host_page, move
 from tests.sidecars.sidecar_kit import STACKS, deepseek, indexed, of, solid, stack
 
@@ -69,7 +70,7 @@ async def check_batch(mover: Mover, kinds: Sequence[ComponentKind], up: bool) ->
                 if (name, src) in given:
                     expected[name, dst] = given[name, src]
     event = mover.load(moves_of(kinds)).done if up else mover.backup(moves_of(kinds))
-    assert (event is NOTHING) == (not kinds)
+    assert (event is HAPPENED) == (not kinds)
     await event.wait()
     assert pages_of(mover, target) == expected
 

@@ -48,12 +48,25 @@ def find() -> Found:
         cupy: Any = import_module("cupy")
     except Exception as error:  # a broken installation raises whatever it likes
         why = "cupy is not installed" if isinstance(error, ImportError) else f"cupy does not import: {error}"
-        return Found(None, torch_cuda, 0, None, f"{why}: pip install 'asynccache[cuda12]' or 'asynccache[cuda13]'")
-    runtime = cupy.cuda.runtime
-    driver = _or_none(runtime.driverGetVersion) or None
-    devices = _or_none(runtime.getDeviceCount) or 0
-    return Found(cupy.__version__, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
+        return _without_cupy(torch_cuda, why)
+    try:
+        version, runtime = str(cupy.__version__), cupy.cuda.runtime
+    except Exception as error:  # a folder called cupy is a module without anything in it
+        return _without_cupy(torch_cuda, f"what is imported as cupy ({_whereabouts(cupy)}) is not cupy: {error}")
+    driver = _or_none(lambda: int(runtime.driverGetVersion())) or None
+    devices = _or_none(lambda: int(runtime.getDeviceCount())) or 0
+    return Found(version, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
                  _or_none(lambda: int(runtime.runtimeGetVersion())))  # fmt: skip
+
+
+def _without_cupy(torch_cuda: str | None, why: str) -> Found:
+    return Found(None, torch_cuda, 0, None, f"{why}: pip install 'asynccache[cuda12]' or 'asynccache[cuda13]'")
+
+
+def _whereabouts(module: object) -> str:
+    """A module's file, or the folders that it is made of."""
+    file = getattr(module, "__file__", None)
+    return str(file) if file else ", ".join(map(str, getattr(module, "__path__", ())))
 
 
 def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
@@ -257,6 +270,11 @@ class CupyDriver:
 
     def event_query(self, event: int) -> bool:
         return self._library.event_query(event)
+
+    @_translated
+    @_on_device
+    def is_over(self, event: int) -> bool:
+        return self._library.query_beside_captures(event)
 
     @_translated
     def event_synchronize(self, event: int) -> None:

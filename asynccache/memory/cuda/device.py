@@ -26,12 +26,13 @@ from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
 from asynccache.memory.cuda.paths import Chooser, Settings, settings_from
 from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
 from asynccache.memory.cuda.scratch import Scratch
-from asynccache.memory.cuda.streams import CudaStream, EngineStream, stream_pointer
+from asynccache.memory.cuda.streams import AdoptingStream, CudaStream, EngineStream, event_pointer, stream_pointer
 from asynccache.memory.cuda.submission import Submission
-from asynccache.memory.device import PageCopy, Stream
+from asynccache.memory.device import Event, PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
 from asynccache.memory.naming import parse_device
 from asynccache.memory.pools import available_memory, check_room
+from asynccache.memory.signals import HAPPENED, Happened
 
 
 class CudaDevice:
@@ -51,6 +52,7 @@ class CudaDevice:
         self._streams: dict[CudaStream, Submission] = {}  # of all streams that have not ended
         self._spare: list[Scratch] = []
         self._engines: dict[int, EngineStream] = {}
+        self._adopting: list[AdoptingStream] = []
         self._closed = False
         self._gates: dict[CudaGate, None] = {}  # those not open yet; each takes itself out
         self._releasing = threading.Lock()
@@ -109,6 +111,41 @@ class CudaDevice:
             if pointer not in self._engines:
                 self._engines[pointer] = EngineStream(f"engine-{pointer:x}", pointer, self._context)
             return self._engines[pointer]
+
+    def engine_event(self, event: object) -> Event:
+        """An engine's own event (``torch.cuda.Event``, ``cupy.cuda.Event``) as one of this device's, which happens when
+        the work does that was recorded last, as of now, in the engine's. One of ours is returned as it is. An event
+        that was never recorded has happened, as everywhere in CUDA. From any thread.
+
+        Raises:
+            ConfigError: it is no such event, or the driver refuses to wait for it (it was recorded in a stream that is
+                captured in a graph, say).
+        """
+        if isinstance(event, CudaGate | Happened):
+            return event
+        if isinstance(event, CudaEvent) and event.stream.context is self._context:
+            return event
+        pointer = event_pointer(event)
+        if not pointer or self.failure is not None:
+            return HAPPENED
+        try:
+            return self._adopt(pointer)
+        except DriverError as error:
+            if self._context.refused(error) is self.failure:
+                return HAPPENED  # with the device: it does nothing any more
+            raise ConfigError(f"{event!r}: the driver refuses to wait for it: {error}") from error
+
+    def _adopt(self, pointer: int) -> Event:
+        if self.driver.is_over(pointer):
+            return HAPPENED
+        with self._lock:
+            if self._closed:
+                return HAPPENED  # there is nothing any more that could wait for it
+            stream = next((one for one in self._adopting if one.has_room()), None)
+            if stream is None:
+                stream = AdoptingStream(f"engine-events-{len(self._adopting)}", self._context)
+                self._adopting.append(stream)
+            return stream.adopt(pointer)
 
     def gate(self) -> CudaGate:
         """A new event to open by hand; ``aclose`` opens those that were forgotten."""
@@ -189,6 +226,8 @@ class CudaDevice:
     def _release(self) -> None:
         for engine in self._engines.values():
             engine.close()
+        for adopting in self._adopting:
+            adopting.close()
         if self.failure is not None:
             return  # nothing can be given back to a context that is gone
         for give_back in (*(scratch.close for scratch in self._spare), self._context.events.close):

@@ -2,9 +2,9 @@
 
 Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
 waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies,
-launches, and what asks for or waits for an event or a stream, come from threads that have called ``use_device``; every
-other call comes from any thread, and leaves that thread's current device as it is. Errors are ``DriverError``, whatever
-they are underneath.
+launches, and what asks for or waits for an event or a stream (but ``is_over``), come from threads that have called
+``use_device``; every other call comes from any thread, and leaves that thread's current device as it is. Errors are
+``DriverError``, whatever they are underneath.
 """
 
 from __future__ import annotations
@@ -169,6 +169,10 @@ class Driver(Protocol):
 
     def event_query(self, event: int) -> bool:
         """Whether it has happened. Raises ``DriverError`` if its work failed: that is not the same as "not yet"."""
+        ...
+
+    def is_over(self, event: int) -> bool:
+        """As ``event_query``, for an engine's event, from any thread, and also while that thread captures a graph."""
         ...
 
     def event_synchronize(self, event: int) -> None:

@@ -67,9 +67,13 @@ class LibCuda:
     def relax_captures(self) -> None:
         """While an engine captures a graph in another thread, many calls of this one would be refused, and would spoil
         the graph. From now on they are not, and do not: none of them has to do with it."""
+        self._exchange_mode(ctypes.c_int(_RELAXED))
+
+    def _exchange_mode(self, mode: ctypes.c_int) -> None:
+        """The thread's mode of capture becomes ``mode``, which becomes what it was before."""
         exchange = getattr(self._library, "cuThreadExchangeStreamCaptureMode", None)
         if exchange is not None:
-            exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+            exchange(ctypes.byref(mode))
 
     def event_query(self, event: int) -> bool:
         """Whether it has happened. Raises ``DriverError`` for every answer but yes and no."""
@@ -77,6 +81,16 @@ class LibCuda:
         if answer in (0, NOT_READY):
             return answer == 0
         raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
+
+    def query_beside_captures(self, event: int) -> bool:
+        """``event_query`` in a thread that is not ours: it spoils no graph which that thread captures, and leaves its
+        mode of capture as it was."""
+        mode = ctypes.c_int(_RELAXED)
+        self._exchange_mode(mode)
+        try:
+            return self.event_query(event)
+        finally:
+            self._exchange_mode(mode)
 
     def copy_batch(self, stream: int, spans: Spans) -> None:
         """Enqueue all of them by one call. Not for the default stream."""

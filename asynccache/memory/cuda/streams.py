@@ -1,4 +1,5 @@
-"""Streams: the device's own, each with a thread that submits, and an engine's, on which the caller submits.
+"""Streams: the device's own, each with a thread that submits; an engine's, on which the caller submits; and those on
+which events of an engine's become the device's own.
 
 Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
 pays for a queue entry and no more. It waits for the device only where the driver's queue would become full, or where
@@ -17,9 +18,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
+from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.copies import Hitch, InjectedFault
 from asynccache.memory.cuda.backlog import Backlog
@@ -28,6 +31,9 @@ from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
 from asynccache.memory.cuda.waiter import Waiter
 from asynccache.memory.device import Event
 from asynccache.memory.signals import Signal, Work
+
+ADOPTED_AT_MOST = 128
+"""Events that are pending on one adopting stream: two entries each of a queue of some 1,024."""
 
 Step = Sequence[Work]
 """Calls of the driver that together copy a step."""
@@ -54,6 +60,13 @@ class _Recorder:
 
     def _end(self) -> None:
         """The waiter's last act."""
+
+    def held_by(self) -> Signal | None:
+        return None
+
+    def give_up(self, error: Exception) -> Exception:
+        """What nobody can be told of has failed."""
+        return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
 
 
 class CudaStream(_Recorder):
@@ -242,10 +255,6 @@ class CudaStream(_Recorder):
             event.subscribe(give_back)
         self._record(event)
 
-    def give_up(self, error: Exception) -> Exception:
-        """What nobody can be told of has failed."""
-        return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
-
     def __repr__(self) -> str:
         return f"<CudaStream {self.name!r}: {self._queue.qsize()} queued>"
 
@@ -293,9 +302,6 @@ class EngineStream(_Recorder):
         if self.context.failure is None and self.context.driver.is_captured(self.handle):
             raise DriverError(f"stream {self.name!r} is captured in a graph: record and wait outside of it", CAPTURED)
 
-    def held_by(self) -> Signal | None:
-        return None
-
     def close(self) -> None:
         """Record no more; the thread ends after what is recorded."""
         self._closed = True
@@ -313,6 +319,69 @@ class EngineStream(_Recorder):
         return f"<EngineStream {self.name!r}>"
 
 
+class AdoptingStream(_Recorder):
+    """A stream on which nothing runs: it waits for an engine's event and records one of the device's own behind it, at
+    once and in the caller's thread. So it does not matter what the engine does with its event later. Events that one
+    such stream has adopted fire in the order in which they were adopted."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context.driver.stream_create(), context)
+        self._pending = 0
+
+    def has_room(self) -> bool:
+        """Whether so few events are pending that the driver's queue is far from full, in which it would block."""
+        return self._pending < ADOPTED_AT_MOST
+
+    def adopt(self, handle: int) -> CudaEvent:
+        """An event that happens when what was recorded last in the event ``handle`` has happened. One thread calls it
+        at a time.
+
+        Raises:
+            DriverError: the driver refuses it.
+        """
+        self.context.driver.stream_wait_event(self.handle, handle)
+        event = CudaEvent(self)
+        event.record_as(self._put_on_device())
+        self._count(1)
+        event.subscribe(partial(self._count, -1))
+        self.waiter.put(event)
+        return event
+
+    def _count(self, more: int) -> None:
+        with self.condition:
+            self._pending += more
+
+    def close(self) -> None:
+        """Adopt no more; the stream goes back when all that was adopted has happened."""
+        self.waiter.close()
+
+    def _end(self) -> None:
+        with suppress(DriverError):
+            if self.context.failure is None:
+                self.context.driver.stream_destroy(self.handle)
+
+    def __repr__(self) -> str:
+        return f"<AdoptingStream {self.name!r}: {self._pending} pending>"
+
+
+def event_pointer(event: object) -> int:
+    """The ``cudaEvent_t`` of an event of torch or of cupy. 0: it is one of torch's that was never recorded.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(pointer := getattr(event, "cuda_event", None), int):
+        return pointer
+    kind = type(event)  # to ask cupy's event itself whether it is ``done`` would be a call of the driver
+    is_event = hasattr(kind, "done") and hasattr(kind, "synchronize") and not hasattr(kind, "wait_event")  # no stream
+    if is_event and isinstance(pointer := getattr(event, "ptr", None), int):
+        return pointer
+    raise ConfigError(
+        f"{checks.shown(event)} is no event that a CUDA stream can wait for: give a torch.cuda.Event, a "
+        "cupy.cuda.Event, or what device.gate() or device.engine_stream(stream).record() returned"
+    )
+
+
 def stream_pointer(stream: object) -> int:
     """The ``cudaStream_t`` of a stream of torch, of cupy or of whatever speaks ``__cuda_stream__``, or the number.
 
@@ -328,4 +397,4 @@ def stream_pointer(stream: object) -> int:
             return pointer
     if isinstance(stream, int):
         return stream
-    raise ConfigError(f"{stream!r} is no CUDA stream: give a torch or a cupy one, or its address")
+    raise ConfigError(f"{checks.shown(stream)} is no CUDA stream: give a torch or a cupy one, or its address")
