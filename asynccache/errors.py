@@ -64,3 +64,11 @@ class CorruptPage(BackendError):
 
 class InvariantViolation(AssertionError):
     """A law of the core was broken. This is a bug, never a condition to handle."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """For an error that is kept: it would keep, by the frames that it went through, the memory that they worked on."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__

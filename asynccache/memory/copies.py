@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from asynccache.errors import InvariantViolation
+from asynccache.errors import InvariantViolation, forget_frames
 from asynccache.memory.device import PageCopy
 from asynccache.memory.pools import Bytes, DevicePool, HostPool
 
@@ -178,6 +178,7 @@ def perform(
             if events:
                 events[i].fire(None)
     except Exception as error:
+        forget_frames(error)
         for event in events:
             event.fire(error)
         return error

@@ -85,7 +85,7 @@ class CheckedStore:
 
     @property
     def last_error(self) -> Exception | None:
-        """Why the last call that failed as a whole did."""
+        """Why the last call that failed as a whole did: an error of the same class, if that can be, and its text."""
         return self._guard.last_error
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:

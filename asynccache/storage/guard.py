@@ -185,7 +185,7 @@ class Guard:
         hearing.failure(self._now())
 
     def _failed(self, hearing: Hearing, error: Exception) -> None:
-        self.last_error = error
+        self.last_error = _bare(error)
         self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
         hearing.failure(self._now())
 
@@ -200,3 +200,17 @@ class Guard:
             self._clock = asyncio.get_running_loop().time
         return self._clock()
 
+
+def _bare(error: Exception) -> Exception:
+    """What is kept of ``error``: its class and its text. It has itself the frames that it went through, and maybe more,
+    which would keep the buffers of the call for as long as it is kept; and a copy may need what only it knows."""
+    kind = type(error)
+    try:
+        text = str(error)
+        kept = kind.__new__(kind, text)
+        kept.args = (text,) if text else ()
+        if str(kept) == text:
+            return kept
+    except Exception:  # a plug-in's errors are made in ways of their own
+        text = ""
+    return BackendError(f"{kind.__name__}: {text}" if text else kind.__name__)

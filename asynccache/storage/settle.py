@@ -21,7 +21,10 @@ async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        raise cancelled
+        try:
+            raise cancelled
+        finally:
+            del cancelled  # else it and this frame would keep each other, and the caller's buffers
 
 
 async def completed(work: Coroutine[Any, Any, _T]) -> _T:
@@ -33,4 +36,7 @@ async def completed(work: Coroutine[Any, Any, _T]) -> _T:
         if not task.cancelled():
             task.exception()
         raise
-    return task.result()
+    try:
+        return task.result()
+    finally:
+        del task  # as above

@@ -354,7 +354,10 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Every call to its end, at once; then the first error is raised. Cancelling it cancels them all and returns when
     they have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return answers
+    error = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+    if error is None:
+        return answers
+    try:
+        raise error
+    finally:
+        del answers, error  # else they and this frame would keep each other, and the caller's buffers

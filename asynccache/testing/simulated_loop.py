@@ -21,6 +21,7 @@ import heapq
 import random
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from enum import Enum
@@ -352,7 +353,8 @@ def _abandon(tasks: set[asyncio.Task[Any]]) -> None:
     for task in tasks:
         assert isinstance(task, _Task)
         task._log_destroy_pending = False
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of leases, say, that they drop
             task.counted.close()
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Protocol
 
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, forget_frames
 from asynccache.memory.cuda.driver import Driver, DriverError
 from asynccache.memory.signals import Bells, Signal, Work
 
@@ -80,14 +80,6 @@ class Context:
             self.driver.use_device()
         except DriverError as error:
             self.fail(error)
-
-
-def forget_frames(error: BaseException) -> None:
-    """An error that is kept would keep, by the frames that it went through, the memory of a batch."""
-    found: BaseException | None = error
-    while found is not None:
-        found.__traceback__ = None
-        found = found.__cause__ or found.__context__
 
 
 class Source(Protocol):
