@@ -122,6 +122,7 @@ REMOVED = [
 
 
 @pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore")  # what a broken cache leaves behind
 @pytest.mark.parametrize(("check", "parameter", "call"), REMOVED, ids=[f"{call}-{name}" for _, name, call in REMOVED])
 async def test_a_check_that_is_removed_is_noticed(
     monkeypatch: pytest.MonkeyPatch, check: str, parameter: str, call: str
