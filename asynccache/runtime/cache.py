@@ -22,7 +22,7 @@ from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, check_store, detach, open_all, options_of
+from asynccache.runtime.attaching import attach, check_storage, detach, open_all, options_of
 from asynccache.runtime.closing import save
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import Terms, checked_terms
@@ -110,7 +110,7 @@ class AsyncCache:
             if value is not None:
                 checks.provider(name, value, protocol)
         if storage is not None:
-            check_store("storage", storage)
+            check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
         self._given_device = device
@@ -418,7 +418,7 @@ class AsyncCache:
             Unavailable: the store cannot be opened now.
         """
         machine = self._ready()
-        check_store("storage", storage)
+        check_storage("storage", storage)
         wanted = {} if options is None else checks.texts("options", options)
         if name is not None:
             wanted["name"] = checks.text("name", name)
