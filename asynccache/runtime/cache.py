@@ -25,7 +25,7 @@ from asynccache.ranks.membership import shard
 from asynccache.runtime.attaching import attach, check_storage, detach, open_all, options_of
 from asynccache.runtime.closing import save
 from asynccache.runtime.description import description
-from asynccache.runtime.entry import Terms, checked_terms
+from asynccache.runtime.entry import checked_terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.keeping import Keeper, Kept
 from asynccache.runtime.lease import Lease
@@ -356,8 +356,10 @@ class AsyncCache:
             ConfigError: an argument is unusable. The tokens are looked at when it is entered.
         """
         machine = self._opened()
-        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
-        return Lease(machine, checked_terms(machine, terms))
+        terms = checked_terms(
+            machine, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+        )
+        return Lease(machine, terms)
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
