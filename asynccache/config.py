@@ -215,12 +215,19 @@ class CacheConfig:
         return tuple(url for url in urls if url != "none")
 
     def core(self) -> CoreConfig:
-        """The core's part of these settings."""
+        """The core's part of these settings.
+
+        Raises:
+            ConfigError: a component has more slots than can be numbered. Most would not fit in memory either: whoever
+                allocates pools says so first.
+        """
         slots = tuple(
             ComponentSlots(_KIND[type(c)], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
                            c.window if isinstance(c, SlidingWindow) else 0)
             for c in self.components
         )
+        for component in slots:
+            _check_numbers(component)
         return CoreConfig(
             page_size=self.page_size,
             components=slots,
@@ -297,6 +304,13 @@ def _slots(component: Component, page_size: int, *, host: bool) -> int:
     return (component.host_tokens if host else component.device_tokens) // page_size
 
 
+def _check_numbers(slots: ComponentSlots) -> None:
+    for tier, count in (("device", slots.device), ("host", slots.host)):
+        if count > INT32_MAX:
+            name = POOL_NAME[slots.kind]
+            raise ConfigError(f"{name}: {count} slots on the {tier}: at most {INT32_MAX} can be numbered")
+
+
 def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
     where = f"sidecar {spec.name!r}"
     if spec.bytes_per_page % spec.layers:
@@ -361,7 +375,3 @@ def _check_component(component: Component, page_size: int) -> None:
         unit = component.bytes_per_token * page_size
     if unit % component.layers:
         raise ConfigError(f"{name}: {unit} bytes a page are not a multiple of layers={component.layers}")
-    for tier, slots in (("device", _slots(component, page_size, host=False)),
-                        ("host", _slots(component, page_size, host=True))):
-        if slots > INT32_MAX:
-            raise ConfigError(f"{name}: {slots} slots on the {tier} are more than the {INT32_MAX} that can be numbered")

@@ -52,7 +52,7 @@ def access_of(store: TieredStore) -> Access:
     return Access.WRITE if store.writes else Access.READ
 
 
-def check_store(name: str, storage: object) -> None:
+def check_storage(name: str, storage: object) -> None:
     """Raises ``ConfigError`` if ``storage``, which an argument called ``name`` gave, is nothing that can be a store."""
     if isinstance(storage, str):
         checks.text(name, storage)

@@ -23,10 +23,10 @@ from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, check_store, detach, open_all, options_of
+from asynccache.runtime.attaching import attach, check_storage, detach, open_all, options_of
 from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.description import description
-from asynccache.runtime.entry import Terms, checked_terms
+from asynccache.runtime.entry import checked_terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Keeper, Kept
@@ -112,7 +112,7 @@ class AsyncCache:
             if value is not None:
                 checks.provider(name, value, protocol)
         if storage is not None:
-            check_store("storage", storage)
+            check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
         self._given_device = device
@@ -391,9 +391,11 @@ class AsyncCache:
             ConfigError: an argument is unusable. The tokens are looked at when it is entered.
         """
         machine = self._opened()
-        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
+        terms = checked_terms(
+            machine, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+        )
         caller = sys._getframe(1)
-        return Lease(machine, checked_terms(machine, terms), (caller.f_code, caller.f_lasti))
+        return Lease(machine, terms, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
@@ -454,7 +456,7 @@ class AsyncCache:
             Unavailable: the store cannot be opened now.
         """
         machine = self._ready()
-        check_store("storage", storage)
+        check_storage("storage", storage)
         wanted = {} if options is None else checks.texts("options", options)
         if name is not None:
             wanted["name"] = checks.text("name", name)

@@ -46,17 +46,19 @@ class Terms(NamedTuple):
     shorter: bool = True
 
 
-def checked_terms(machine: Machine, terms: Terms) -> Terms:
-    """``terms`` with Python's own types, but for the tokens, which ``ask_for`` checks.
+def checked_terms(
+    machine: Machine, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
+    wait: bool, timeout: float | None, states: int | None, chunk: int | None, swa_chunk: int | None, shorter: bool,
+) -> Terms:  # fmt: skip
+    """The terms in Python's own types, but for the tokens, which ``ask_for`` checks.
 
     Raises:
         ConfigError: a term is unusable; the message names it and its value.
     """
-    tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter = terms
-    new_tokens = integer("new_tokens", new_tokens, 0)
+    if extra_key is not None:
+        namespace("extra_key", extra_key)
     if prefetch is not None:
         machine.own(prefetch)
-    wait, shorter = flag("wait", wait), flag("shorter", shorter)
     if timeout is not None:
         timeout = number("timeout", timeout, 0)
         if machine.lockstep is not None:
@@ -67,8 +69,10 @@ def checked_terms(machine: Machine, terms: Terms) -> Terms:
         chunk = integer("chunk", chunk, 1)
     if swa_chunk is not None:
         swa_chunk = integer("swa_chunk", swa_chunk, 1)
-    namespace("extra_key", extra_key)
-    return Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
+    return Terms(
+        tokens, integer("new_tokens", new_tokens, 0), extra_key, prefetch, flag("wait", wait), timeout, states, chunk,
+        swa_chunk, flag("shorter", shorter),
+    )  # fmt: skip
 
 
 def ask_for(machine: Machine, terms: Terms) -> Ask:
