@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TypeVar
 
+from asynccache import checks
+from asynccache.checks import INT32_MAX, within
 from asynccache.core.settings import (
     ComponentKind,
     ComponentSlots,
@@ -21,9 +22,17 @@ from asynccache.core.settings import (
 )
 from asynccache.errors import ConfigError
 
-_E = TypeVar("_E", bound=Enum)
+_T = TypeVar("_T")
 
 EVICTION_POLICIES = ("lru",)
+MOST_LAYERS = 1 << 16
+MOST_PAGE = 1 << 16
+
+_POSITIVE = within(1)
+_NOT_NEGATIVE = within(0)
+_LAYERS = within(1, MOST_LAYERS)
+_SECONDS = within(0)
+_SHARE = within(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,37 +44,46 @@ class Full:
     brings layer i of the model whole before layer i+1, whatever pools it lies in.
     """
 
-    bytes_per_token: int
-    device_tokens: int
-    host_tokens: int = 0
-    layers: int = 1
+    bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
+    device_tokens: int = field(metadata=_POSITIVE)
+    host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
+    layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        _settle_pool(self, "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
     """Sliding-window attention: a position attends to the last ``window`` tokens only."""
 
-    window: int
-    bytes_per_token: int
-    device_tokens: int
-    host_tokens: int = 0
-    layers: int = 1
+    window: int = field(metadata=_POSITIVE)
+    bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
+    device_tokens: int = field(metadata=_POSITIVE)
+    host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
+    layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        _settle_pool(self, "swa")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
     """Recurrent state: one state of ``state_bytes`` (all layers together) stands for a whole prefix."""
 
-    state_bytes: int
-    device_states: int
-    host_states: int = 0
-    layers: int = 1
+    state_bytes: int = field(metadata=_POSITIVE)
+    device_states: int = field(metadata=_POSITIVE)
+    host_states: int = field(default=0, metadata=_NOT_NEGATIVE)
+    layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        _settle_pool(self, "mamba")
 
 
 Component = Full | SlidingWindow | Mamba
@@ -84,12 +102,20 @@ class Sidecar:
 
     name: str
     indices_from: str
-    bytes_per_page: int
-    layers: int = 1
+    bytes_per_page: int = field(metadata=_POSITIVE)
+    layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     hit_policy: HitPolicy | None = None
     replicated: bool = False
     dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        where = f"sidecar {checks.shown(self.name)}"
+        _settle_pool(self, where)
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ConfigError(f"{where}: name: a pool's name is made of letters, digits, '_', '.' and '-'")
+        if self.hit_policy is not None:
+            object.__setattr__(self, "hit_policy", checks.member(f"{where}: hit_policy", self.hit_policy, HitPolicy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,32 +171,40 @@ class CacheConfig:
     model: str
     components: tuple[Component, ...]
     sidecars: tuple[Sidecar, ...] = ()
-    page_size: int = 16
+    page_size: int = field(default=16, metadata=within(1, MOST_PAGE))
     device: str = "cpu"
     storage: str | tuple[str, ...] | None = field(default=None, repr=False)
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     eviction: str = "lru"
-    prefetch_threshold: int = 256
-    prefetch_quota: float = 0.5
-    backup_quota: float = 0.25
-    prefetch_timeout_base: float = 1.0
-    prefetch_timeout_per_1k: float = 0.25
-    prefetch_timeout_max: float = 30.0
-    load_back_threshold: int = 0
-    max_backup_ops: int = 256
-    write_back_watermark: float = 0.1
-    kept_fraction: float = 0.25
-    close_deadline: float = 30.0
+    prefetch_threshold: int = field(default=256, metadata=_NOT_NEGATIVE)
+    prefetch_quota: float = field(default=0.5, metadata=_SHARE)
+    backup_quota: float = field(default=0.25, metadata=_SHARE)
+    prefetch_timeout_base: float = field(default=1.0, metadata=_SECONDS)
+    prefetch_timeout_per_1k: float = field(default=0.25, metadata=_SECONDS)
+    prefetch_timeout_max: float = field(default=30.0, metadata=within(above=0))
+    load_back_threshold: int = field(default=0, metadata=_NOT_NEGATIVE)
+    max_backup_ops: int = field(default=256, metadata=_POSITIVE)
+    write_back_watermark: float = field(default=0.1, metadata=_SHARE)
+    kept_fraction: float = field(default=0.25, metadata=_SHARE)
+    close_deadline: float = field(default=30.0, metadata=within(above=0))
     freeze_gc: bool = False
     storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "write_policy", parse_enum("write_policy", self.write_policy, WritePolicy))
-        object.__setattr__(self, "prefetch_policy", parse_enum("prefetch_policy", self.prefetch_policy, PrefetchPolicy))
-        if isinstance(self.storage, list):
-            object.__setattr__(self, "storage", tuple(self.storage))
-        _check_scalars(self)
+        checks.settle_fields(self)
+        checks.text("model", self.model, empty=False)
+        checks.choice("eviction", self.eviction, EVICTION_POLICIES)
+        settled = {
+            "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
+            "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),
+            "storage": _urls(self.storage),
+            "storage_options": checks.texts("storage_options", self.storage_options),
+            "components": _each("components", self.components, (Full, SlidingWindow, Mamba)),
+            "sidecars": _each("sidecars", self.sidecars, (Sidecar,)),
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
         _check_components(self)
         self.pools()
 
@@ -181,12 +215,19 @@ class CacheConfig:
         return tuple(url for url in urls if url != "none")
 
     def core(self) -> CoreConfig:
-        """The core's part of these settings."""
+        """The core's part of these settings.
+
+        Raises:
+            ConfigError: a component has more slots than can be numbered. Most would not fit in memory either: whoever
+                allocates pools says so first.
+        """
         slots = tuple(
             ComponentSlots(_KIND[type(c)], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
                            c.window if isinstance(c, SlidingWindow) else 0)
             for c in self.components
         )
+        for component in slots:
+            _check_numbers(component)
         return CoreConfig(
             page_size=self.page_size,
             components=slots,
@@ -230,16 +271,31 @@ def split_urls(text: str) -> tuple[str, ...]:
     return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
 
 
-def parse_enum(name: str, value: object, enum: type[_E]) -> _E:
-    """The member of ``enum`` that ``value`` (a member or its string) names.
+def _urls(storage: object) -> str | tuple[str, ...] | None:
+    if storage is None or isinstance(storage, str):
+        return None if storage is None else checks.text("storage", storage)
+    if not isinstance(storage, (tuple, list)) or not all(isinstance(url, str) for url in storage):
+        raise ConfigError(f"storage: a URL, or several of them, and not an object of type {type(storage).__name__}")
+    return tuple(checks.text("storage", url) for url in storage)
 
-    Raises:
-        ConfigError: there is none; the message lists those there are.
-    """
-    try:
-        return enum(value)
-    except ValueError:
-        raise ConfigError(f"{name}: unknown value {value!r}; one of {', '.join(m.value for m in enum)}") from None
+
+def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, ...]:
+    if not isinstance(values, (tuple, list)):
+        raise ConfigError(f"{name}={checks.shown(values)} must be a tuple")
+    return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
+
+
+def _settle_pool(pool: Component | Sidecar, where: str) -> None:
+    """What can be said of a pool by itself."""
+    checks.settle_fields(pool, f"{where}: ")
+    covers = pool.covers
+    if not isinstance(covers, (tuple, list)):
+        raise ConfigError(f"{where}: covers={checks.shown(covers)} must be a tuple of integers")
+    covers = tuple(checks.integer(f"{where}: covers", layer, 0, MOST_LAYERS) for layer in covers)
+    object.__setattr__(pool, "covers", covers)
+    if covers and (len(covers) != pool.layers or list(covers) != sorted(covers)):
+        raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of "
+                          f"layers={pool.layers}, never falling")
 
 
 def _slots(component: Component, page_size: int, *, host: bool) -> int:
@@ -248,18 +304,20 @@ def _slots(component: Component, page_size: int, *, host: bool) -> int:
     return (component.host_tokens if host else component.device_tokens) // page_size
 
 
+def _check_numbers(slots: ComponentSlots) -> None:
+    for tier, count in (("device", slots.device), ("host", slots.host)):
+        if count > INT32_MAX:
+            name = POOL_NAME[slots.kind]
+            raise ConfigError(f"{name}: {count} slots on the {tier}: at most {INT32_MAX} can be numbered")
+
+
 def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
     where = f"sidecar {spec.name!r}"
-    if not re.fullmatch(r"[\w.-]+", spec.name):
-        raise ConfigError(f"{where}: a pool's name is made of letters, digits, '_', '.' and '-'")
-    _positive(f"{where}: layers", spec.layers)
-    _check_covers(where, spec.covers, spec.layers)
-    _positive(f"{where}: bytes_per_page", spec.bytes_per_page)
     if spec.bytes_per_page % spec.layers:
         raise ConfigError(f"{where}: bytes_per_page={spec.bytes_per_page} is not a multiple of layers={spec.layers}")
     root = _root(spec, own, sidecars)
     if spec.hit_policy is not None:
-        _check_policy(where, parse_enum(f"{where}: hit_policy", spec.hit_policy, HitPolicy), root)
+        _check_policy(where, spec.hit_policy, root)
     return PoolSpec(
         name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
         device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
@@ -288,40 +346,10 @@ def _check_policy(where: str, policy: HitPolicy, root: PoolSpec) -> None:
         )
 
 
-def _positive(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be positive")
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name}={value!r} must not be negative")
-
-
-def _check_scalars(config: CacheConfig) -> None:
-    if not config.model:
-        raise ConfigError("model='' must name the weights")
-    try:
-        config.model.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"model={config.model!r} is no text that has UTF-8") from None
-    if config.eviction not in EVICTION_POLICIES:
-        raise ConfigError(f"eviction: unknown value {config.eviction!r}; one of {', '.join(EVICTION_POLICIES)}")
-    for name in ("page_size", "prefetch_timeout_max", "max_backup_ops", "close_deadline"):
-        _positive(name, getattr(config, name))
-    for name in ("prefetch_threshold", "load_back_threshold", "prefetch_timeout_base", "prefetch_timeout_per_1k"):
-        _not_negative(name, getattr(config, name))
-    for name in ("prefetch_quota", "backup_quota", "write_back_watermark", "kept_fraction"):
-        value = getattr(config, name)
-        if not 0 <= value <= 1:
-            raise ConfigError(f"{name}={value!r} must lie between 0 and 1")
-    if not all(isinstance(url, str) for url in config.stores):
-        raise ConfigError("storage: a URL, or several of them")
-
-
 def _check_components(config: CacheConfig) -> None:
     kinds = [_KIND.get(type(c)) for c in config.components]
-    if not kinds or kinds[0] is not ComponentKind.FULL or sorted(set(kinds)) != kinds:  # type: ignore[type-var]
+    known = [kind for kind in kinds if kind is not None]
+    if known[:1] != [ComponentKind.FULL] or sorted(set(known)) != kinds:
         raise ConfigError("components must be one Full, then at most one SlidingWindow, then at most one Mamba")
     for component in config.components:
         _check_component(component, config.page_size)
@@ -334,31 +362,16 @@ def _check_components(config: CacheConfig) -> None:
         raise ConfigError("storage_options: with several stores, options belong in their URLs")
 
 
-def _check_covers(where: str, covers: tuple[int, ...], layers: int) -> None:
-    if covers and (len(covers) != layers or covers[0] < 0 or list(covers) != sorted(covers)):
-        raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of layers={layers}, "
-                          "never falling")
-
-
 def _check_component(component: Component, page_size: int) -> None:
+    """What can be said of a component in a cache with pages of this size."""
     name = POOL_NAME[_KIND[type(component)]]
-    _positive(f"{name}: layers", component.layers)
-    _check_covers(name, component.covers, component.layers)
     if isinstance(component, Mamba):
-        _positive(f"{name}: state_bytes", component.state_bytes)
-        _positive(f"{name}: device_states", component.device_states)
-        _not_negative(f"{name}: host_states", component.host_states)
         unit = component.state_bytes
     else:
-        _not_negative(f"{name}: bytes_per_token", component.bytes_per_token)
-        _positive(f"{name}: device_tokens", component.device_tokens)
-        _not_negative(f"{name}: host_tokens", component.host_tokens)
         for field_name in ("device_tokens", "host_tokens"):
             value = getattr(component, field_name)
             if value % page_size:
                 raise ConfigError(f"{name}: {field_name}={value} is not a multiple of page_size={page_size}")
         unit = component.bytes_per_token * page_size
-    if isinstance(component, SlidingWindow):
-        _positive(f"{name}: window", component.window)
     if unit % component.layers:
         raise ConfigError(f"{name}: {unit} bytes a page are not a multiple of layers={component.layers}")

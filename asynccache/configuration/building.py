@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from asynccache import checks
 from asynccache.config import CacheConfig, Sidecar
 from asynccache.configuration import settings
 from asynccache.configuration.settings import REQUIRED, Path
@@ -75,7 +76,11 @@ def read_config(
     path: str | os.PathLike[str] | File | None = None, *, env: Mapping[str, str] | None = None, **given: Any
 ) -> Loaded:
     """As ``load_config``; what is wrong is listed and not raised, and every value comes with its origin."""
-    env = os.environ if env is None else env
+    env = os.environ if env is None else checks.texts("env", env)
+    if not isinstance(path, (str, os.PathLike, File, type(None))):
+        raise ConfigError(f"path={checks.shown(path)} must be text or a path")
+    if isinstance(path, str):
+        checks.text("path", path)
     table = Table()
     path = path if path is not None else env.get(f"{PREFIX}CONFIG") or None
     if path is not None:
@@ -127,7 +132,7 @@ def _misplaced(path: Path, value: Value, what: str) -> Problem:
 
 
 def _short(path: Path, value: Value) -> str:
-    text = repr(shown(path[-1], value.value))
+    text = checks.shown(shown(path[-1], value.value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -166,7 +171,7 @@ def _missing(table: Table) -> Iterator[Problem]:
         yield Problem("components.full is not given", "every cache has full attention: add a table [components.full]")
     for path, row, where in _rows(table):
         if row.default is REQUIRED and path not in table.values:
-            text = row.words.text.rstrip(".").replace("`", "")
+            text = row.text.rstrip(".").replace("`", "")
             yield Problem(f"{'.'.join(path)} is not given{where}", f"{path[-1]}: {text[:1].lower()}{text[1:]}")
 
 

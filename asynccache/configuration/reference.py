@@ -39,7 +39,7 @@ def _section(title: str, text: str, path: Path, rows: Mapping[str, Setting]) -> 
         yield from (f"Environment: `{variable((*path, 'KEY'))}`.", "")
     yield from ("| setting | type | default | |", "|---|---|---|---|")
     for row in rows.values():
-        yield f"| `{row.name}` | {_type(row)} | {_default(row)} | {row.words.text} |"
+        yield f"| `{row.name}` | {_type(row)} | {_default(row)} | {row.text} |"
     yield ""
 
 
@@ -47,7 +47,7 @@ def _type(row: Setting) -> str:
     name = ", ".join(f"`{choice}`" for choice in row.choices) or _TYPES[row.kind]
     if row.several:
         return f"{name}, or a list of it"
-    low, high, above = row.words.low, row.words.high, row.words.above
+    low, high, above = row.bounds
     if low is not None and high is not None:
         return f"{name}, {low:g} to {high:g}"
     if low is not None:

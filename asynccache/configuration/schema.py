@@ -68,7 +68,7 @@ def _object(rows: Mapping[str, Setting]) -> Schema:
 
 
 def _one(row: Setting) -> Schema:
-    found: Schema = {"description": row.words.text, "type": _TYPES.get(row.kind, "string")}
+    found: Schema = {"description": row.text, "type": _TYPES.get(row.kind, "string")}
     if row.kind is tuple:
         found |= {"type": "array", "items": {"type": "integer"}}
     if row.several:
@@ -77,5 +77,6 @@ def _one(row: Setting) -> Schema:
         found["enum"] = [*row.choices, *(["none"] if row.optional else [])]
     if row.default is not REQUIRED and row.default is not None:
         found["default"] = list(row.default) if isinstance(row.default, tuple) else row.default
-    bounds = {"minimum": row.words.low, "maximum": row.words.high, "exclusiveMinimum": row.words.above}
+    minimum, maximum, above = row.bounds
+    bounds = {"minimum": minimum, "maximum": maximum, "exclusiveMinimum": above}
     return {**found, **{name: bound for name, bound in bounds.items() if bound is not None}}

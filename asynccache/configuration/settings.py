@@ -7,8 +7,11 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from math import isfinite
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from asynccache import checks
+from asynccache.checks import ANY, Bounds
 from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow, split_urls
 from asynccache.configuration import words
 from asynccache.errors import ConfigError
@@ -31,9 +34,10 @@ class Setting:
     kind: type[Any]
     optional: bool
     default: object
-    words: words.Words
+    text: str
     choices: tuple[str, ...] = ()
     several: bool = False
+    bounds: Bounds = ANY
 
     def accept(self, value: object, *, text: bool) -> object:
         """The value in its type. ``text``: it comes from the environment, where everything is text.
@@ -41,7 +45,7 @@ class Setting:
         Raises:
             ConfigError: says what it must be.
         """
-        if self.optional and value in (None, "none", ""):
+        if self.optional and (value is None or (isinstance(value, str) and value in ("none", ""))):
             return None
         if self.several:
             return _one_or_more(split_urls(str(value)) if text else value)
@@ -54,25 +58,32 @@ class Setting:
     def _check_bounds(self, value: object) -> None:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return
-        low, high, above = self.words.low, self.words.high, self.words.above
-        if low is not None and high is not None and not low <= value <= high:
-            raise ConfigError(f"must lie between {low:g} and {high:g}")
-        if low is not None and not value >= low:
-            raise ConfigError(f"must be at least {low:g}")
-        if above is not None and not value > above:
-            raise ConfigError(f"must be above {above:g}")
+        infinite = isinstance(value, float) and not isfinite(value)
+        unmet = self.bounds.unmet(value) or ("must be a finite number" if infinite else "")
+        if unmet:
+            raise ConfigError(unmet)
 
 
 def _typed(kind: type[Any], value: object) -> object:
     if kind is tuple:
         return _numbers(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if kind in (int, float):
+        return _number(kind, value)
     if issubclass(kind, Enum):
         return value.value if isinstance(value, kind) else _typed(str, value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    if not isinstance(value, kind):
         raise ConfigError(f"must be {_WANTED[kind]}")
     return value
+
+
+def _number(kind: type[Any], value: object) -> object:
+    """An engine's numbers are those of numpy or torch. A float that is not finite is held against the bounds."""
+    if kind is float and isinstance(value, float):
+        return float(value)
+    try:
+        return checks.integer("", value) if kind is int else checks.number("", value)
+    except ConfigError:
+        raise ConfigError(f"must be {_WANTED[kind]}") from None
 
 
 def _one_or_more(value: object) -> str | tuple[str, ...]:
@@ -109,12 +120,12 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-def _rows(cls: type[Any], meanings: Mapping[str, words.Words], without: Iterable[str] = ()) -> dict[str, Setting]:
+def _rows(cls: type[Any], meanings: Mapping[str, str], without: Iterable[str] = ()) -> dict[str, Setting]:
     hints = get_type_hints(cls)
     return {f.name: _row(f, hints[f.name], meanings) for f in fields(cls) if f.name not in without}
 
 
-def _row(field: Field[Any], hint: Any, meanings: Mapping[str, words.Words]) -> Setting:
+def _row(field: Field[Any], hint: Any, meanings: Mapping[str, str]) -> Setting:
     if get_origin(hint) is tuple:
         hint = tuple
     optional = get_origin(hint) in (Union, types.UnionType)
@@ -124,13 +135,14 @@ def _row(field: Field[Any], hint: Any, meanings: Mapping[str, words.Words]) -> S
     if field.name == "eviction":
         choices = EVICTION_POLICIES
     default = REQUIRED if field.default is MISSING else _plain(field.default)
-    return Setting(field.name, kind, optional, default, meanings.get(field.name, words.Words("")), choices, several)
+    bounds = field.metadata.get("bounds", ANY)
+    return Setting(field.name, kind, optional, default, meanings.get(field.name, ""), choices, several, bounds)
 
 
 CACHE = _rows(CacheConfig, words.CACHE, TABLES)
 COMPONENTS = {name: _rows(cls, words.COMPONENTS[name]) for name, cls in COMPONENT_CLASSES.items()}
 SIDECAR = _rows(Sidecar, words.SIDECAR, ("name",))
-OPTION = Setting("option", str, False, REQUIRED, words.Words(words.OPTIONS_TEXT))
+OPTION = Setting("option", str, False, REQUIRED, words.OPTIONS_TEXT)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asynccache.checks import integer, shown
 from asynccache.core.backfilling import Backfill, Filled
 from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
@@ -37,6 +38,7 @@ from asynccache.core.surveys import Survey, Unsaved
 from asynccache.core.transfers import Transfers
 from asynccache.core.tree import walk
 from asynccache.core.world import World
+from asynccache.errors import ConfigError
 
 
 class ShelfStatistics(NamedTuple):
@@ -140,15 +142,34 @@ class CacheCore:
         way are being loaded for somebody else; nothing was changed.
 
         Raises:
-            ValueError: the key is shorter than what the lease has committed, or the checkpoint is not its own.
+            ConfigError: the key is shorter than what the lease has committed, or the checkpoint lies elsewhere or is
+                not its own; nothing was changed.
         """
         if len(key) < lease.length * TOKEN_BYTES:
-            raise ValueError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
-        if checkpoint is not None and checkpoint[0] % self.config.page_size:
-            raise ValueError(f"checkpoint position {checkpoint[0]} is not a multiple of {self.config.page_size}")
-        if checkpoint is not None and checkpoint[1] not in memoryview(lease.states).cast("i"):
-            raise ValueError(f"checkpoint slot {checkpoint[1]} is not one of the lease's states")
+            raise ConfigError(f"{len(key) // TOKEN_BYTES} tokens are fewer than the {lease.length} committed already")
+        if checkpoint is not None:
+            checkpoint = self.check_checkpoint(lease, min(len(key) // TOKEN_BYTES, lease.reserved), checkpoint)
         return self._commits.commit(lease, key, hashes, checkpoint)
+
+    def check_checkpoint(self, lease: Lease, tokens: int, checkpoint: object) -> tuple[int, int]:
+        """``checkpoint`` as two integers, if a commit of ``tokens`` tokens may hand it in. Changes nothing.
+
+        Raises:
+            ConfigError: it is no pair of integers, its position is not the end of a page that is committed, or its slot
+                is not one of the lease's states: another lease's, or one that an earlier commit gave to the tree.
+        """
+        if not isinstance(checkpoint, (tuple, list)) or len(checkpoint) != 2:
+            raise ConfigError(f"checkpoint={shown(checkpoint)} must be a pair: a position, a slot out of lease.states")
+        size = self.config.page_size
+        position = integer("checkpoint: position", checkpoint[0])
+        if position % size or not 0 < position <= tokens:
+            raise ConfigError(f"checkpoint: position={position} must be a multiple of page_size={size}, above 0 and at "
+                              f"most the {tokens} tokens that are committed")
+        slot, states = integer("checkpoint: slot", checkpoint[1]), memoryview(lease.states).cast("i").tolist()
+        if slot not in states:
+            raise ConfigError(f"checkpoint: slot={slot} is not one of the lease's states, which are {states}: a slot "
+                              "that a commit has given to the tree cannot be handed in again")
+        return position, slot
 
     def pages(self, lease: Lease, kind: int) -> bytes:
         """The page table of FULL or SWA from token 0 to ``lease.reserved``: int32 a page, -1 where there is none."""

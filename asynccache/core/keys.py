@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asynccache.checks import integer, text
+
 TOKEN_BYTES = 4
 HASH_BYTES = 32
 
@@ -18,9 +20,10 @@ class Adapter(str):
     lora_name: str
 
     def __new__(cls, key: str, lora_name: str | None = None, lora_id: int | None = None) -> Adapter:
+        key = text("key", key)
         made = super().__new__(cls, key)
-        made.lora_name = key if lora_name is None else lora_name
-        made.lora_id = lora_id
+        made.lora_name = key if lora_name is None else text("lora_name", lora_name)
+        made.lora_id = None if lora_id is None else integer("lora_id", lora_id, 0, 2**63 - 1)
         return made
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asynccache import checks
 from asynccache.core.plan import Medium
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, EventBatch
 
@@ -33,5 +34,6 @@ class Mirror:
 
     def prefix(self, hashes: list[int], medium: str = "GPU") -> int:
         """How many of ``hashes``, a prompt's blocks from its start, are on ``medium``."""
+        checks.choice("medium", medium, self.blocks)
         held = self.blocks[medium]
         return next((i for i, block in enumerate(hashes) if block not in held), len(hashes))

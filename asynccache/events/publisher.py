@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 
 import zmq
 
+from asynccache import checks
 from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
 from asynccache.events.announcer import Announcer
@@ -29,6 +30,8 @@ from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventB
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCH_EVENTS = 1024
+MOST_KEPT = 1 << 30
+MOST_GATHER = 60.0
 
 
 class PublisherStats(NamedTuple):
@@ -80,15 +83,21 @@ class ZmqPublisher:
         keep: int = 10_000, keep_bytes: int = 64 << 20, gather: float = 0.002,
         backlog: int = 200_000, high_water: int = 100_000, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._topic = topic.encode()
-        self._rank = rank
-        self._encoder = Encoder(Layout(layout))
-        topical = Layout(layout) is Layout.MAP if replay_topic is None else replay_topic
+        checks.text("endpoint", endpoint, empty=False)
+        if replay is not None:
+            checks.text("replay", replay, empty=False)
+        written = checks.member("layout", layout, Layout)
+        keep = checks.integer("keep", keep, 1, MOST_KEPT)
+        high_water = checks.integer("high_water", high_water, 1, checks.INT32_MAX)
+        self._topic = checks.text("topic", topic).encode()
+        self._rank = None if rank is None else checks.integer("rank", rank, 0, checks.INT32_MAX)
+        self._encoder = Encoder(written)
+        topical = written is Layout.MAP if replay_topic is None else checks.flag("replay_topic", replay_topic)
         self._before = ((self._topic,), (b"",)) if topical else ((), ())
-        self._history = History(keep, keep_bytes)
-        self._gather = gather
-        self._limit = backlog
-        self._clock = clock
+        self._history = History(keep, checks.integer("keep_bytes", keep_bytes, 1))
+        self._gather = checks.number("gather", gather, 0, MOST_GATHER)
+        self._limit = checks.integer("backlog", backlog, 1)
+        self._clock = checks.function("clock", clock)
         self._announcer = Announcer()
         self._backlog: deque[Notice] = deque()
         self._woken = self._closing = self._losing = False
@@ -135,6 +144,7 @@ class ZmqPublisher:
 
     def close(self, timeout: float = 5.0) -> None:
         """Send what waits and end the thread; after ``timeout`` seconds, leave the rest unsent. Twice is fine."""
+        timeout = checks.number("timeout", timeout, 0, threading.TIMEOUT_MAX)
         if self._closing:
             return
         self._closing = True

@@ -8,8 +8,12 @@ from typing import NamedTuple, Self
 
 import zmq
 
+from asynccache import checks
+from asynccache.errors import ConfigError
 from asynccache.events.publisher import END
 from asynccache.events.wire import AllBlocksCleared, Decoder, EventBatch, Layout
+
+MOST_SECONDS = 1e6
 
 
 class Received(NamedTuple):
@@ -30,15 +34,23 @@ class Subscriber:
         self, endpoint: str, replay: str | None = None, *, topic: str = "", layout: Layout | str = Layout.MAP,
         patience: float = 1.0,
     ) -> None:  # fmt: skip
-        self._decoder = Decoder(Layout(layout))
-        self._patience = patience
+        checks.text("endpoint", endpoint, empty=False)
+        if replay is not None:
+            checks.text("replay", replay, empty=False)
+        checks.text("topic", topic)
+        self._decoder = Decoder(checks.member("layout", layout, Layout))
+        self._patience = checks.number("patience", patience, 0, MOST_SECONDS)
         self._next = 0
         self._latest = 0.0
         self._replay_endpoint = replay
         self._context = zmq.Context()
         self._sub: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._sub.setsockopt_string(zmq.SUBSCRIBE, topic)
-        self._sub.connect(endpoint)
+        try:
+            self._sub.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint={endpoint!r} cannot be connected to: {error}") from error
 
     def __repr__(self) -> str:
         return f"Subscriber(next batch {self._next})"
@@ -59,6 +71,10 @@ class Subscriber:
 
     def receive(self, timeout: float) -> Iterator[Received]:
         """The batches that come until none came for ``timeout`` seconds."""
+        timeout = checks.number("timeout", timeout, 0, MOST_SECONDS)
+        return self._received(timeout)
+
+    def _received(self, timeout: float) -> Iterator[Received]:
         while self._sub.poll(int(timeout * 1000)):
             _, number, payload = self._sub.recv_multipart()
             yield from self._in_order(int.from_bytes(number, "big"), payload)

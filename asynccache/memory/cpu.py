@@ -22,6 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
+from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import copies as batch
 from asynccache.memory.device import Event, PageCopy, Stream
@@ -178,7 +179,8 @@ class CpuDevice:
         if isinstance(event, CpuEvent):
             return event
         raise ConfigError(
-            f"{event!r} is no event of the CPU device: give what device.gate() or a stream's record() returned"
+            f"{checks.shown(event)} is no event of the CPU device: give what device.gate() or a stream's record() "
+            "returned"
         )
 
     def check_room(self, device: Mapping[str, int], host: Mapping[str, int]) -> None:

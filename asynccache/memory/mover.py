@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import torch
 
+from asynccache import checks
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import Device, Event, PageCopy, Stream
 from asynccache.memory.fences import Fences
@@ -151,7 +152,7 @@ class Mover:
 
 
 def _as_it_is(stream: object) -> Stream:
-    return cast("Stream", stream)
+    return checks.provider("stream", cast("Stream", stream), Stream)  # type: ignore[type-abstract]
 
 
 def _slots_of(pools: Sequence[PoolSpec]) -> dict[int, int]:

@@ -17,11 +17,13 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from asynccache import checks
+from asynccache.metrics.lag import LoopLag
+from asynccache.metrics.server import a_cache
 from asynccache.runtime.stats import Histogram
 from asynccache.storage import BreakerState
 
 if TYPE_CHECKING:
-    from asynccache.metrics.lag import LoopLag
     from asynccache.runtime.cache import AsyncCache, CacheStatistics
 
 _PREFIX = "asynccache"
@@ -52,11 +54,11 @@ class CacheCollector(Collector):
         self, cache: AsyncCache, *, name: str | None = None, lag: LoopLag | None = None,
         publisher: Callable[[], Publishing] | None = None,
     ) -> None:  # fmt: skip
-        self._cache = cache
-        self._name = cache.config.model if name is None else name
+        self._cache = a_cache(cache)
+        self._name = cache.config.model if name is None else checks.text("name", name)
         self._page_size = cache.config.page_size
-        self._lag = lag
-        self._publisher = publisher
+        self._lag = None if lag is None else checks.instance("lag", lag, LoopLag)
+        self._publisher = None if publisher is None else checks.function("publisher", publisher)
 
     def __repr__(self) -> str:
         return f"CacheCollector({self._name!r})"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 
+from asynccache import checks
 from asynccache.runtime.stats import BOUNDS_MS, Histogram
 
 
@@ -14,7 +15,7 @@ class LoopLag:
     ``time.monotonic``: uvloop's own counts milliseconds."""
 
     def __init__(self, tick: float = 0.05) -> None:
-        self._tick = tick
+        self._tick = checks.number("tick", tick, above=0)
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._total = 0.0

@@ -24,6 +24,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from urllib.parse import parse_qs, urlsplit
 
+from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
 from asynccache.metrics.lag import LoopLag
 
@@ -32,12 +33,26 @@ if TYPE_CHECKING:
 
     from asynccache.runtime.cache import AsyncCache
 
+MOST_PORT = 65535
 MOST_BYTES = 8 << 20
 MOST_CONNECTIONS = 64
 PATIENCE = 10.0
 _CHUNK = 1 << 16
 _UNREAD = ("400", "405", "411", "413")
 _JSON = "application/json"
+
+
+def a_cache(cache: AsyncCache) -> AsyncCache:
+    """``cache``, if it is one. Raises ``ConfigError`` if it is not."""
+    from asynccache.runtime.cache import AsyncCache  # it was imported by whoever made one
+
+    return checks.instance("cache", cache, AsyncCache)
+
+
+def _a_registry(registry: CollectorRegistry) -> CollectorRegistry:
+    if not callable(getattr(registry, "collect", None)):
+        raise ConfigError(f"registry={checks.shown(registry)} must be a registry of prometheus_client")
+    return registry
 
 
 class Request(NamedTuple):
@@ -73,11 +88,11 @@ class Exposed:
         self, cache: AsyncCache, *, host: str = "127.0.0.1", port: int = 0,
         registry: CollectorRegistry | None = None, lag: LoopLag | None = None,
     ) -> None:  # fmt: skip
-        self._cache = cache
-        self._host = host
-        self.port = port
-        self._lag = lag or LoopLag()
-        self._registry = registry
+        self._cache = a_cache(cache)
+        self._host = checks.text("host", host)
+        self.port = checks.integer("port", port, 0, MOST_PORT)
+        self._lag = LoopLag() if lag is None else checks.instance("lag", lag, LoopLag)
+        self._registry = None if registry is None else _a_registry(registry)
         self._server: asyncio.Server | None = None
         self._talking: set[asyncio.Task[None]] = set()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from asynccache import checks
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
@@ -50,6 +51,14 @@ def access_of(store: TieredStore) -> Access:
     if not store:
         return Access.NONE
     return Access.WRITE if store.writes else Access.READ
+
+
+def check_storage(name: str, storage: object) -> None:
+    """Raises ``ConfigError`` if ``storage``, which an argument called ``name`` gave, is nothing that can be a store."""
+    if isinstance(storage, str):
+        checks.text(name, storage)
+    elif not isinstance(storage, CheckedStore):
+        checks.provider(name, storage, StorageBackend)  # type: ignore[type-abstract]
 
 
 def options_of(

@@ -10,21 +10,23 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.device import Device
 from asynccache.memory.mover import Mover
 from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, detach, open_all, options_of
+from asynccache.runtime.attaching import attach, check_storage, detach, open_all, options_of
 from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.description import description
-from asynccache.runtime.entry import Terms
+from asynccache.runtime.entry import checked_terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Keeper, Kept
@@ -40,7 +42,6 @@ from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, completed, store_layout
 
 if TYPE_CHECKING:
-    from asynccache.memory.device import Device
     from asynccache.memory.pools import DevicePool
 
 ExtraKey = str | bytes | None
@@ -103,7 +104,17 @@ class AsyncCache:
         agreement: Agreement | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        self.config = config
+        self.config = checks.instance("config", config, CacheConfig)
+        protocols: tuple[tuple[str, object, type[Any]], ...] = (
+            ("device", device, Device), ("ranks", ranks, Ranks), ("agreement", agreement, Agreement),
+        )  # fmt: skip
+        for name, value, protocol in protocols:
+            if value is not None:
+                checks.provider(name, value, protocol)
+        if storage is not None:
+            check_storage("storage", storage)
+        if on_event is not None:
+            checks.function("on_event", on_event)
         self._given_device = device
         self._given_storage = storage
         self._ranks = ranks
@@ -193,7 +204,12 @@ class AsyncCache:
         Several ranks: the first that is over ends saving on all of them, at one step, and later calls change nothing; 0
         leaves without them.
         Cancelling it stops the waiting; closing goes on.
+
+        Raises:
+            ConfigError: ``deadline`` is no number of seconds; the cache stays open.
         """
+        if deadline is not None:
+            deadline = checks.number("deadline", deadline, 0)
         if self._opening is not None:
             await self._opening.interrupt()
         machine = self._machine
@@ -370,17 +386,26 @@ class AsyncCache:
         A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
         ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
         times, each keeps them.
+
+        Raises:
+            ConfigError: an argument is unusable. The tokens are looked at when it is entered.
         """
-        terms = Terms(tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter)
+        machine = self._opened()
+        terms = checked_terms(
+            machine, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+        )
         caller = sys._getframe(1)
-        return Lease(self._opened(), terms, (caller.f_code, caller.f_lasti))
+        return Lease(machine, terms, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
-        says how much that is. Never waits for pages. Cancelling it keeps nothing."""
+        says how much that is. Never waits for pages. Cancelling it keeps nothing.
+
+        Raises:
+            ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
+        """
         machine = self._ready()
-        if ttl <= 0:
-            raise ConfigError(f"keep: ttl={ttl!r} must be positive")
+        ttl = checks.number("ttl", ttl, above=0)
         return await self._keeper.keep(machine.space(extra_key), as_key(tokens), ttl)
 
     # the whole cache
@@ -404,11 +429,13 @@ class AsyncCache:
         Raises:
             TimeoutError: ``timeout`` seconds went by.
             BackendError: the store could not make it durable.
-            ConfigError: a ``timeout`` where there are several ranks, whose clocks differ.
+            ConfigError: ``timeout`` is no number of seconds, or there are several ranks, whose clocks differ.
         """
         machine = self._ready()
-        if timeout is not None and machine.lockstep is not None:
-            raise ConfigError("flush: timeout: the clocks of several ranks differ")
+        if timeout is not None:
+            timeout = checks.number("timeout", timeout, 0)
+            if machine.lockstep is not None:
+                raise ConfigError("flush: timeout: the clocks of several ranks differ")
         async with asyncio.timeout(timeout):
             return await flush(machine)
 
@@ -428,8 +455,14 @@ class AsyncCache:
             ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
             Unavailable: the store cannot be opened now.
         """
-        wanted = {**(options or {}), **({} if name is None else {"name": name})}
-        return await attach(self._ready(), storage, wanted, position, backfill=backfill)
+        machine = self._ready()
+        check_storage("storage", storage)
+        wanted = {} if options is None else checks.texts("options", options)
+        if name is not None:
+            wanted["name"] = checks.text("name", name)
+        if position is not None:
+            position = checks.integer("position", position, 0)
+        return await attach(machine, storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
         """Use a store no more, and close it, while requests go on: what it cannot give any more they compute. Without
@@ -441,11 +474,18 @@ class AsyncCache:
         waiting, and the store is closed by and by.
 
         Raises:
-            ConfigError: there is no such store, or several and no name was given.
+            ConfigError: there is no such store, or several and no name was given; or ``drain`` is neither a truth value
+                nor a number of seconds.
             BackendError: the store is gone, but its backend could not close cleanly.
         """
         machine = self._ready()
-        seconds = self.config.close_deadline if drain is True else None if drain is False else float(drain)
+        if name is not None:
+            name = checks.text("name", name)
+        seconds: float | None
+        if checks.is_flag(drain):
+            seconds = self.config.close_deadline if drain else None
+        else:
+            seconds = checks.number("drain", drain, 0)
         return await detach(machine, name, seconds)
 
     async def invalidate(self, extra_key: ExtraKey = None) -> None:
@@ -455,6 +495,9 @@ class AsyncCache:
         Device and host forget everything. In storage, what the tree knows is deleted. Pages that the tree had evicted
         stay there, out of reach of this cache, but a later process may find them: where that matters, change
         ``extra_key`` or ``reset``. Cancelling it may leave stored pages undeleted.
+
+        Raises:
+            ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
         machine = self._ready()
         space = machine.space(extra_key)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from asynccache.checks import flag, integer, namespace, number
 from asynccache.core.cache import EVERYTHING, Ask, Grant
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
@@ -31,7 +32,7 @@ Granted = Callable[[Grant], None]
 
 
 class Terms(NamedTuple):
-    """What ``AsyncCache.lease`` was asked for."""
+    """What ``AsyncCache.lease`` was asked for. All but the tokens is checked; see ``checked_terms``."""
 
     tokens: Tokens
     new_tokens: int = 0
@@ -45,30 +46,51 @@ class Terms(NamedTuple):
     shorter: bool = True
 
 
+def checked_terms(
+    machine: Machine, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
+    wait: bool, timeout: float | None, states: int | None, chunk: int | None, swa_chunk: int | None, shorter: bool,
+) -> Terms:  # fmt: skip
+    """The terms in Python's own types, but for the tokens, which ``ask_for`` checks.
+
+    Raises:
+        ConfigError: a term is unusable; the message names it and its value.
+    """
+    if extra_key is not None:
+        namespace("extra_key", extra_key)
+    if prefetch is not None:
+        machine.own(prefetch)
+    if timeout is not None:
+        timeout = number("timeout", timeout, 0)
+        if machine.lockstep is not None:
+            raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
+    if states is not None:
+        states = machine.check_states(states)
+    if chunk is not None:
+        chunk = integer("chunk", chunk, 1)
+    if swa_chunk is not None:
+        swa_chunk = integer("swa_chunk", swa_chunk, 1)
+    return Terms(
+        tokens, integer("new_tokens", new_tokens, 0), extra_key, prefetch, flag("wait", wait), timeout, states, chunk,
+        swa_chunk, flag("shorter", shorter),
+    )  # fmt: skip
+
+
 def ask_for(machine: Machine, terms: Terms) -> Ask:
     """What the core is asked for these terms.
 
     Raises:
-        ConfigError: the tokens or a term are unusable.
+        ConfigError: the tokens are unusable.
     """
-    tokens, new_tokens, extra_key, _, _, timeout, states, chunk, swa_chunk, shorter = terms
-    if timeout is not None and machine.lockstep is not None:
-        raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
+    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter = terms
     key = as_key(tokens)
     if not key:
         raise ConfigError("tokens: a lease needs at least one")
-    if new_tokens < 0:
-        raise ConfigError(f"new_tokens={new_tokens} must not be negative")
     if states is None:
         states = machine.default_states
-    elif states < 0 or (states and not machine.default_states):
-        raise ConfigError(f"states={states}: there is no such number of states in this cache")
     if chunk is None:
         chunk = EVERYTHING
     if swa_chunk is None:
         swa_chunk = chunk
-    if chunk < 1 or swa_chunk < 1:
-        raise ConfigError(f"chunk={chunk}, swa_chunk={swa_chunk}: at least one token is to be computed")
     length = len(key) // TOKEN_BYTES
     reserve = length + new_tokens
     swa = reserve if machine.has_swa else 0

@@ -11,7 +11,7 @@ import struct
 from functools import lru_cache
 from hashlib import sha256
 
-from asynccache.errors import ConfigError
+from asynccache import checks
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 HASH_BYTES = 32
@@ -36,14 +36,9 @@ def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None =
 
 def _tagged(extra_key: str | bytes | None) -> bytes:
     """No two keys give the same bytes."""
-    if extra_key is None:
+    if checks.namespace("extra_key", extra_key) is None:
         return b"-"
-    if isinstance(extra_key, bytes):
-        return b"b" + extra_key
-    try:
-        return b"s" + extra_key.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise ConfigError(f"extra_key={extra_key!r} must be text, bytes or None") from None
+    return b"b" + extra_key if isinstance(extra_key, bytes) else b"s" + str(extra_key).encode()
 
 
 def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: int) -> bytes:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asynccache.checks import flag, integer, text
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.cache import Lease as CoreLease
@@ -129,8 +130,8 @@ class Lease:
         machine.check_open()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        self._state = ENTERING
         self._ask = ask = ask_for(machine, terms)
+        self._state = ENTERING
         self._resets = machine.resets
         try:
             if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
@@ -184,10 +185,12 @@ class Lease:
         GPU, a ``torch.cuda.Event`` or a ``cupy.cuda.Event``. ``ended``: this conversation will not come back.
 
         Raises:
-            ConfigError: the device cannot wait for ``after``; the lease holds what it held.
+            ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
+                held.
         """
         machine = self._machine
         machine.check_thread()
+        ended = flag("ended", ended)
         if self._state is not HELD:
             return
         event = machine.engine_event("release: after", after)
@@ -245,9 +248,10 @@ class Lease:
 
     def page_table(self, component: str) -> Pages:
         """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
-        if component not in _COMPONENT or _COMPONENT[component] not in self._machine.pools.components:
-            raise ConfigError(f"page_table: no component with a page table is called {component!r}")
-        return self._table(_COMPONENT[component])
+        kind = _COMPONENT.get(text("component", component))
+        if kind is None or kind not in self._machine.pools.components:
+            raise ConfigError(f"component={component!r}: no component with a page table is called so")
+        return self._table(kind)
 
     def _table(self, component: int) -> Pages:
         return np.frombuffer(self._machine.core.pages(self._held(), component), np.int32)
@@ -314,8 +318,10 @@ class Lease:
         Raises:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
+            ConfigError: the model has no layer ``i``.
         """
         self._machine.check_thread()
+        i = self._machine.check_layer(i)
         core = self._held()
         for op in core.loads:
             copying = self._machine.load_back.copying(op)
@@ -335,8 +341,10 @@ class Lease:
         load: ``loaded()`` does, before anything is published.
 
         Raises:
+            ConfigError: ``stream`` is no stream, or the model has no layer ``i``.
             AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
         """
+        i = self._machine.check_layer(i)
         own = self._machine.mover.engine_stream(stream)
         for op in self._held().loads:
             copying = self._machine.load_back.copying(op)
@@ -353,11 +361,11 @@ class Lease:
 
         Raises:
             CacheFull: not now.
+            ConfigError: an argument is unusable; nothing was reserved.
         """
         core, machine = self._held(), self._machine
         machine.check_thread()
-        if tokens < 0 or states < 0 or (states and not machine.default_states):
-            raise ConfigError(f"extend: there are no tokens={tokens}, states={states} to be had")
+        tokens, states, wait = integer("tokens", tokens, 0), machine.check_states(states), flag("wait", wait)
 
         def grow() -> Plan | More | Wait:
             reserve = core.reserved + tokens
@@ -379,20 +387,26 @@ class Lease:
 
         ``after``: an event (see ``release``) behind the engine's last work that reads them; loads into them wait for it
         on the device.
+
+        Raises:
+            ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
         self._machine.check_thread()
+        position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
         driver = self._machine.driver
-        driver.perform(driver.unlocked(self._machine.core.advance, self._held(), position))
+        driver.perform(driver.unlocked(self._machine.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
         """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
 
         ``after``: as for ``advance``.
+
+        Raises:
+            ConfigError: ``length`` is less than what is committed.
         """
         self._machine.check_thread()
-        if length < self._held().length:
-            raise ConfigError(f"truncate: length={length} is below the {self._core.length} tokens that are committed")
+        length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
         driver = self._machine.driver
         driver.perform(driver.unlocked(self._machine.core.truncate, self._core, length))
@@ -416,12 +430,14 @@ class Lease:
 
         Raises:
             LoadFailed: pages below were never loaded.
-            ConfigError: ``tokens`` do not continue what the lease holds, or the device cannot wait for ``ready``.
+            ConfigError: ``tokens`` do not continue what the lease holds, or the checkpoint's position is not the end of
+                a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
+                published, and ``ready`` was not taken.
         """
         self._machine.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
-        commits.check(key)
+        checkpoint = commits.check(key, checkpoint)
         event = self._machine.engine_event("commit: ready", ready)
         if event is not None:
             commits.expect(event)
@@ -468,6 +484,7 @@ class Lease:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         self._one_rank("release_threadsafe")
+        ended = flag("ended", ended)
         event = self._machine.engine_event("release_threadsafe: after", after)
         self._machine.loop.call_soon_threadsafe(self._release_soon, event, ended)
 

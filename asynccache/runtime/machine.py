@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+from asynccache import checks
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.cache import Lease as CoreLease
@@ -247,6 +248,26 @@ class Machine:
         if self.draining:
             raise CacheClosed("the cache is closing")
 
+    def own(self, handle: PrefetchHandle) -> None:
+        """Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
+        if not checks.instance("prefetch", handle, PrefetchHandle).belongs_to(self.claims):
+            raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
+
+    def check_states(self, states: object) -> int:
+        """``states`` as a count of MAMBA slots.
+
+        Raises:
+            ConfigError: it is none, or there are no recurrent states in this cache.
+        """
+        count = checks.integer("states", states, 0)
+        if count and not self.default_states:
+            raise ConfigError(f"states={count}: there are no recurrent states in this cache")
+        return count
+
+    def check_layer(self, i: object) -> int:
+        """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
+        return checks.integer("i", i, 0, self.mover.layers - 1)
+
     # leases
 
     def holds(self, task: Task | None) -> bool:
@@ -269,7 +290,13 @@ class Machine:
     # namespaces
 
     def space(self, extra_key: str | bytes | None) -> bytes:
-        """The digest of a namespace, as of its last invalidation."""
+        """The digest of a namespace, as of its last invalidation.
+
+        Raises:
+            ConfigError: ``extra_key`` is neither text nor bytes nor None.
+        """
+        if extra_key is not None:
+            checks.namespace("extra_key", extra_key)
         epoch = self.epochs[extra_key] if self.epochs else 0
         space = namespace_digest(self.config.model, self.config.page_size, extra_key, epoch)
         if self.announcing is not None and extra_key is not None:

@@ -119,6 +119,10 @@ class PrefetchHandle:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
+    def belongs_to(self, claims: Claiming) -> bool:
+        """Whether it is of the cache that has these claims."""
+        return self._claims is claims
+
     def done(self) -> bool:
         """Whether it has ended."""
         return self.result is not None

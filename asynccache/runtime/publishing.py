@@ -43,11 +43,11 @@ class Publishing:
     def __repr__(self) -> str:
         return f"Publishing({self._core!r}, {len(self._ready)} events, {len(self._retiring)} retiring)"
 
-    def check(self, key: bytes) -> None:
-        """Whether the lease may commit ``key``.
+    def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
+        """Whether the lease may commit ``key`` and ``checkpoint``; the checkpoint as two integers, if there is one.
 
         Raises:
-            ConfigError: it does not continue what the lease holds.
+            ConfigError: the key does not continue what the lease holds, or the checkpoint is not one of its own.
         """
         core, tokens = self._core, len(key) // TOKEN_BYTES
         if not (key.startswith(self._key) or self._key.startswith(key)):
@@ -56,6 +56,7 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
+        return None if checkpoint is None else self._machine.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: Event) -> None:
         """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asynccache.checks import INT32_MAX, shown
 from asynccache.errors import ConfigError
 
 TOKEN_BYTES = 4
@@ -21,7 +22,6 @@ SIGN_BYTE = TOKEN_BYTES - 1
 """A token is negative if its last byte is no ASCII. A reduction in numpy would take less time itself, but its AVX-512
 makes the processor lower its clock, and what runs next pays for it."""
 INT32 = np.dtype(np.int32)
-INT32_MAX = 2**31 - 1
 
 Tokens = Any
 """``list[int]``, ``array('i')``, a numpy array of integers, a CPU tensor, or bytes-like int32."""
@@ -32,15 +32,15 @@ def as_key(tokens: Tokens) -> bytes:
 
     Raises:
         ConfigError: a token is negative or beyond int32 (the message names its position and value), or ``tokens`` is
-            nothing that holds integers.
+            nothing that holds integers, or has more or fewer dimensions than one.
     """
     if isinstance(tokens, np.ndarray):
         key = _of_array(tokens)
-    elif isinstance(tokens, bytes):
+    elif type(tokens) is bytes:
         key = tokens
     elif isinstance(tokens, (list, tuple)):
         key = _of_list(tokens)
-    elif isinstance(tokens, (bytearray, memoryview, array)):
+    elif isinstance(tokens, (bytes, bytearray, memoryview, array)):
         key = _of_buffer(tokens)
     else:
         key = _of_array(_of_tensor(tokens))
@@ -60,7 +60,7 @@ def _negative(key: bytes) -> ConfigError:
 def _of_list(tokens: Sequence[int]) -> bytes:
     try:
         return array("i", tokens).tobytes()
-    except (OverflowError, TypeError):
+    except Exception:  # an object that says it were an integer may fail in any way
         raise ConfigError(_first_bad(tokens)) from None
 
 
@@ -69,32 +69,38 @@ def _first_bad(tokens: Sequence[int]) -> str:
         try:
             array("i", [token])
         except OverflowError:
-            return f"tokens[{position}]={token} is beyond int32"
-        except TypeError:
-            return f"tokens[{position}]={token!r} is no integer"
+            return f"tokens[{position}]={shown(token)} is beyond int32"
+        except Exception:
+            return f"tokens[{position}]={shown(token)} is no integer"
     return "tokens: not a sequence of integers"
 
 
-def _of_buffer(tokens: bytearray | memoryview | array[int]) -> bytes:
-    view = memoryview(tokens)
-    if view.format in ("i", "l", "B", "b", "c") and (view.itemsize in (1, TOKEN_BYTES)):
-        return view.tobytes()
-    return _of_array(np.asarray(view))
+def _of_buffer(tokens: bytes | bytearray | memoryview | array[int]) -> bytes:
+    try:
+        view = memoryview(tokens)
+        if view.ndim == 1 and view.format in ("i", "l", "B", "b", "c") and view.itemsize in (1, TOKEN_BYTES):
+            return view.tobytes()
+        found = np.asarray(view)
+    except (TypeError, ValueError, BufferError) as error:  # a format that numpy does not know; memory that was released
+        raise ConfigError(f"tokens: {type(tokens).__name__} holds no int32 tokens: {error}") from None
+    return _of_array(found)
 
 
 def _of_array(tokens: npt.NDArray[Any]) -> bytes:
     if tokens.dtype != INT32 or sys.byteorder == "big":
         tokens = _to_int32(tokens)
+    if tokens.ndim != 1:
+        raise ConfigError(f"tokens: an array of {tokens.ndim} dimensions; tokens lie in one row, as in reshape(-1)")
     raw: bytes = tokens.tobytes()
     return raw
 
 
 def _of_tensor(tokens: Tokens) -> npt.NDArray[np.generic]:
     """A CPU tensor without importing torch, or anything else that numpy understands."""
-    to_numpy = getattr(tokens, "numpy", None)
     try:
+        to_numpy = getattr(tokens, "numpy", None)
         return np.asarray(to_numpy() if to_numpy is not None else tokens)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, it fails as it likes
         raise ConfigError(f"tokens: {type(tokens).__name__} holds no int32 tokens: {error}") from None
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import NewType
 
+from asynccache import checks
+
 Permit = NewType("Permit", int)
 REFUSED = Permit(0)
 
@@ -57,10 +59,10 @@ class Breaker:
     ) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0
-        self._threshold = threshold
-        self._first_backoff = backoff
-        self._max_backoff = max_backoff
-        self._jitter = jitter
+        self._threshold = checks.integer("threshold", threshold, 1)
+        self._first_backoff = backoff = checks.number("backoff", backoff, above=0)
+        self._max_backoff = checks.number("max_backoff", max_backoff, above=0)
+        self._jitter = checks.function("jitter", jitter)
         self._backoff = backoff
         self._failures: Counter[str] = Counter()
         self._blamed: str | None = None

@@ -19,18 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
 from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
+from asynccache.storage.options import MOST_CALLS
 from asynccache.storage.probing import probe
 from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
 from asynccache.storage.settle import settled
-from asynccache.storage.workers import Workers
+from asynccache.storage.workers import MOST_THREADS, Workers
 
 HEADER_POOL = "#headers"
+MOST_HEADERS = 1 << 24
 INLINE_BYTES = 128 << 10
 BATCH_BYTES = 4 << 20
 
@@ -59,9 +62,15 @@ class CheckedStore:
         threads: int = 2,
         headers: int = 2048,
     ) -> None:
-        self.backend = backend
-        self.layout = layout
-        self.breaker = breaker or Breaker()
+        self.backend = checks.provider("backend", backend, StorageBackend)  # type: ignore[type-abstract]
+        self.layout = checks.instance("layout", layout, StoreLayout)
+        self.breaker = Breaker() if breaker is None else checks.instance("breaker", breaker, Breaker)
+        if clock is not None:
+            checks.function("clock", clock)
+        timeout, slow = checks.number("timeout", timeout, above=0), checks.number("slow", slow, 0)
+        concurrency = checks.integer("concurrency", concurrency, 1, MOST_CALLS)
+        threads = checks.integer("threads", threads, 0, MOST_THREADS)
+        headers = checks.integer("headers", headers, 1, MOST_HEADERS)
         self._guard = Guard(
             backend, lambda keys: probe(self.backend, keys), self.breaker,
             timeout=timeout, slow=slow, concurrency=concurrency, clock=clock,
@@ -139,6 +148,9 @@ class CheckedStore:
             ConfigError: this backend cannot do it.
             BackendError: it failed. Cancelling it stops after the part that is being read.
         """
+        if rate is not None:
+            rate = checks.number("rate", rate, above=0)
+        checks.function("tell", tell)
         backend = self.backend
         if not isinstance(backend, Scrubbable):
             raise ConfigError(f"{backend!r} cannot be read through: its pages cannot be listed")
@@ -159,7 +171,7 @@ class CheckedStore:
 
     def register(self, pool: str, memory: memoryview) -> None:
         """Tell the backend where the payloads of ``pool`` lie."""
-        self.backend.register(pool, memory)
+        self.backend.register(checks.text("pool", pool), checks.instance("memory", memory, memoryview))
 
     def stats(self) -> Mapping[str, int | float]:
         """The backend's counters and this store's own."""
@@ -237,6 +249,8 @@ class CheckedStore:
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> None:
         sizes = self.layout.page_bytes
+        if len(keys) != len(payloads):
+            raise ConfigError(f"payloads: there are {len(payloads)} for {len(keys)} keys")
         for key, payload in zip(keys, payloads, strict=True):
             if sizes.get(key.pool) != payload.nbytes:
                 expected = sizes.get(key.pool)

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from random import uniform
 from typing import Protocol, runtime_checkable
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
 from asynccache.storage.breaker import Breaker
@@ -57,6 +58,9 @@ async def open_store(
     Cancelling it leaves nothing open.
     """
     parsed = parse_url(url, options)
+    checks.instance("layout", layout, StoreLayout)
+    if timeout is not None:
+        timeout = checks.number("timeout", timeout, above=0)
     if parsed.scheme == "none":
         return None
     common, own = take_options(parsed)
@@ -87,6 +91,7 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
         ConfigError: the URL is wrong, or no installed backend serves its scheme.
     """
     parsed = parse_url(url, options)
+    checks.instance("layout", layout, StoreLayout)
     if parsed.scheme == "none":
         return None
     common, own = take_options(parsed)
@@ -107,6 +112,8 @@ def check_stores(
 ) -> list[ConfigError]:
     """What is wrong with ``urls``, which are to be used together, in their order; see ``check_store``. The first of
     these errors is the one that opening them would raise."""
+    checks.instance("layout", layout, StoreLayout)
+    checks.instance("urls", urls, (list, tuple))
     errors: list[ConfigError] = []
     names: list[str] = []
     for url in urls:
@@ -132,6 +139,7 @@ def backend_class(scheme: str) -> BackendClass:
     Raises:
         ConfigError: none does; the message lists the schemes that are served.
     """
+    checks.text("scheme", scheme)
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in installed:
         names = ", ".join(sorted(installed)) or "none: is the distribution installed?"

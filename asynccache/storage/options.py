@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.url import ParsedUrl
 
 YES_NO = ("yes", "no")
+MOST_CALLS = 1 << 16
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -24,9 +26,12 @@ class StoreOptions:
     name: str = "store"
     write: bool = True
     promote: bool = True
-    timeout: float = 30.0
-    concurrency: int = 16
-    slow: float = 10.0
+    timeout: float = field(default=30.0, metadata=checks.within(above=0))
+    concurrency: int = field(default=16, metadata=checks.within(1, MOST_CALLS))
+    slow: float = field(default=10.0, metadata=checks.within(0))
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self, "storage option ")
 
 
 NAMES = tuple(StoreOptions.__dataclass_fields__)
@@ -38,6 +43,7 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
     Raises:
         ConfigError: an option has no such value; the message names it.
     """
+    checks.instance("url", url, ParsedUrl)
     default = StoreOptions()
     options = StoreOptions(
         name=_name(url),

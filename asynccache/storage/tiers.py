@@ -15,12 +15,16 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
+from asynccache.storage.workers import MOST_THREADS
+
+MOST_ROOM = 1 << 40
 
 Call = Callable[[CheckedStore], Awaitable[list[Result]]]
 
@@ -33,9 +37,9 @@ class Attached:
     once it was detached."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
-        self.store = store
-        self.options = options
-        self.owned = owned
+        self.store = checks.instance("store", store, CheckedStore)
+        self.options = checks.instance("options", options, StoreOptions)
+        self.owned = checks.flag("owned", owned)
         self.there = True
         self.told = False
         self._calls = 0
@@ -84,6 +88,7 @@ class TieredStore:
     """
 
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
+        threads, room = checks.integer("threads", threads, 0, MOST_THREADS), checks.integer("room", room, 1, MOST_ROOM)
         self.promotions = Promotions(room=room, threads=threads)
         self._stores: tuple[Attached, ...] = ()
         self._leaving: dict[Attached, None] = {}
@@ -117,6 +122,8 @@ class TieredStore:
         Raises:
             ConfigError: there is none of this name; or several, and no name was given.
         """
+        if name is not None:
+            name = checks.text("name", name)
         found = [attached for attached in self._stores if name in (None, attached.options.name)]
         if len(found) == 1:
             return found[0]
@@ -129,9 +136,10 @@ class TieredStore:
         Raises:
             ConfigError: the name is taken, or there is no such position.
         """
+        checks.instance("options", options, StoreOptions)
         check_name(options.name, self.names)
-        if position is not None and not 0 <= position <= len(self._stores):
-            raise ConfigError(f"storage: position={position!r} must lie between 0 and {len(self._stores)}")
+        if position is not None:
+            checks.integer("position", position, 0, len(self._stores))
 
     def attach(self, attached: Attached, position: int | None = None) -> None:
         """From now on it is asked, at ``position`` (0: the nearest; None: the farthest).
@@ -139,7 +147,8 @@ class TieredStore:
         Raises:
             ConfigError: as ``check``; then nothing was changed.
         """
-        self.check(attached.options, position)
+        self.check(checks.instance("attached", attached, Attached).options, position)
+        position = None if position is None else checks.integer("position", position)
         self._stores = self.introduce(attached, position)
 
     def introduce(self, attached: Attached, position: int | None = None) -> tuple[Attached, ...]:
@@ -155,7 +164,7 @@ class TieredStore:
 
     def detach(self, attached: Attached) -> None:
         """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""
-        if attached.there:
+        if checks.instance("attached", attached, Attached).there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None

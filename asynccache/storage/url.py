@@ -13,6 +13,7 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.redaction import HIDDEN, is_secret, redacted
 
@@ -30,7 +31,8 @@ def parse_size(name: str, text: str) -> int:
     Raises:
         ConfigError: it is no size; the message names the field and the value.
     """
-    match = _SIZE.fullmatch(text)
+    checks.text("name", name)
+    match = _SIZE.fullmatch(checks.text(name, text))
     if match is None or (match[3] and not match[2]):
         raise ConfigError(f"{name}={text!r} is no size; write for example 512MiB or 10GiB")
     power = " kmgtp".index(match[2].lower() or " ")
@@ -51,7 +53,7 @@ def parse_place(text: str) -> Place | None:
     """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``, taken apart; None if ``text`` is none of them, the port is
     not in 1 to 65535, or the host is neither an address nor a name that a machine can have. Nobody is asked whether
     there is such a machine."""
-    match = _PLACE.fullmatch(text)
+    match = _PLACE.fullmatch(checks.text("text", text, empty=True))
     if match is None or not 0 < int(match[3] or 1) < 65536:
         return None
     if not (_is_address(IPv6Address, match[1]) if match[1] else _is_host(match[2])):
@@ -81,6 +83,10 @@ class ParsedUrl:
     scheme: str
     path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self)
+        object.__setattr__(self, "options", checks.texts("options", self.options))
 
     def __str__(self) -> str:
         query = "&".join(f"{name}={HIDDEN if is_secret(name) else value}" for name, value in self.options.items())
@@ -119,13 +125,21 @@ class ParsedUrl:
         return value
 
 
+def _url_text(text: object) -> str:
+    """What is no text is not shown: it may have a password in it."""
+    if not isinstance(text, str):
+        raise ConfigError(f"storage: a URL is text, and this is of type {type(text).__name__}")
+    return checks.text("storage", text)
+
+
 def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
     """Take ``text`` apart; ``options`` are added to those in it and win.
 
     Raises:
         ConfigError: there is no scheme, the query cannot be read, or says one thing twice.
     """
-    location, _, query = text.partition("?")
+    location, _, query = _url_text(text).partition("?")
+    options = None if options is None else checks.texts("options", options)
     scheme, colon, path = location.partition(":")
     if not scheme or not (colon or scheme == "none"):
         wanted = "scheme:path?option=value, as in file:/var/kv?capacity=10GiB"

@@ -14,7 +14,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from asynccache import checks
 from asynccache.errors import Unavailable
+
+MOST_THREADS = 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,8 +35,8 @@ class Workers:
     the process from ending."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = count
-        self._name = name
+        self._count = checks.integer("count", count, 1, MOST_THREADS)
+        self._name = checks.text("name", name)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

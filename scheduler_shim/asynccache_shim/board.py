@@ -7,9 +7,10 @@ as long as it has a lease.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asynccache import AsyncCache, ConfigError
+from asynccache.checks import settle_fields, within
 from asynccache_shim.admission import Shape, Slots, shape_of
 from asynccache_shim.job import Job
 from asynccache_shim.planning import by_rank
@@ -23,11 +24,14 @@ class Settings:
     request of higher priority may have one of lower priority retracted to come in. ``load_attempts``: how often
     pages may fail to arrive before the request fails."""
 
-    step_tokens: int = 512
-    max_running: int = 32
-    checkpoint_every: int = 512
+    step_tokens: int = field(default=512, metadata=within(1))
+    max_running: int = field(default=32, metadata=within(1))
+    checkpoint_every: int = field(default=512, metadata=within(1))
     preempt: bool = True
-    load_attempts: int = 8
+    load_attempts: int = field(default=8, metadata=within(1))
+
+    def __post_init__(self) -> None:
+        settle_fields(self)
 
 
 class Board:
@@ -40,7 +44,7 @@ class Board:
         self.settings = settings
         self.lockstep = lockstep
         self.shape: Shape = shape_of(cache.config)
-        if settings.max_running < 1 or settings.step_tokens < settings.max_running + self.shape.page_size:
+        if settings.step_tokens < settings.max_running + self.shape.page_size:
             raise ConfigError(
                 f"step_tokens={settings.step_tokens} must hold a token for each of max_running={settings.max_running} "
                 f"requests and a page of {self.shape.page_size} beside them"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache import ConfigError, Hits
+from asynccache.checks import flag, instance, integer, namespace, number, settle_fields, shown, within
 from asynccache_shim.model import Sampling
 
 Tokens = npt.NDArray[np.int32]
 ExtraKey = str | bytes | None
 
 MAX_TOKEN = int(np.iinfo(np.int32).max)
+MAX_SEED = 2**64 - 1
 
 
 class State(Enum):
@@ -50,8 +52,12 @@ class Finish(Enum):
 class Limits:
     """When generation ends: after so many tokens, or with one of these (which is the last of the output)."""
 
-    max_new_tokens: int = 16
+    max_new_tokens: int = field(default=16, metadata=within(1))
     stop_tokens: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        settle_fields(self)
+        object.__setattr__(self, "stop_tokens", as_stop_tokens(self.stop_tokens))
 
 
 class Matched(NamedTuple):
@@ -97,14 +103,12 @@ class Request:
         sampling: Sampling | None = None,
         ended: bool = False,
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits = Limits() if limits is None else instance("request: limits", limits, Limits)
         self.tokens = as_tokens(tokens)
-        if not len(self.tokens) or self.limits.max_new_tokens < 1:
-            raise ConfigError("request: it needs at least one token, and at least one more to generate")
         self.priority = as_priority(priority)
         self.extra_key = as_extra_key(extra_key)
-        self.sampling = sampling or Sampling()
-        self.ended = ended
+        self.sampling = Sampling() if sampling is None else as_sampling(sampling)
+        self.ended = flag("request: ended", ended)
         self.state = State.NEW
         self.match = Matched()
         self.hits: Hits | None = None
@@ -148,6 +152,7 @@ class Request:
 
     async def next_token(self, index: int) -> int | None:
         """Output token ``index``, as soon as there is one; None: there will be none."""
+        index = integer("index", index, 0)
         while len(self.output) <= index:
             if self.finish is not None:
                 if self.error is not None:
@@ -160,11 +165,17 @@ class Request:
 
     @property
     def terms(self) -> Terms:
-        """As they were submitted; before, as they are."""
+        """As they were submitted; before, as they are.
+
+        Raises:
+            ConfigError: an attribute was set to what is unusable.
+        """
         if self._terms is not None:
             return self._terms
-        limits = Limits(self.limits.max_new_tokens, frozenset(self.limits.stop_tokens))
-        return Terms(as_tokens(self.tokens), limits, self.priority, self.extra_key, self.sampling, self.ended)
+        return Terms(
+            as_tokens(self.tokens), instance("request: limits", self.limits, Limits), as_priority(self.priority),
+            as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
+        )  # fmt: skip
 
     def submitted(self, aborted: Callable[[], None]) -> None:
         """It is a scheduler's from now on, which is told if it is to be aborted, and ends it."""
@@ -220,25 +231,40 @@ class _Reader:
 
 
 def as_tokens(tokens: list[int] | Tokens) -> Tokens:
-    """A private int32 copy.
+    """A private int32 copy, of at least one token.
 
     Raises:
-        ConfigError: a token is negative or beyond int32.
+        ConfigError: they are not one row of integers, or one is negative or beyond int32, or there are none.
     """
-    wide = np.asarray(tokens, np.int64)
-    if wide.ndim != 1 or (len(wide) and (wide.min() < 0 or wide.max() > MAX_TOKEN)):
+    try:
+        given = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+        if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
+            raise TypeError(f"{given.ndim} dimensions of {given.dtype}")
+    except Exception as error:  # whatever it is, it becomes no array
+        raise ConfigError(f"request: tokens={shown(tokens)} are no row of integers: {error}") from error
+    if not len(given):
+        raise ConfigError("request: tokens: it needs at least one")
+    if given.min() < 0 or given.max() > MAX_TOKEN:
         raise ConfigError("request: tokens are one row of integers from 0 to 2**31 - 1")
-    return wide.astype(np.int32)
+    return given.astype(np.int32)
+
+
+def as_stop_tokens(tokens: object) -> frozenset[int]:
+    """
+    Raises:
+        ConfigError: it is no collection of tokens.
+    """
+    if not isinstance(tokens, (frozenset, set, list, tuple)):
+        raise ConfigError(f"stop_tokens={shown(tokens)} must be a set of tokens")
+    return frozenset(integer("stop_tokens", token, 0, MAX_TOKEN) for token in tokens)
 
 
 def as_priority(priority: object) -> int:
     """
     Raises:
-        ConfigError: it does not compare with others.
+        ConfigError: it is no integer.
     """
-    if not isinstance(priority, int):
-        raise ConfigError(f"request: priority={priority!r} is no integer")
-    return priority
+    return integer("request: priority", priority)
 
 
 def as_extra_key(extra_key: object) -> ExtraKey:
@@ -246,11 +272,16 @@ def as_extra_key(extra_key: object) -> ExtraKey:
     Raises:
         ConfigError: it is nothing that can be digested.
     """
-    try:
-        if isinstance(extra_key, str):
-            extra_key.encode()
-        elif not isinstance(extra_key, bytes | None):
-            raise ConfigError(f"request: extra_key={extra_key!r} is neither text nor bytes")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"request: extra_key: {error}") from error
-    return extra_key
+    return namespace("request: extra_key", extra_key)
+
+
+def as_sampling(sampling: object) -> Sampling:
+    """
+    Raises:
+        ConfigError: a value in it is unusable.
+    """
+    temperature, top_p, seed = instance("request: sampling", sampling, Sampling)
+    return Sampling(
+        number("request: sampling: temperature", temperature, 0), number("request: sampling: top_p", top_p, 0, 1),
+        None if seed is None else integer("request: sampling: seed", seed, -MAX_SEED, MAX_SEED),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import NoReturn
 
-from asynccache import AsyncCache, CacheClosed, ConfigError, RankDivergence, RankFailure
+from asynccache import AsyncCache, CacheClosed, ConfigError, RankDivergence, RankFailure, checks
 from asynccache.ranks.handshake import shake_hands
 from asynccache_shim.admission import check_fits
 from asynccache_shim.admitting import admit, note_loaded
@@ -49,7 +49,12 @@ class Scheduler:
     def __init__(
         self, cache: AsyncCache, model: Model, settings: Settings | None = None, *, orders: Orders | None = None
     ) -> None:
-        self._board = Board(cache, settings or Settings(), orders is not None)
+        checks.instance("cache", cache, AsyncCache)
+        checks.provider("model", model, Model)  # type: ignore[type-abstract]
+        settings = Settings() if settings is None else checks.instance("settings", settings, Settings)
+        if orders is not None:
+            checks.provider("orders", orders, Orders)  # type: ignore[type-abstract]
+        self._board = Board(cache, settings, orders is not None)
         self._orders = orders
         self._desk = Desk()
         self._model = model
@@ -134,13 +139,16 @@ class Scheduler:
             CacheFull: it could not run in empty pools.
             CacheClosed: the scheduler is closed, or died.
             RankFailure, RankDivergence: so it died.
-            ConfigError: it was submitted before; or this is not rank 0.
+            ConfigError: it is no request, or was submitted before, or one of its attributes was set to what is
+                unusable; or this is not rank 0.
         """
+        checks.instance("request", request, Request)
         if self._closing:
             self._refuse()
         if self._orders is not None and not self._orders.leads:
             raise ConfigError("submit: rank 0 takes the requests")
-        check_fits(self._board.shape, len(request.tokens) + request.limits.max_new_tokens - 1)
+        terms = request.terms
+        check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
         number = self._count
         if self._orders is not None:

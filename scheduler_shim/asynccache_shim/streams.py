@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from asynccache import RankFailure
+from asynccache import RankFailure, checks
 from asynccache.ranks import Ranks
 
 TIMEOUT = 30.0
@@ -38,7 +38,10 @@ async def connect_orders(ranks: Ranks, host: str = "127.0.0.1", *, timeout: floa
     Raises:
         RankFailure: not all ranks came.
         OSError: the address cannot be used.
+        ConfigError: an argument is unusable.
     """
+    checks.provider("ranks", ranks, Ranks)  # type: ignore[type-abstract]
+    host, timeout = checks.text("host", host, empty=False), checks.number("timeout", timeout, above=0)
     if ranks.rank == 0:
         return await _lead(ranks, host, timeout)
     return await _follow(ranks, timeout)

@@ -78,7 +78,7 @@ def test_check_lists_everything_that_is_wrong(kv: Path, capsys: Captured) -> Non
     assert main(["config", "check", str(kv)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        f"asynccache: page_size=0 ({kv} line 2) must be above 0",
+        f"asynccache: page_size=0 ({kv} line 2) must lie between 1 and 65536",
         f"asynccache: components.swa.windw=64 ({kv} line 10): there is no such setting; did you mean 'window'?",
         f"asynccache: components.swa.window is not given ({kv} line 9); window: tokens that a position attends to",
         f"asynccache: {kv} line 15: stress has no setting 'reqests'; did you mean 'requests'?",

@@ -153,7 +153,7 @@ def test_what_the_process_has_is_read_when_nothing_is_given(kv: Path, monkeypatc
      "window=16 (FILE line 3): there is no such setting; did you mean components.swa.window?"),
     ("page-size = 16", "page_size = 16.5", "page_size=16.5 (FILE line 3) must be an integer"),
     ("page-size = 16", "page_size = true", "page_size=True (FILE line 3) must be an integer"),
-    ("page-size = 16", "page_size = 0", "page_size=0 (FILE line 3) must be above 0"),
+    ("page-size = 16", "page_size = 0", "page_size=0 (FILE line 3) must lie between 1 and 65536"),
     ("page-size = 16", 'freeze_gc = "yes"', "freeze_gc='yes' (FILE line 3) must be true or false"),
     ("page-size = 16", "kept_fraction = 1.5", "kept_fraction=1.5 (FILE line 3) must lie between 0 and 1"),
     ("page-size = 16", "kept_fraction = nan", "kept_fraction=nan (FILE line 3) must lie between 0 and 1"),

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.checks import ANY, Bounds
 from asynccache.cli.config import whole_schema
 from asynccache.cli.options import OPTIONS
 from asynccache.configuration import as_toml, describes_cache, read_config, settings
@@ -125,7 +126,7 @@ def test_every_field_of_every_dataclass_is_a_setting_with_words() -> None:
                        (SlidingWindow, settings.COMPONENTS["swa"]), (Mamba, settings.COMPONENTS["mamba"])):
         names = {f.name for f in dataclasses.fields(cls)}
         assert table.keys() == names - set(settings.TABLES) - {"name"}
-    assert [name for _, name, row in rows() if not row.words.text.endswith(".")] == []
+    assert [name for _, name, row in rows() if not row.text.endswith(".")] == []
 
 
 def build(table: str, name: str, value: object) -> CacheConfig:
@@ -146,17 +147,18 @@ def build(table: str, name: str, value: object) -> CacheConfig:
     return CacheConfig(**{"model": "m", "components": (full, *others), "sidecars": sidecars, **top})
 
 
-BOUNDED = [(table, name, row.words) for table, name, row in rows() if row.words[1:] != (None, None, None)]
+BOUNDED = [(table, name, row.bounds) for table, name, row in rows() if row.bounds != ANY]
 
 
-@pytest.mark.parametrize(("table", "name", "words"), BOUNDED, ids=[f"{t}.{n}" for t, n, _ in BOUNDED])
-def test_bounds_are_those_that_the_dataclasses_check(table: str, name: str, words: Any) -> None:
-    for bad in (words.above, None if words.low is None else words.low - 1, words.high and words.high + 1):
+@pytest.mark.parametrize(("table", "name", "bounds"), BOUNDED, ids=[f"{t}.{n}" for t, n, _ in BOUNDED])
+def test_bounds_are_those_that_the_dataclasses_check(table: str, name: str, bounds: Bounds) -> None:
+    low, high, above = bounds
+    for bad in (above, None if low is None else low - 1, high and high + 1):
         if bad is not None:
             with pytest.raises(ConfigError, match=name):
                 build(table, name, int(bad))
-    for good in (words.low, words.high):
-        if good is not None and name not in ("host_tokens", "host_states"):
+    for good in (low, high):
+        if good in (0, 1) and name not in ("device_tokens", "host_tokens", "host_states"):
             build(table, name, good)
 
 

@@ -26,7 +26,7 @@ def test_a_checkpoint_that_is_not_the_leases_own_changes_nothing() -> None:
     given = Slots.of(request.lease.states)[-1]
     assert request.commit(checkpoint=8)
     before = run.core.statistics()
-    with pytest.raises(ValueError, match="checkpoint slot"):
+    with pytest.raises(ValueError, match="checkpoint: slot=2 is not one"):
         run.core.commit(request.lease, spell("abcd"), b"", (16, given))
     run.audit()
     assert run.core.statistics() == before

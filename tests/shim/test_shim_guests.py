@@ -52,7 +52,9 @@ async def test_a_submission_that_fails_leaves_nothing_behind() -> None:
         request.extra_key = "\ud800"
         with pytest.raises(ConfigError, match="extra_key"):
             served.scheduler.submit(request)
-        assert request.finish is Finish.FAILED
+        assert request.finish is None
+        request.extra_key = None
+        assert await served.scheduler.submit(request).done() == continuation(text(2), request.limits.max_new_tokens)
         assert await other.done() == continuation(text(3), 20)
         await served.answer(text(3), 2)
 

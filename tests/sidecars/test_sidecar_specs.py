@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -40,35 +40,37 @@ def test_a_hit_policy_that_is_given_must_be_that_of_the_component_it_leads_to() 
     with_sidecars(side("a", "full", hit_policy=ALL), side("b", "swa", hit_policy=TRAILING), side("c", "a"))
     with_sidecars(side("a", "full", hit_policy="all_pages"))
     refused = [
-        (side("a", "full", hit_policy=TRAILING), r"'a': hit_policy='trailing_pages', .* 'full', .* 'all_pages'"),
-        (side("a", "swa", hit_policy=ALL), r"'a': hit_policy='all_pages', .* 'swa', .* 'trailing_pages'"),
-        (side("a", "swa", hit_policy="most"), r"'a': hit_policy: unknown value 'most'; one of all_pages"),
+        (TRAILING, "full", r"'a': hit_policy='trailing_pages', .* 'full', .* 'all_pages'"),
+        (ALL, "swa", r"'a': hit_policy='all_pages', .* 'swa', .* 'trailing_pages'"),
+        ("most", "swa", r"'a': hit_policy: unknown value 'most'; one of all_pages"),
     ]
-    for sidecar, message in refused:
+    for policy, source, message in refused:
         with pytest.raises(ConfigError, match=message):
-            with_sidecars(sidecar)
+            with_sidecars(side("a", source, hit_policy=policy))
 
 
 @pytest.mark.parametrize(
     ("sidecars", "message"),
     [
-        ([side("a", "b")], r"sidecar 'a': indices_from='b' is no pool"),
-        ([side("a", "mamba")], r"sidecar 'a': indices_from='mamba' is no pool"),  # this stack has none
-        ([side("a", "a")], r"sidecar 'a': indices_from='a' closes a cycle"),
-        ([side("a", "b"), side("b", "c"), side("c", "a")], r"closes a cycle"),
-        ([side("a", "b"), side("b", "c"), side("c", "b")], r"closes a cycle"),
-        ([side("a", "full"), side("a", "swa")], r"names must be unique: \['a', 'a'\]"),
-        ([side("swa", "full")], r"names must be unique"),
-        ([side("", "full")], r"a pool's name is made of letters"),
-        ([side("#headers", "full")], r"a pool's name is made of letters"),
-        ([side("a", "full", bytes_per_page=0)], r"'a': bytes_per_page=0 must be positive"),
-        ([side("a", "full", layers=0)], r"'a': layers=0 must be positive"),
-        ([side("a", "full", layers=3)], r"'a': bytes_per_page=8 is not a multiple of layers=3"),
+        (lambda: [side("a", "b")], r"sidecar 'a': indices_from='b' is no pool"),
+        (lambda: [side("a", "mamba")], r"sidecar 'a': indices_from='mamba' is no pool"),  # this stack has none
+        (lambda: [side("a", "a")], r"sidecar 'a': indices_from='a' closes a cycle"),
+        (lambda: [side("a", "b"), side("b", "c"), side("c", "a")], r"closes a cycle"),
+        (lambda: [side("a", "b"), side("b", "c"), side("c", "b")], r"closes a cycle"),
+        (lambda: [side("a", "full"), side("a", "swa")], r"names must be unique: \['a', 'a'\]"),
+        (lambda: [side("swa", "full")], r"names must be unique"),
+        (lambda: [side("", "full")], r"a pool's name is made of letters"),
+        (lambda: [side("#headers", "full")], r"a pool's name is made of letters"),
+        (lambda: [side("a", "full", bytes_per_page=0)], r"'a': bytes_per_page=0 must be at least 1"),
+        (lambda: [side("a", "full", layers=0)], r"'a': layers=0 must lie between 1 and 65536"),
+        (lambda: [side("a", "full", layers=3)], r"'a': bytes_per_page=8 is not a multiple of layers=3"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused_when_it_is_built(sidecars: Sequence[Sidecar], message: str) -> None:
+def test_a_spec_that_cannot_be_is_refused_when_it_is_built(
+    sidecars: Callable[[], Sequence[Sidecar]], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        with_sidecars(*sidecars)
+        with_sidecars(*sidecars())
 
 
 class Allocations(CpuDevice):

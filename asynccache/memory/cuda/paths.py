@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from asynccache.config import parse_enum
+from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.driver import Towards
 
@@ -94,7 +94,7 @@ def settings_from(options: Mapping[str, str]) -> Settings:
 
 
 def _path(name: str, value: str) -> Path:
-    return parse_enum(f"device option {name}", value, Path)
+    return checks.member(f"device option {name}", value, Path)
 
 
 def _number(name: str, value: str) -> int:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
+from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.copies import Hitch, InjectedFault
 from asynccache.memory.cuda.backlog import Backlog
@@ -376,8 +377,8 @@ def event_pointer(event: object) -> int:
     if is_event and isinstance(pointer := getattr(event, "ptr", None), int):
         return pointer
     raise ConfigError(
-        f"{event!r} is no event that a CUDA stream can wait for: give a torch.cuda.Event, a cupy.cuda.Event, or what "
-        "device.gate() or device.engine_stream(stream).record() returned"
+        f"{checks.shown(event)} is no event that a CUDA stream can wait for: give a torch.cuda.Event, a "
+        "cupy.cuda.Event, or what device.gate() or device.engine_stream(stream).record() returned"
     )
 
 
@@ -396,4 +397,4 @@ def stream_pointer(stream: object) -> int:
             return pointer
     if isinstance(stream, int):
         return stream
-    raise ConfigError(f"{stream!r} is no CUDA stream: give a torch or a cupy one, or its address")
+    raise ConfigError(f"{checks.shown(stream)} is no CUDA stream: give a torch or a cupy one, or its address")

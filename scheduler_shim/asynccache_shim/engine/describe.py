@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from asynccache import ConfigError
+from asynccache import ConfigError, checks
 from asynccache_shim.engine.call import run
 from asynccache_shim.engine.compressed import Compressed, is_compressed
 from asynccache_shim.engine.layout import Layout
@@ -52,8 +52,9 @@ def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Lay
     Raises:
         ConfigError: the model keeps something that this engine does not understand.
     """
-    if page_size <= 0:
-        raise ConfigError(f"page_size={page_size!r} must be positive")
+    page_size = checks.integer("page_size", page_size, 1)
+    if name is not None:
+        checks.text("name", name, empty=False)
     cache = _probe(model)
     parts = [_parts(i, layer, page_size) for i, layer in enumerate(cache.layers)]
     window = max((w for w in map(_window, cache.layers) if w), default=0)

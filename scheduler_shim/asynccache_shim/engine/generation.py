@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asynccache import AsyncCache, Hits, Lease, LoadFailed
+from asynccache import AsyncCache, Hits, Lease, LoadFailed, checks
 from asynccache_shim.engine.paged import PagedModel
 from asynccache_shim.model import Batch, Checkpoint, Work
 from asynccache_shim.thread import ModelThread, returned
@@ -33,9 +33,9 @@ class Generator:
     """Greedy generation with ``model`` on ``cache``. ``chunk``: prefill calls end at its multiples."""
 
     def __init__(self, cache: AsyncCache, model: PagedModel, *, chunk: int = 512) -> None:
-        self._cache = cache
+        self._cache = checks.instance("cache", cache, AsyncCache)
         self._model = model
-        self._chunk = chunk
+        self._chunk = checks.integer("chunk", chunk, 1)
         self._ids = count(1)
         self._thread = ModelThread()
 
@@ -52,7 +52,9 @@ class Generator:
         Raises:
             CacheFull: the pages can never be had.
             CacheClosed: the cache is closed.
+            ConfigError: an argument is unusable.
         """
+        new_tokens = checks.integer("new_tokens", new_tokens, 1)
         while True:
             try:
                 async with self._cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key) as lease:

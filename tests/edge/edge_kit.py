@@ -1,0 +1,308 @@
+"""What a parameter takes, what must become of an odd value there, and a cache whose books are looked at afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+from asynccache import AsyncCache, CacheFull, ConfigError, Lease
+from asynccache.core.audit import check
+from asynccache.memory.cpu import CpuDevice
+from tests.edge.odd_values import Odd
+from tests.runtime.runtime_kit import (
+    PAGE,
+    assert_cached_bytes,
+    compute,
+    holds,
+    machine,
+    page_hashes,
+    settings,
+    settled,
+    text,
+    write,
+)
+
+POOLS = ("full", "swa")
+WINDOW = 8
+
+
+class StillBroken(AssertionError):
+    """After a refusal, the same call with good arguments did not succeed."""
+
+
+# what parameters take
+
+
+class Kind:
+    """``takes(odd)``: whether a parameter of this kind takes the value; None: it depends on what there is."""
+
+    def takes(self, odd: Odd) -> bool | None:
+        raise NotImplementedError
+
+
+class Integer(Kind):
+    def __init__(self, low: int | None = None, high: int | None = None, *, optional: bool = False) -> None:
+        self.low, self.high, self.optional = low, high, optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        if odd.name == "None":
+            return self.optional
+        value = odd.integer
+        if value is None:
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+class Number(Kind):
+    def __init__(
+        self, low: float | None = None, high: float | None = None, *, above: float | None = None, optional: bool = False
+    ) -> None:
+        self.low, self.high, self.above, self.optional = low, high, above, optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        if odd.name == "None":
+            return self.optional
+        value = odd.number
+        if value is None or (self.above is not None and value <= self.above):
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+class Flag(Kind):
+    def __init__(self, *, optional: bool = False) -> None:
+        self.optional = optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        return self.optional if odd.name == "None" else odd.flag is not None
+
+
+class Text(Kind):
+    """``among``: the texts that are taken; None: any is."""
+
+    def __init__(self, among: tuple[str, ...] | None = None, *, optional: bool = False) -> None:
+        self.among, self.optional = among, optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        if odd.name == "None":
+            return self.optional
+        return odd.text is not None and (self.among is None or odd.text in self.among)
+
+
+class Namespace(Kind):
+    def takes(self, odd: Odd) -> bool | None:
+        return odd.name == "None" or odd.text is not None or isinstance(odd.make(), bytes)
+
+
+class Tokens(Kind):
+    """``least``: how many there must be. ``which``: whether others than the prompt's are refused for what they are."""
+
+    def __init__(self, least: int = 0, *, which: bool = False) -> None:
+        self.least, self.which = least, which
+
+    def takes(self, odd: Odd) -> bool | None:
+        if odd.row is None or len(odd.row) < self.least:
+            return False
+        return None if self.which else True
+
+
+class Member(Kind):
+    """A member of an enum: none of the values is one, nor the name of one."""
+
+    def __init__(self, *, optional: bool = False) -> None:
+        self.optional = optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        return self.optional if odd.name == "None" else False
+
+
+Thing = Member
+"""An object of some class, or with some methods: none of the values is one."""
+
+
+class Function(Kind):
+    def __init__(self, *, optional: bool = False) -> None:
+        self.optional = optional
+
+    def takes(self, odd: Odd) -> bool | None:
+        return self.optional if odd.name == "None" else callable(odd.make())
+
+
+class These(Kind):
+    """The values of these names, and no others."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def takes(self, odd: Odd) -> bool | None:
+        return odd.name in self.names
+
+
+class OneOf(Kind):
+    def __init__(self, *kinds: Kind) -> None:
+        self.kinds = kinds
+
+    def takes(self, odd: Odd) -> bool | None:
+        answers = [kind.takes(odd) for kind in self.kinds]
+        return True if True in answers else None if None in answers else False
+
+
+class Depends(Kind):
+    """What is taken depends on what there is; what is not is refused all the same."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def takes(self, odd: Odd) -> bool | None:
+        return None if self.kind.takes(odd) else False
+
+
+class Unchecked(NamedTuple):
+    """A parameter, or all of a class or function, that is not held against odd values, and why."""
+
+    why: str
+
+
+# the books
+
+
+class World:
+    """A cache of all components with a store, and requests of it. ``counted``: how many of their tokens were cached."""
+
+    def __init__(self) -> None:
+        self.cache: AsyncCache
+        self.counted = 0
+        self._stack = AsyncExitStack()
+        self._device = CpuDevice()
+        self._requests = 0
+
+    async def open(self) -> None:
+        config = settings(device=16, host=32, swa=14, mamba=8, storage="memory:?name=own", close_deadline=0.5)
+        self.cache = await self._stack.enter_async_context(AsyncCache(config, device=self._device))
+        self._tasks = asyncio.all_tasks()
+
+    async def reopen(self) -> None:
+        """The cache was closed, with all that it had."""
+        await self._stack.aclose()
+        await self.open()
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+        await self._device.aclose()
+
+    def prompt(self, number: int = 0) -> list[int]:
+        """One of six, of 3 to 5 pages and a token."""
+        return text(3 + number % 3, seed=1 + number % 6, extra=1)
+
+    @asynccontextmanager
+    async def lease(self, **terms: Any) -> AsyncIterator[Lease]:
+        """One that is computed and not committed yet."""
+        prompt = self.prompt()
+        async with self.cache.lease(prompt, **{"new_tokens": 8, **terms}) as lease:
+            await lease.loaded()
+            self._verify(lease, prompt)
+            compute(self.cache, lease, prompt, POOLS)
+            yield lease
+
+    async def serve(self, count: int = 20) -> None:
+        """Ordinary requests, each verified byte by byte."""
+        for _ in range(count):
+            self._requests += 1
+            prompt = self.prompt(self._requests)
+            async with self.cache.lease(prompt) as lease:
+                await lease.loaded()
+                self._verify(lease, prompt)
+                compute(self.cache, lease, prompt, POOLS)
+                end = len(prompt) // PAGE * PAGE
+                write(self.cache, "mamba", int(lease.states[1]), page_hashes(prompt)[end // PAGE - 1])
+                await lease.commit(prompt, checkpoint=(end, lease.states[1]))
+                self.counted += lease.cached
+
+    def _verify(self, lease: Lease, prompt: list[int]) -> None:
+        assert_cached_bytes(self.cache, lease, prompt, POOLS, WINDOW)
+        if lease.cached:
+            state = page_hashes(prompt)[lease.cached // PAGE - 1]
+            assert holds(self.cache, "mamba", int(lease.states[0]), state), "the state that was matched has other bytes"
+
+    def audit(self) -> None:
+        """The books, with whatever is in flight, after everybody has left."""
+        core = self.cache.core
+        assert self.cache.closed is None, self.cache.closed
+        check(core)
+        assert not core.active_leases(), "a lease is held by nobody"
+        assert not machine(self.cache).driver.line, "somebody stands in line"
+
+    async def audit_idle(self) -> None:
+        """The books when nothing is in flight: nothing is held, and no task is left but the cache's own."""
+        machine(self.cache).claims.drop_all()
+        await settled(self.cache)
+        for _ in range(100):
+            if asyncio.all_tasks() <= self._tasks:
+                break
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() <= self._tasks, asyncio.all_tasks() - self._tasks
+        await settled(self.cache)
+        check(self.cache.core, idle=True)
+
+
+# one call
+
+
+Call = Callable[[World, Mapping[str, Any]], Awaitable[None]]
+
+
+class Case(NamedTuple):
+    """``call(world, arguments)`` calls the function with good arguments but for those that are given. ``params``: what
+    each of its parameters takes. ``books``: whether the call reaches a cache. ``names``: what errors call a parameter,
+    where that is another name."""
+
+    call: Call
+    params: Mapping[str, Kind | Unchecked]
+    books: bool = False
+    names: Mapping[str, str] = {}
+
+
+async def called(function: Callable[..., Any], good: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """The function's result, with what is ``given`` in place of what is good. After a refusal it is called again with
+    good arguments, which must succeed, and the refusal is raised."""
+    try:
+        return await _result(function(**{**good, **given}))
+    except ConfigError:
+        try:
+            await _result(function(**good))
+        except Exception as error:
+            raise StillBroken(f"good arguments were refused after a refusal: {error!r}") from error
+        raise
+
+
+async def _result(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def problem_of(case: Case, world: World, name: str, kind: Kind, odd: Odd) -> str | None:
+    """What is wrong with what became of ``odd`` as parameter ``name``, if anything is."""
+    takes = kind.takes(odd)
+    try:
+        async with asyncio.timeout(20):
+            await case.call(world, {name: odd.make()})
+    except ConfigError as error:
+        if takes:
+            return f"{name}={odd.name} is good, and was refused: {error}"
+        named = name in str(error) or case.names.get(name, name) in str(error)
+        return None if named else f"{name}={odd.name}: not named: {error}"
+    except (CacheFull, OSError) as error:
+        return None if takes is not False else f"{name}={odd.name}: taken, and then {error!r}"
+    except Exception as error:
+        return f"{name}={odd.name}: {error!r}"
+    return None if takes is not False else f"{name}={odd.name} was taken"
+
+
+def public(member: object) -> bool:
+    """Whether a class's or module's member is for callers: what is no enum, error, protocol or value of results."""
+    if not inspect.isclass(member):
+        return inspect.isfunction(member)
+    values = (tuple, BaseException, Enum)
+    return not issubclass(member, values) and not getattr(member, "_is_protocol", False)
