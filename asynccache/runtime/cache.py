@@ -200,7 +200,8 @@ class AsyncCache:
         too: all calls return the same report. One that comes while the cache is being opened ends that.
 
         ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
-        the configuration's ``close_deadline`` if not given. Of several calls, the deadline that is over first counts.
+        the configuration's ``close_deadline`` if not given; none are left where it is 0 or negative. Of several calls,
+        the deadline that is over first counts.
         Several ranks: the first that is over ends saving on all of them, at one step, and later calls change nothing; 0
         leaves without them.
         Cancelling it stops the waiting; closing goes on.
@@ -209,7 +210,7 @@ class AsyncCache:
             ConfigError: ``deadline`` is no number of seconds; the cache stays open.
         """
         if deadline is not None:
-            deadline = checks.number("deadline", deadline, 0)
+            deadline = checks.number("deadline", deadline)
         if self._opening is not None:
             await self._opening.interrupt()
         machine = self._machine

@@ -445,7 +445,7 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.AsyncCache.flush": of_cache("flush", {"timeout": Number(0, optional=True)}),
     "asynccache.AsyncCache.invalidate": of_cache("invalidate", {"extra_key": Namespace()}),
-    "asynccache.AsyncCache.aclose": Case(_aclose, {"deadline": Number(0, optional=True)}, books=True),
+    "asynccache.AsyncCache.aclose": Case(_aclose, {"deadline": Number(optional=True)}, books=True),
     "asynccache.AsyncCache.attach_storage": Case(
         _attach,
         {"storage": Depends(Text()), "options": These("None", "{}"), "name": Depends(Text(optional=True)),
