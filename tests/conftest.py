@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.workers import dealt
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", metavar="cpu|cuda:N|simulated-cuda",
@@ -28,6 +30,20 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(cpu, "CpuDevice", device_class(name))  # noqa: B010  before anybody imports it
         except ConfigError as error:
             raise pytest.UsageError(f"--device {name}: {error}") from None
+
+
+@pytest.hookimpl(trylast=True)                         # after -m and -k have left out what is not wanted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the slow tests, so that none is left for the end, when the others have nothing to do."""
+    workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        items[:] = dealt(items, _seconds, workers)
+
+
+def _seconds(item: pytest.Item) -> float:
+    """What ``slow(seconds)`` says of a test; a second where it gives no number, and 0 for a test that is not slow."""
+    mark = item.get_closest_marker("slow")
+    return 0.0 if mark is None else mark.args[0] if mark.args else 1.0
 
 
 @pytest.fixture(autouse=True)

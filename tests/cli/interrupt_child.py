@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -32,21 +33,26 @@ class AtImport:
             press(times)
 
 
-def at_call(place: str, times: int) -> None:
-    """Press when the function is called for the first time."""
+def found(place: str) -> tuple[Any, str]:
+    """The class or module that has the function ``module:Class.function``, and the function's name there."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
     for part in classes:
         owner = getattr(owner, part)
-    function, left = getattr(owner, name), [times]
+    return owner, name
+
+
+def pressing(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+    """The same function, which presses when it is called for the first time."""
+    left = [times]
 
     @functools.wraps(function)
     def pressed(*arguments: Any, **named: Any) -> Any:
         press(left.pop() if left else 0)
         return function(*arguments, **named)
 
-    setattr(owner, name, pressed)
+    return pressed
 
 
 if __name__ == "__main__":
@@ -57,7 +63,8 @@ if __name__ == "__main__":
     elif place.startswith("import:"):
         sys.meta_path.insert(0, AtImport(place.removeprefix("import:"), int(times)))
     else:
-        at_call(place, int(times))
+        owner, name = found(place)
+        setattr(owner, name, pressing(getattr(owner, name), int(times)))
     from asynccache.cli.entry import main
 
     sys.argv[1:] = arguments

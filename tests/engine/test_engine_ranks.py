@@ -205,7 +205,7 @@ def lose(crew: Crew, victim: int, how: signal.Signals) -> None:
     assert all(storage > 0 for _, _, storage in answers[0].hits)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("victim", "how"), [(3, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
     crew: Crew, victim: int, how: signal.Signals

@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_is_told_to_the_others_and_a_new_group_finds_what_
     assert again["tokens"]["hit"]["storage"] > warm["tokens"]["hit"]["storage"]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_rank_that_hangs_is_told_to_the_others(tmp_path: Path) -> None:
     struck = strike(PP2, store("file", tmp_path), tmp_path / "report.json", 0, signal.SIGSTOP, 0.7)
     told(struck, 0)
