@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Workers begin with the slow tests, so that none is left for the end, when the others have nothing to do."""
     workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
-        items[:] = dealt(items, _seconds, workers)
+        items[:] = dealt(items, _seconds, lambda item: item.path, workers)
 
 
 def _seconds(item: pytest.Item) -> float:
