@@ -6,6 +6,7 @@ The name ``CpuDevice`` stands for the other device then, wherever a test or the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(cpu, "CpuDevice", device_class(name))  # noqa: B010  before anybody imports it
         except ConfigError as error:
             raise pytest.UsageError(f"--device {name}: {error}") from None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: the garbage collector need not look at it in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)                         # after -m and -k have left out what is not wanted
