@@ -1,4 +1,4 @@
-"""What the worker processes of one run of pytest share (pytest-xdist): the order of tests, and what is made only once."""
+"""What the workers of one run of pytest share (pytest-xdist): the order of tests, and what is made only once."""
 
 from __future__ import annotations
 
