@@ -21,8 +21,8 @@ BENCH    := build/bench
 PYTEST   := $(BIN)/python -m pytest -q --durations=20 --durations-min=1
 # Every core; a process that has finished takes tests from another. Slow tests are dealt out first: tests/workers.py.
 SPREAD   := -n $(JOBS) --dist worksteal
-# The programs of `make soak`: modules with a main that takes --seconds, print their seed and end with a status.
-SOAKS    := tests.soak.campaigns
+# The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
+SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
 .PHONY: help demo test test-ranks soak test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
@@ -57,7 +57,7 @@ test-ranks: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	$(PYTEST) $(SPREAD) -m soak
-	@for program in $(SOAKS); do $(BIN)/python -m $$program --seconds $(SECONDS) || exit 1; done
+	@status=0; for program in $(SOAKS); do $(BIN)/python -m $$program --seconds $(SECONDS) || status=1; done; exit $$status
 
 test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor

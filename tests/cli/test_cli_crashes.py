@@ -74,7 +74,7 @@ def _written(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
 def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(components: str, tmp_path: Path) -> None:
     """There is room for everything in L1 and L2, so what comes from storage was stored by a process that was killed."""

@@ -47,4 +47,4 @@ def test_other_settings(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("components", COMPONENTS)
 def test_any_order_of_calls_at_length(components: str) -> None:
-    play(150, 100, components=components)
+    play(15, 100, components=components)
