@@ -15,7 +15,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.ranked import crew
 from tests.cli import interrupt_child
-from tests.cli.test_cli_runs import made_trace
+from tests.cli.trace_kit import made_trace
 from tests.ranks.cache_runs import (
     ENDS,
     TP2,

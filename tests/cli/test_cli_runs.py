@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,14 @@ import pytest
 from asynccache.cli.engine import Engine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
-from asynccache.cli.request import BLOCK_TOKENS, Request
+from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
 from asynccache.runtime.stages.backup_host import BackupHostStage
+from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
          "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
-
-
-def made_trace(path: Path, conversations: int = 20, seed: int = 5) -> Path:
-    """Conversations that share a first block and grow, interleaved; the requests of one end where the next goes on."""
-    rng = random.Random(seed)
-    fresh = iter(range(1, 1 << 20))
-    known: list[list[int]] = [[0] for _ in range(conversations)]
-    rows = []
-    for at in range(conversations * 4):
-        who = rng.randrange(conversations)
-        known[who] = known[who] + [next(fresh) for _ in range(rng.randint(1, 5))]
-        rows.append({"timestamp": at // 4 * 3000, "output_length": rng.randint(1, 90),
-                     "input_length": len(known[who]) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS - 1),
-                     "hash_ids": [*known[who], next(fresh)]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def run(*arguments: str | Path, status: int = 0) -> dict[str, Any]:

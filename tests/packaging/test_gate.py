@@ -121,12 +121,12 @@ def test_a_failure_is_told_with_what_plays_it_again(
     def breaks(seed: int) -> None:
         raise AssertionError(f"wrong with {seed}")
 
-    monkeypatch.setitem(campaigns.CAMPAIGNS, "core", breaks)  # type: ignore[misc]
+    monkeypatch.setitem(campaigns.CAMPAIGNS, "core", breaks)
     assert campaigns.main(["--only", "core", "--seed", "77", "--once"]) == 1
     said = capsys.readouterr().out
     assert "AssertionError: wrong with 77" in said
     assert "again: python -m tests.soak.campaigns --only core --seed 77 --once" in said
-    monkeypatch.setitem(campaigns.CAMPAIGNS, "core", lambda seed: None)  # type: ignore[misc]
+    monkeypatch.setitem(campaigns.CAMPAIGNS, "core", lambda seed: None)
     assert campaigns.main(["--only", "core", "--seed", "77", "--once"]) == 0
     assert capsys.readouterr().out == "core, seed 77: right\n"
 
@@ -139,7 +139,7 @@ def test_a_worker_plays_every_campaign_in_turn_and_ends_when_time_is_over(monkey
             now[0] += 1.0
             played.append((name, seed))
 
-        monkeypatch.setitem(campaigns.CAMPAIGNS, name, play)  # type: ignore[misc]
+        monkeypatch.setitem(campaigns.CAMPAIGNS, name, play)
     news: SimpleQueue[Any] = SimpleQueue()
     campaigns.work(1, ["core", "worlds"], 5, 6.0, news)
     assert [name for name, _ in played] == ["worlds", "core"] * 3

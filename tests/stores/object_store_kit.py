@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -74,14 +74,6 @@ async def get(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout 
     for key, page, result in zip(keys, pages, results, strict=True):
         assert result is not Result.HIT or page == content(key, page.nbytes)
     return results
-
-
-async def until(what: str, true: Callable[[], bool]) -> None:
-    """Wait for a condition, with an end."""
-    end = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.01)
 
 
 async def until_hit(store: CheckedStore, keys: Sequence[PageKey], expected: Result = Result.HIT) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from asynccache_backends.redis import RedisBackend
@@ -43,22 +42,3 @@ async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
     for key, page, result in zip(keys, pages, results, strict=True):
         assert result is not Result.HIT or page == content(key, page.nbytes)
     return results
-
-
-async def soon(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Ask again and again until it is so; it is an error if that takes too long."""
-    async def asked() -> bool:
-        return condition()
-
-    await until(asked, seconds)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
-    """As ``soon``, for what has to be awaited."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while True:
-        if await condition():
-            return
-        assert loop.time() < end, "it is not so, and has not become so"
-        await asyncio.sleep(0.01)
