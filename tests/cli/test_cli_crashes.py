@@ -63,7 +63,8 @@ def _written(pid: int) -> int:
 @pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
 def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(components: str, tmp_path: Path) -> None:
     """There is room for everything in L1 and L2, so what comes from storage was stored by a process that was killed."""
-    trace = REAL if Path(REAL).is_file() else str(made_trace(tmp_path / "trace.jsonl", 40, requests=240, growth=(2, 12), seed=11))
+    made = made_trace(tmp_path / "trace.jsonl", 40, requests=240, growth=(2, 12), seed=11)
+    trace = REAL if Path(REAL).is_file() else str(made)
     arguments = ["replay", trace, "--limit", "240", "--components", components, "--device-tokens", "all",
                  "--host-tokens", "all", "--bytes-per-token", "64", "--mamba-bytes", "4096", "--concurrency", "8",
                  "--storage", f"file:{tmp_path}/kv?capacity=1GiB&segment=16MiB"]  # fmt: skip

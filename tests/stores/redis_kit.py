@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asynccache_backends.redis import RedisBackend
 
-from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, content
+from asynccache.storage import CheckedStore, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT
 
 
 @asynccontextmanager
@@ -27,18 +27,3 @@ async def checked(url: str, *, timeout: float = 30.0, layout: StoreLayout = LAYO
         yield store
     finally:
         await store.aclose()
-
-
-async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    sizes = store.layout.page_bytes
-    return await store.put(keys, [memoryview(content(key, sizes[key.pool])) for key in keys])
-
-
-async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    """Read keys; every hit must be right."""
-    sizes = store.layout.page_bytes
-    pages = [aligned(sizes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results

@@ -11,7 +11,8 @@ from asynccache_backends.object_store.collect import groups
 from asynccache_backends.object_store.packs import MAX_RECORDS, Pack
 
 from asynccache.storage import Result
-from tests.stores.object_store_kit import bare, fill, folder_url, open_at, opened, put, some_keys
+from tests.storage.page_kit import fill, put
+from tests.stores.object_store_kit import bare, folder_url, open_at, opened, some_keys
 
 HIT = Result.HIT
 

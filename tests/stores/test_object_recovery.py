@@ -10,17 +10,8 @@ import pytest
 
 from asynccache.storage import Result, StoreLayout
 from asynccache.testing.backend_suite import LAYOUT
-from tests.stores.object_store_kit import (
-    bare,
-    fill,
-    folder_url,
-    get,
-    objects,
-    open_at,
-    opened,
-    packs,
-    some_keys,
-)
+from tests.storage.page_kit import fill, get
+from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys
 from tests.waiting import until
 
 HIT, MISS, CORRUPT = Result.HIT, Result.MISS, Result.CORRUPT

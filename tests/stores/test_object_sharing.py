@@ -13,17 +13,8 @@ import pytest
 
 from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Watchable
 from asynccache.testing.backend_suite import blank, record_of, same
-from tests.stores.object_store_kit import (
-    bare,
-    fill,
-    folder_url,
-    get,
-    objects,
-    opened,
-    packs,
-    some_keys,
-    until_hit,
-)
+from tests.storage.page_kit import fill, get
+from tests.stores.object_store_kit import bare, folder_url, objects, opened, packs, some_keys, until_hit
 from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED

@@ -13,7 +13,8 @@ from asynccache_backends.redis import RedisBackend
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
-from tests.stores.redis_kit import checked, get, opened, put
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
 from tests.waiting import until

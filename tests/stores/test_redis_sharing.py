@@ -15,7 +15,8 @@ from asynccache_backends.redis.raw import raw
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Stored, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, get_all, keys_of, page_key, put_all, record_of, same
-from tests.stores.redis_kit import checked, get, opened, put
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
 from tests.waiting import until
 
@@ -71,7 +72,8 @@ CHILD = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
 from asynccache.testing.backend_suite import keys_of
-from tests.stores.redis_kit import checked, get, put
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked
 
 async def main():
     async with checked({url!r}) as store:
