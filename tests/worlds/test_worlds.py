@@ -68,26 +68,22 @@ def survivors(worlds: int) -> str:
     return ""
 
 
-@pytest.mark.slow
 def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Readiness, "pending", lambda self: ())
     assert survivors(300) == "WrongBytes"
 
 
-@pytest.mark.slow
 def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     put = RetireStage.put
     monkeypatch.setattr(RetireStage, "put", lambda self, ops, events: put(self, ops, []))
     assert survivors(600) == "WrongBytes"
 
 
-@pytest.mark.slow
 def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mover, "fence", lambda self, event, slots: None)
     assert survivors(600) == "WrongBytes"
 
 
-@pytest.mark.slow
 def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def expect(self: Publishing, ready: Event) -> None:
         self._ready = [*unfired(*self._ready), ready]
