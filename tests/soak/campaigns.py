@@ -133,7 +133,7 @@ def campaign(names: Sequence[str], first: int, seconds: float, workers: int) -> 
     context = multiprocessing.get_context("spawn")
     news = context.Queue()
     team = {i: context.Process(target=work, args=(i, names, first, seconds, news)) for i in range(workers)}
-    doing: dict[int, Played] = {}
+    doing = {i: Played(names[i % len(names)], first, HANGS) for i in team}
     for process in team.values():
         process.start()
     count, failed = Counter[str](), 0
