@@ -2,11 +2,15 @@
 #
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer)
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
+#   JOBS      how many processes the tests run in: auto, as many as there are cores, or a number; 0: in one, as pytest does
+#   SECONDS   how long each program of `make soak` runs
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13: torch's own, unless you say which
 
 PYTHON   ?= python3
 PIP_ARGS ?=
+JOBS     ?= auto
+SECONDS  ?= 600
 S3       ?= moto
 CUDA     ?=
 VENV     := .venv
@@ -14,15 +18,21 @@ BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
 SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
 BENCH    := build/bench
+PYTEST   := $(BIN)/python -m pytest -q --durations=20 --durations-min=1
+# Every core; a process that has finished takes tests from another. Slow tests are dealt out first: tests/workers.py.
+SPREAD   := -n $(JOBS) --dist worksteal
+# The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
+SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
-.PHONY: help demo test test-ranks test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test test-ranks soak test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
-	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, every test"
+	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
 	@echo "make check   the same without the tests marked slow: before a commit"
-	@echo "make test-ranks   ranks as processes, every topology, each rank killed and stopped in turn: some ten minutes"
+	@echo "make soak    whole recorded traces, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
+	@echo "make test-ranks   groups of ranks at length, every topology, each rank killed and stopped in turn: some fifteen minutes"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
@@ -37,13 +47,17 @@ demo: $(VENV)/.installed-cli
 	    $(BIN)/asynccache stress --storage "file:$$folder/store"
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not ranks"
+	$(PYTEST) $(SPREAD) -m "not ranks and not soak"
 
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow and not ranks"
+	$(PYTEST) $(SPREAD) -m "not slow and not ranks and not soak"
 
 test-ranks: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m ranks
+	$(PYTEST) -m ranks
+
+soak: $(VENV)/.installed-dev
+	$(PYTEST) $(SPREAD) -m soak
+	@status=0; for program in $(SOAKS); do $(BIN)/python -m $$program --seconds $(SECONDS) || status=1; done; exit $$status
 
 test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor

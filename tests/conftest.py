@@ -6,10 +6,14 @@ The name ``CpuDevice`` stands for the other device then, wherever a test or the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+from tests.workers import dealt
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("gate", derandomize=True, database=None)     # make soak has seeds that nobody has tried
+    settings.load_profile("gate")
     name: str = config.getoption("--device")
     if name != "cpu":
         from asynccache.errors import ConfigError
@@ -28,6 +34,26 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(cpu, "CpuDevice", device_class(name))  # noqa: B010  before anybody imports it
         except ConfigError as error:
             raise pytest.UsageError(f"--device {name}: {error}") from None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: the garbage collector need not look at it in every test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)                         # after -m and -k have left out what is not wanted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with the slow tests, so that none is left for the end, when the others have nothing to do."""
+    workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        items[:] = dealt(items, _seconds, lambda item: item.path, workers)
+
+
+def _seconds(item: pytest.Item) -> float:
+    """What ``slow(seconds)`` says of a test; a second where it gives no number, and 0 for a test that is not slow."""
+    mark = item.get_closest_marker("slow")
+    return 0.0 if mark is None else mark.args[0] if mark.args else 1.0
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -34,21 +35,26 @@ class AtImport:
             press(signals)
 
 
-def at_call(place: str, signals: str) -> None:
-    """Press when the function is called for the first time."""
+def found(place: str) -> tuple[Any, str]:
+    """The class or module that has the function ``module:Class.function``, and the function's name there."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
     for part in classes:
         owner = getattr(owner, part)
-    function, left = getattr(owner, name), [signals]
+    return owner, name
+
+
+def pressing(function: Callable[..., Any], signals: str) -> Callable[..., Any]:
+    """The same function, which presses when it is called for the first time."""
+    left = [signals]
 
     @functools.wraps(function)
     def pressed(*arguments: Any, **named: Any) -> Any:
         press(left.pop() if left else "")
         return function(*arguments, **named)
 
-    setattr(owner, name, pressed)
+    return pressed
 
 
 if __name__ == "__main__":
@@ -59,7 +65,8 @@ if __name__ == "__main__":
     elif place.startswith("import:"):
         sys.meta_path.insert(0, AtImport(place.removeprefix("import:"), signals))
     else:
-        at_call(place, signals)
+        owner, name = found(place)
+        setattr(owner, name, pressing(getattr(owner, name), signals))
     from asynccache.cli.entry import main
 
     sys.argv[1:] = arguments

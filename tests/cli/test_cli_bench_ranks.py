@@ -22,7 +22,7 @@ def test_a_topology_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no topology; one is tp2-pp2" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_what_a_step_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ranks.json"
     assert main(["bench", "ranks", "--topology", "tp2-pp2", "--steps", "60", "--json", str(path)]) == 0
@@ -42,7 +42,7 @@ def test_what_a_step_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(len(line) <= 80 for line in capsys.readouterr().err.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_step_reduces_once_in_each_of_two_groups(tmp_path: Path) -> None:
     path = tmp_path / "ranks.json"
     assert main(["bench", "ranks", "--topology", "tp2-cp2", "--steps", "20", "--json", str(path)]) == 0

@@ -18,27 +18,12 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.request import BLOCK_TOKENS
+from tests.cli.trace_kit import made_trace
 
 ROOT = Path(__file__).parents[2]
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
 MIB = 1 << 20
-
-
-def made_trace(path: Path, requests: int = 240, seed: int = 11) -> Path:
-    """Conversations that share a first block and grow, interleaved."""
-    rng = random.Random(seed)
-    fresh = iter(range(1, 1 << 20))
-    known: list[list[int]] = [[0] for _ in range(requests // 6)]
-    rows = []
-    for at in range(requests):
-        who = rng.randrange(len(known))
-        known[who] = known[who] + [next(fresh) for _ in range(rng.randint(2, 12))]
-        rows.append({"timestamp": at, "output_length": rng.randint(1, 90),
-                     "input_length": len(known[who]) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS - 1),
-                     "hash_ids": [*known[who], next(fresh)]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def run(*arguments: str, report: Path) -> dict[str, Any]:
@@ -74,11 +59,12 @@ def _written(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("components", ["full", "full,swa,mamba"])
 def test_a_replay_that_was_killed_is_replayed_from_what_it_had_stored(components: str, tmp_path: Path) -> None:
     """There is room for everything in L1 and L2, so what comes from storage was stored by a process that was killed."""
-    trace = REAL if Path(REAL).is_file() else str(made_trace(tmp_path / "trace.jsonl"))
+    made = made_trace(tmp_path / "trace.jsonl", 40, requests=240, growth=(2, 12), seed=11)
+    trace = REAL if Path(REAL).is_file() else str(made)
     arguments = ["replay", trace, "--limit", "240", "--components", components, "--device-tokens", "all",
                  "--host-tokens", "all", "--bytes-per-token", "64", "--mamba-bytes", "4096", "--concurrency", "8",
                  "--storage", f"file:{tmp_path}/kv?capacity=1GiB&segment=16MiB"]  # fmt: skip
@@ -108,7 +94,7 @@ def test_a_stress_run_that_was_killed_is_no_harm_to_the_next(tmp_path: Path) -> 
 
 
 def small_replay(tmp_path: Path) -> list[str]:
-    trace = made_trace(tmp_path / "trace.jsonl", requests=60)
+    trace = made_trace(tmp_path / "trace.jsonl", 10, requests=60, growth=(2, 12), seed=11)
     return ["replay", str(trace), "--device-tokens", "all", "--host-tokens", "all", "--storage",
             f"file:{tmp_path}/kv?capacity=64MiB&segment=4MiB"]  # fmt: skip
 

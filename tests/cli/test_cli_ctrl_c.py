@@ -1,4 +1,8 @@
-"""Ctrl-C in every phase of a real run, once and twice: it ends soon, cleanly, and with its report."""
+"""Ctrl-C in every phase of a real run, once and twice: it ends soon, cleanly, and with its report.
+
+Most runs are this process's own, with a real signal. What depends on a process that has loaded nothing yet, or on how
+one ends, is tried with processes.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from asynccache.cli.main import main
 from tests.cli import interrupt_child
 
 RUN = "asynccache.cli.session:"
@@ -35,25 +40,48 @@ OVER = ("summary", "writing", "drawing")        # all is done by then but to tel
 ENDS_WITHIN = 180.0
 
 
+def run(folder: Path) -> list[str]:
+    return ["stress", "--duration", "0.4", "--rate", "30", "--json", str(folder / "run.json"),
+            "--report", str(folder / "run.html")]  # fmt: skip
+
+
 def interrupted(folder: Path, place: str, times: int) -> subprocess.CompletedProcess[str]:
     signals = ",".join(["INT"] * times)
-    command = [sys.executable, interrupt_child.__file__, place, signals, "stress", "--duration", "0.4", "--rate", "30",
-               "--json", str(folder / "run.json"), "--report", str(folder / "run.html")]  # fmt: skip
+    command = [sys.executable, interrupt_child.__file__, place, signals, *run(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("phase", "times"), [*((phase, 1) for phase in PHASES), ("start", 2), ("run", 2), ("flush", 2),
-                                              ("writing", 2)])  # fmt: skip
-def test_whenever_it_comes_the_report_is_written(phase: str, times: int, tmp_path: Path) -> None:
-    done = interrupted(tmp_path, PHASES[phase], times)
-    assert done.returncode == (0 if phase in OVER else 130), done.stderr
-    assert "Traceback" not in done.stderr
-    assert "KeyboardInterrupt" not in done.stderr
-    assert f"stress OK{'' if phase in OVER else ', interrupted'}: " in done.stdout
-    report = json.loads((tmp_path / "run.json").read_text())
+def is_reported(folder: Path, phase: str, status: int, out: str, err: str) -> None:
+    """The run ended as one that was interrupted in ``phase`` has to."""
+    assert status == (0 if phase in OVER else 130), err
+    assert "Traceback" not in err
+    assert "KeyboardInterrupt" not in err
+    assert f"stress OK{'' if phase in OVER else ', interrupted'}: " in out
+    report = json.loads((folder / "run.json").read_text())
     assert (report["interrupted"], report["ok"], report["leaks"]["pins"]) == (phase not in OVER, True, 0)
-    assert (tmp_path / "run.html").read_text().rstrip().endswith("</html>")
+    assert (folder / "run.html").read_text().rstrip().endswith("</html>")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "times"), [("loading", 1), ("torch", 1), ("run", 1), ("flush", 2)])
+def test_a_process_writes_its_report_and_ends(phase: str, times: int, tmp_path: Path) -> None:
+    done = interrupted(tmp_path, PHASES[phase], times)
+    is_reported(tmp_path, phase, done.returncode, done.stdout, done.stderr)
+
+
+LOADED = [phase for phase, place in PHASES.items() if not place.startswith("import:")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "times"), [*((phase, 1) for phase in LOADED), ("start", 2), ("run", 2), ("flush", 2),
+                                              ("writing", 2)])  # fmt: skip
+def test_whenever_it_comes_the_report_is_written(
+    phase: str, times: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name = interrupt_child.found(PHASES[phase])
+    monkeypatch.setattr(owner, name, interrupt_child.pressing(getattr(owner, name), ",".join(["INT"] * times)))
+    status = main(run(tmp_path))
+    is_reported(tmp_path, phase, status, *capfd.readouterr())
 
 
 def test_who_insists_gets_out_without_a_report(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from asynccache.cli.main import main
 from asynccache.cli.reports import page, run, svg
 from asynccache.cli.reports.svg import Axis, Frame, Mark, Row, Series
 from tests.docs import docs_programs
+from tests.workers import made_once
 
 HTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -292,20 +293,22 @@ BENCHES = {
 PAPER = 718             # pixels between the margins of a sheet of A4
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The pages of real, small benchmarks, by name."""
-    folder, pages = tmp_path_factory.mktemp("benches"), dict[str, str]()
+def measure(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, few in docs_programs.FEW.items():
             patch.setattr(bench_tree, name, few)
         for name, options in BENCHES.items():
             file, figures = folder / f"{name}.html", folder / f"{name}.json"
             assert main(["bench", name, *options, "--report", str(file), "--json", str(figures)]) == 0
-            pages[name] = file.read_text()
-            data = next(parsed(pages[name]).iter(f"{HTML}script")).text or ""
+            data = next(parsed(file.read_text()).iter(f"{HTML}script")).text or ""
             assert json.loads(data) == json.loads(figures.read_text())
-    return pages
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The pages of real, small benchmarks, by name; measured once for all workers of a run."""
+    folder = made_once(tmp_path_factory, "benches", measure)
+    return {name: (folder / f"{name}.html").read_text() for name in BENCHES}
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.ranked import crew
 from tests.cli import interrupt_child
-from tests.cli.test_cli_runs import made_trace
+from tests.cli.trace_kit import made_trace
 from tests.ranks.cache_runs import (
     ENDS,
     TP2,
@@ -44,7 +44,7 @@ def storage(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [TP2, TP2_PP2])
+@pytest.mark.parametrize("shape", [TP2, pytest.param(TP2_PP2, marks=pytest.mark.ranks)])
 def test_ranks_do_the_same_whatever_fails_or_is_late_on_one(shape: Shape, tmp_path: Path) -> None:
     report = here(options(shape, storage(tmp_path), tmp_path / "report.json", *HOSTILE))
     sound(report, shape, steps=100)
@@ -56,7 +56,7 @@ def test_ranks_do_the_same_whatever_fails_or_is_late_on_one(shape: Shape, tmp_pa
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [f"rank-{i}" for i in range(size(shape))]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +94,7 @@ def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytes
     assert " pages are wrong: " in report["problems"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_call_that_one_rank_makes_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = odd(TP2, "call", tmp_path, monkeypatch)
     problems = " ".join(report["problems"])
@@ -102,14 +102,14 @@ def test_a_call_that_one_rank_makes_alone_is_named(tmp_path: Path, monkeypatch: 
     assert {rank["failure"]["kind"] for rank in report["ranks"]} <= {"RankDivergence", "RankFailure"}
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_tree_that_has_changed_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = odd(TP2, "tampered", tmp_path, monkeypatch)
     assert report["problems"][0].startswith("after tick 10, step ")
     assert "the tree of rank 1 is another than that of rank 0" in report["problems"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_what_cannot_be_read_of_a_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = odd(TP2, "garbled", tmp_path, monkeypatch)
     assert report["problems"][0].startswith("rank 1 sent a message of 7 bytes that cannot be read: ")
@@ -130,7 +130,7 @@ def test_what_ranks_cannot_do_is_refused(
     assert f"asynccache: {sentence}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-1").write_text("in the way")
     assert main(options(TP2, f"file:{tmp_path}", tmp_path / "report.json", "--quiet")) == 2
@@ -141,7 +141,7 @@ def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsy
 # what ends a run
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("place", "times"), [
     ("conductor:Conductor._send", 2),
     pytest.param("crew:Crew.__aenter__", 1, marks=pytest.mark.ranks),
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_a_run_with_its_report(place: str, times: int, tmp_path: Pat
     assert (report["cancelled"] > 0) == (times == 2)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_who_insists_gets_out_and_leaves_nobody_behind(tmp_path: Path) -> None:
     done = pressed("conductor:Conductor._heard", 3, options(TP2, "none", tmp_path / "report.json"))
     assert done.returncode == 130, done.stderr

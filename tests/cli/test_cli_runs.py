@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,14 @@ import pytest
 from asynccache.cli.engine import Engine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
-from asynccache.cli.request import BLOCK_TOKENS, Request
+from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
 from asynccache.runtime.stages.backup_host import BackupHostStage
+from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
          "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
-
-
-def made_trace(path: Path, conversations: int = 20, seed: int = 5) -> Path:
-    """Conversations that share a first block and grow, interleaved; the requests of one end where the next goes on."""
-    rng = random.Random(seed)
-    fresh = iter(range(1, 1 << 20))
-    known: list[list[int]] = [[0] for _ in range(conversations)]
-    rows = []
-    for at in range(conversations * 4):
-        who = rng.randrange(conversations)
-        known[who] = known[who] + [next(fresh) for _ in range(rng.randint(1, 5))]
-        rows.append({"timestamp": at // 4 * 3000, "output_length": rng.randint(1, 90),
-                     "input_length": len(known[who]) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS - 1),
-                     "hash_ids": [*known[who], next(fresh)]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def run(*arguments: str | Path, status: int = 0) -> dict[str, Any]:
@@ -270,7 +254,7 @@ def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypat
     assert "<svg" in page.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(16)
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
     report = run("replay", REAL, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",
@@ -279,9 +263,11 @@ def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
     assert report["verify"] == {"pages": 105_592, "mismatches": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
-@pytest.mark.parametrize(("blocks", "least"), [(1_000, 0.0465), (30_000, 0.344)])
+@pytest.mark.parametrize(
+    ("blocks", "least"), [(1_000, 0.0465), pytest.param(30_000, 0.344, marks=pytest.mark.soak)]
+)
 def test_the_real_trace_in_little_room_does_as_well_as_lru(blocks: int, least: float, out: tuple[str, Path]) -> None:
     report = run("replay", REAL, "--device-tokens", str(blocks * 512), "--host-tokens", "none", "--concurrency", "1",
                  "--quiet", *out)

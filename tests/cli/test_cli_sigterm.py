@@ -18,7 +18,7 @@ from asynccache.cli import entry
 from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
 from tests.cli import interrupt_child
-from tests.cli.test_cli_trace import made_trace
+from tests.cli.trace_kit import made_trace
 
 ENDS_WITHIN = 180.0
 TRACE = "{trace}"

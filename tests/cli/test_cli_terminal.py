@@ -68,8 +68,9 @@ def read_until(terminal: int, wanted: bytes | None, seen: bytearray) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stress", "replay"])
-@pytest.mark.parametrize(("columns", "word"), [(40, b"running"), (60, b"running"), (80, b"in use")])
+@pytest.mark.parametrize(
+    ("kind", "columns", "word"), [("stress", 40, b"running"), ("replay", 60, b"running"), ("stress", 80, b"in use")]
+)
 def test_the_panel_fits_and_ctrl_c_reports(kind: str, columns: int, word: bytes, tmp_path: Path) -> None:
     process, terminal = started(tmp_path, kind, columns)
     seen = bytearray()

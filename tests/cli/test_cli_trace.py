@@ -5,37 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tokens import block_tokens, stream_tokens
 from asynccache.cli.trace import Survey, TraceError, TraceRequest, TraceSource, arrivals, parse_line, read_trace, survey
+from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}
-
-
-def made_trace(path: Path, *, conversations: int = 30, seed: int = 5) -> Path:
-    """A trace of conversations that share a first block and grow, interleaved."""
-    rng = random.Random(seed)
-    fresh = iter(range(1, 1 << 20))
-    state = [([0], rng.randint(1, 400)) for _ in range(conversations)]
-    lines = []
-    for at in range(conversations * 5):
-        who = rng.randrange(conversations)
-        blocks = state[who][0] + [next(fresh) for _ in range(rng.randint(1, 6))]
-        rest = rng.randint(1, BLOCK_TOKENS - 1)
-        state[who] = (blocks, rest)
-        lines.append({"timestamp": at // 4 * 3000, "input_length": len(blocks) * BLOCK_TOKENS + rest,
-                      "output_length": rng.randint(1, 90), "hash_ids": [*blocks, next(fresh)]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in lines))
-    return path
 
 
 def rows_of(path: str | Path) -> list[dict[str, object]]:

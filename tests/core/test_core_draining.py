@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from asynccache.core import transfers
 from asynccache.core.cache import Skip
+from asynccache.core.plan import More
 from asynccache.testing.fetching import open_fetch
 from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
 
@@ -53,3 +55,26 @@ def test_a_prefetch_below_what_no_host_holds_copies_nothing_and_leaves_no_effect
     assert open_fetch(run, spell("abc!def")) == Skip("the host is too small for the anchor")
     assert not any(run.core.statistics().operations.values()), "nobody would be told of it"
     run.audit(idle=True)
+
+
+def test_pages_that_storage_has_are_not_unsaved() -> None:
+    run = SynchronousRuntime(core_config(device=32, host=4))
+    run.insert("abcd")
+    run.insert("wxyz")
+    run.flush()
+    assert run.unsaved() == (0, 0)
+
+
+def test_a_drain_of_a_large_tree_comes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_SLICE", 16)        # fewer than there are nodes
+    run = SynchronousRuntime(core_config(device=512, host=512, write_policy="write_back", write_back_watermark=0.0))
+    for number in range(60):
+        run.insert(chr(ord("a") + number % 26) + chr(ord("a") + number // 26))
+    slices = 0
+    while isinstance(answer := run.core.drain(), More):
+        run.perform(answer.plan)
+        slices += 1
+    run.perform(answer)
+    assert slices > 1
+    run.flush()
+    assert run.unsaved() == (0, 0)

@@ -65,6 +65,20 @@ def random_move(rng: np.random.Generator, src: int, dst: int) -> tuple[Move, dic
     return Move(0, a.astype("<i4").tobytes(), b.astype("<i4").tobytes()), dict(zip(b.tolist(), a.tolist(), strict=True))
 
 
+async def every_byte_arrives(mover: Mover, rng: np.random.Generator) -> None:
+    """Random pages are backed up, loaded, and copied on the device."""
+    out, took = random_move(rng, 32, 48)
+    await mover.backup([out]).wait()
+    assert all(host_page(mover, "full", to) == device_page(mover, "full", of) for to, of in took.items())
+    inward, took = random_move(rng, 48, 32)
+    await mover.load([inward]).done.wait()
+    assert all(device_page(mover, "full", to) == host_page(mover, "full", of) for to, of in took.items())
+    before = {s: device_page(mover, "full", s) for s in range(16)}
+    pages = rng.permutation(16)[:5]
+    await mover.clone([Move(0, pages.astype("<i4").tobytes(), (pages + 16).astype("<i4").tobytes())]).wait()
+    assert all(device_page(mover, "full", int(p) + 16) == before[int(p)] for p in pages)
+
+
 WAYS = [
     Settings(out=out, inward=inward, within=within)
     for out, inward, within in (
@@ -86,16 +100,7 @@ async def test_every_path_brings_every_byte(
     mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
     fill_device(mover)
     for _ in range(6):
-        out, took = random_move(rng, 32, 48)
-        await mover.backup([out]).wait()
-        assert all(host_page(mover, "full", to) == device_page(mover, "full", of) for to, of in took.items())
-        inward, took = random_move(rng, 48, 32)
-        await mover.load([inward]).done.wait()
-        assert all(device_page(mover, "full", to) == host_page(mover, "full", of) for to, of in took.items())
-        before = {s: device_page(mover, "full", s) for s in range(16)}
-        pages = rng.permutation(16)[:5]
-        await mover.clone([Move(0, pages.astype("<i4").tobytes(), (pages + 16).astype("<i4").tobytes())]).wait()
-        assert all(device_page(mover, "full", int(p) + 16) == before[int(p)] for p in pages)
+        await every_byte_arrives(mover, rng)
     await device.aclose()
     calls = driver_of(device).calls
     aligned = size // layers % 16 == 0

@@ -14,7 +14,6 @@ import torch
 
 from asynccache.cli import bench_cuda, cuda_copies
 from asynccache.cli.main import main
-from asynccache.core.plan import Move
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import submission
 from asynccache.memory.cuda.paths import Path, Settings
@@ -22,7 +21,7 @@ from asynccache.memory.cuda.scratch import STAGING_BYTES
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.cuda.gpu import GPU
-from tests.cuda.test_cuda_copies import WAYS, random_move
+from tests.cuda.test_cuda_copies import WAYS, every_byte_arrives
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
 pytestmark = GPU
@@ -44,16 +43,7 @@ async def test_every_path_brings_every_byte(
     mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
     fill_device(mover)
     for _ in range(4):
-        out, took = random_move(rng, 32, 48)
-        await mover.backup([out]).wait()
-        assert all(host_page(mover, "full", to) == device_page(mover, "full", of) for to, of in took.items())
-        inward, took = random_move(rng, 48, 32)
-        await mover.load([inward]).done.wait()
-        assert all(device_page(mover, "full", to) == host_page(mover, "full", of) for to, of in took.items())
-        pages = rng.permutation(16)[:5]
-        before = [device_page(mover, "full", int(p)) for p in pages]
-        await mover.clone([Move(0, pages.astype("<i4").tobytes(), (pages + 16).astype("<i4").tobytes())]).wait()
-        assert [device_page(mover, "full", int(p) + 16) for p in pages] == before
+        await every_byte_arrives(mover, rng)
     await device.aclose()
 
 

@@ -120,12 +120,16 @@ def here(script: str) -> str:
 
 
 _END = "\nfor job in $(jobs -p); do kill -INT $job; wait $job || [ $? = 130 ]; done\n"
-_SLOW = [pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(b, id=b.place, marks=_SLOW if LONG.search(b.code) else []) for b in SHELL]
-)
+def _marks(block: Block) -> list[pytest.MarkDecorator]:
+    """Runs of a group of ranks are tested with the other tests of ranks."""
+    if "--tp" in block.code:
+        return [pytest.mark.ranks]
+    return [pytest.mark.slow(1 + block.code.count("asynccache "))] if LONG.search(block.code) else []
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place, marks=_marks(b)) for b in SHELL])
 def test_commands_run(block: Block, place: Path) -> None:
     """``bash`` runs the block; whatever it left in the background is interrupted, and must end as the manual says."""
     if "redis-server" in block.code and shutil.which("redis-server") is None and not required():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.docs_kit import ROOT
+from tests.workers import made_once
 
 pytest.importorskip("material")
 
@@ -32,9 +33,7 @@ class _Loads(HTMLParser):
             self.found.append(values.get(_LOADS[tag]) or "")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def build(folder: Path) -> None:
     nowhere = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https", "HTTP", "HTTPS")}
     done = subprocess.run(  # not --quiet: what is not shown is not counted, and then nothing is strict
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -43,7 +42,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr, done.stderr
-    return folder
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built once for all workers of a run."""
+    return made_once(tmp_path_factory, "site", build)
 
 
 @pytest.mark.slow

@@ -121,15 +121,21 @@ async def served(
     own = CpuDevice(faults=faults)
     try:
         async with AsyncCache(config, device=own, storage=storage) as cache:
-            served = Served(cache, family, page_size)
-            try:
+            async with sound_at_the_end(Served(cache, family, page_size)) as served:
                 yield served
-                await settled(cache)
-                check(cache.core, idle=True)
-            finally:
-                served.generator.close()
     finally:
         await own.aclose()
+
+
+@asynccontextmanager
+async def sound_at_the_end(served: Served) -> AsyncIterator[Served]:
+    """When the block is left, everything comes to rest, and the audit must hold."""
+    try:
+        yield served
+        await settled(served.cache)
+        check(served.cache.core, idle=True)
+    finally:
+        served.generator.close()
 
 
 async def settled(cache: AsyncCache) -> None:

@@ -16,8 +16,7 @@ from asynccache_shim.model import Work
 from transformers.cache_utils import DynamicCache
 
 from asynccache import AsyncCache, ConfigError, HitPolicy
-from asynccache.core.audit import check
-from tests.engine.engine_kit import CHUNK, LIMIT, PAGE, Served, layout_of, model_of, prompt, settled
+from tests.engine.engine_kit import CHUNK, LIMIT, PAGE, Served, layout_of, model_of, prompt, sound_at_the_end
 
 PAIRS = [("qwen3", "llama"), ("gemma3", "gemma3"), ("deepseek_v4", "qwen3"), ("falcon_h1", "qwen3")]
 LENGTH = 45
@@ -51,12 +50,8 @@ async def served_with(target: str, draft: str, storage: MemoryBackend | None = N
         served.generator._model = Both(
             model_of(target), both, PagedModel(model_of(draft, 1), drafts, cache.pools), cache
         )
-        try:
+        async with sound_at_the_end(served):
             yield served
-            await settled(cache)
-            check(cache.core, idle=True)
-        finally:
-            served.generator.close()
 
 
 async def checked(served: Served, draft: str, tokens: Sequence[int]) -> Generated:

@@ -12,6 +12,7 @@ from asynccache.memory.faults import Faults
 from asynccache.testing.faulty_backend import FaultyBackend
 from tests.engine.engine_kit import PAGE, Served, prompt, served, settled
 from tests.engine.engine_models import FAMILIES, WINDOW
+from tests.waiting import turns
 
 WINDOWED = ("gemma3", "deepseek_v4")
 RECURRENT = ("falcon_h1", "qwen3_next")
@@ -104,11 +105,6 @@ async def test_namespaces_are_never_mixed(family: str) -> None:
                 assert (one.cached, two.cached, three.cached) == ((32, 32, 24) if round_ else (0, 0, 0))
         finally:
             other.generator.close()
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

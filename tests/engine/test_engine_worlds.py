@@ -42,9 +42,13 @@ async def play(engine: Served, rng: random.Random) -> list[Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.asyncio
-async def test_a_world_changes_no_token(family: str, seed: int) -> None:
+async def test_a_world_changes_no_token(family: str) -> None:
+    await changes_no_token(family, 0)
+
+
+async def changes_no_token(family: str, seed: int) -> None:
+    """Every request that was not aborted says what the model says alone, whatever else happens in this world."""
     rng = random.Random(f"world {family} {seed}")
     inner = MemoryBackend()
     storage = FaultyBackend(inner, rng.choice([0.0, 0.3, 0.8]), seed)

@@ -36,6 +36,7 @@ def tiers(answer: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_restart_finds_in_storage_what_was_there(tmp_path: Path) -> None:
     options = ("--storage", f"file:{tmp_path / 'kv'}?capacity=64MiB&segment=8MiB")
@@ -147,18 +148,29 @@ async def test_every_family_is_served_from_the_cache(family: str, tmp_path: Path
             await settled(client)
 
 
+REFUSED = [
+    (("--device-tokens", "100"), "device_tokens=100 is not a multiple of page_size=16"),
+    (("--storage", "tape:0"), "tape"),
+    (("--step-tokens", "16"), "step_tokens=16 must hold a token for each of max_running=32"),
+]
+
+
+def is_one_sentence(status: int, out: str, err: str, told: str) -> None:
+    assert (status, out) == (2, ""), err
+    assert err.startswith("openai_server: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED)
+def test_settings_that_cannot_be_are_refused_in_a_sentence(
+    options: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_one_sentence(openai_server.main(["--port", "0", *options]), *capsys.readouterr(), told)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("--device-tokens", "100"), "device_tokens=100 is not a multiple of page_size=16"),
-        (("--storage", "tape:0"), "tape"),
-        (("--step-tokens", "16"), "step_tokens=16 must hold a token for each of max_running=32"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_in_a_sentence(options: tuple[str, ...], told: str) -> None:
+def test_a_process_that_refuses_its_settings_ends_with_that_status() -> None:
+    options, told = REFUSED[0]
     ran = subprocess.run(command(*options), capture_output=True, text=True, timeout=120, check=False)
-    assert (ran.returncode, ran.stdout) == (2, ""), ran.stderr
-    assert ran.stderr.startswith("openai_server: ")
-    assert told in ran.stderr
-    assert ran.stderr.count("\n") == 1
+    is_one_sentence(ran.returncode, ran.stdout, ran.stderr, told)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import asynccache
+from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim")
@@ -51,32 +52,47 @@ def run(*command: object, cwd: Path, check: bool = True) -> subprocess.Completed
 
 def build(source: Path, target: str, folder: Path) -> Path:
     run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
-    (made,) = (path for path in folder.iterdir() if path.suffix == (".whl" if target == "wheel" else ".gz"))
+    (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
     return made
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def found(folder: Path) -> Built:
+    """What ``build_both`` has left in a folder."""
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return Built(sdist, wheel)
+
+
+def build_both(folder: Path) -> None:
     """The sdist, and the wheel that is built from what the sdist has."""
-    pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("built")
     sdist = build(ROOT, "sdist", folder)
     with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
-    return Built(sdist, build(source, "wheel", folder))
+    build(source, "wheel", folder)
 
 
-@pytest.fixture(scope="module")
-def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
-    made = Clean(*(tmp_path_factory.mktemp(name) / "venv" for name in Clean._fields))
-    for folder in made:
+def install_both(wheel: Path, place: Path) -> None:
+    for name in Clean._fields:
+        folder = place / name / "venv"
         venv.create(folder, with_pip=False)
         pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check")
-        run(*pip, "install", "--quiet", "--no-deps", "--no-index", built.wheel, cwd=folder)
-    (packages,) = made.lent.glob("lib/python*/site-packages")
+        run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    (packages,) = (place / "lent" / "venv").glob("lib/python*/site-packages")
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return made
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The archives, built once for all workers of a run."""
+    pytest.importorskip("hatchling")
+    return found(made_once(tmp_path_factory, "built", build_both))
+
+
+@pytest.fixture(scope="session")
+def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
+    """The environments, made once for all workers of a run."""
+    place = made_once(tmp_path_factory, "clean", lambda folder: install_both(built.wheel, folder))
+    return Clean(*(place / name / "venv" for name in Clean._fields))
 
 
 def metadata(wheel: Path) -> Message:
@@ -154,9 +170,9 @@ def test_what_pip_misses_is_what_the_core_needs(clean: Clean) -> None:
 
 
 @pytest.mark.slow
-def test_without_its_dependencies_it_can_be_asked(clean: Clean) -> None:
+def test_without_its_dependencies_it_can_be_asked(clean: Clean, tmp_path: Path) -> None:
     """Help, versions and configuration need nothing but Python."""
-    folder = clean.bare.parent
+    folder = tmp_path
     tool = clean.bare / "bin" / "asynccache"
     assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}\n"
     assert "usage: asynccache" in run(tool, "--help", cwd=folder).stdout
@@ -179,8 +195,8 @@ def test_entry_points_work_from_the_wheel(clean: Clean) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_file_store_from_the_wheel_verifies_every_page(clean: Clean) -> None:
-    folder = clean.lent.parent
+def test_a_run_on_a_file_store_from_the_wheel_verifies_every_page(clean: Clean, tmp_path: Path) -> None:
+    folder = tmp_path
     done = run(clean.lent / "bin" / "asynccache", "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
                "--storage", f"file:{folder}/kv?capacity=256MiB", cwd=folder)
     report = json.loads(done.stdout)
@@ -205,9 +221,9 @@ async def serve(cache: AsyncCache) -> int:
 
 
 @pytest.mark.slow
-def test_type_checkers_see_through_the_names_that_are_loaded_late(clean: Clean) -> None:
+def test_type_checkers_see_through_the_names_that_are_loaded_late(clean: Clean, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
-    folder = clean.bare.parent
+    folder = tmp_path
     check = (sys.executable, "-m", "mypy", "--strict", "--python-executable", clean.bare / "bin" / "python",
              "--config-file=", "--cache-dir", folder / "mypy")
     (folder / "typed.py").write_text(TYPED)

@@ -109,7 +109,7 @@ def lose(pool: str, page: int, damage: Callable[..., None] = torn, rank: int = 1
 # all rules in place
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("topology", [COLUMN, LINE])
 def test_nothing_is_wrong_with_all_rules_in_place(topology: Topology) -> None:
     with pytest.raises(Unnoticed):
@@ -171,7 +171,7 @@ def test_a_phase_ends_when_all_ranks_have_let_go(monkeypatch: Patch) -> None:
     assert noticed(drawn(COLUMN))
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_cancellation_on_one_rank_only_marks(monkeypatch: Patch) -> None:
     plain = Lease._granted_in_step
 
@@ -207,7 +207,7 @@ def test_leases_are_granted_in_steps(monkeypatch: Patch) -> None:
     assert noticed(drawn(COLUMN))
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_what_retires_is_what_the_engine_named_and_not_what_has_fired(monkeypatch: Patch) -> None:
     plain = Publishing.release
 
@@ -338,7 +338,7 @@ def _is_first(machine: Machine) -> bool:
     return machine.lockstep.steps._links.above is None
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_clock_stops_nothing_before_ranks_agree(monkeypatch: Patch) -> None:
     def refresh(self: LockstepPhase) -> None:
         if self._lockstep.clocked and self._late() and not self._stopped:
@@ -350,7 +350,7 @@ def test_a_clock_stops_nothing_before_ranks_agree(monkeypatch: Patch) -> None:
     assert noticed(drawn(COLUMN, timed))
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_times_are_numbers_of_steps(monkeypatch: Patch) -> None:
     def call_later(self: LockstepTurns, seconds: float, call: Any, *args: object) -> Any:
         return asyncio.get_running_loop().call_later(seconds, call, *args)

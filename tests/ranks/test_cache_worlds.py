@@ -24,7 +24,7 @@ PLAYED: Counter[str] = Counter()
 
 def worlds(count: int, quick: int) -> list[Any]:
     """Seeds, of which the first are for every commit."""
-    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.slow,)) for seed in range(count)]
+    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.ranks,)) for seed in range(count)]
 
 
 def play(seed: int, topology: Topology, iterations: int = 16) -> Report:
@@ -71,7 +71,7 @@ def test_ranks_hold_one_tree(seed: int) -> None:
     note("trees", seed, report)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("seed", range(1000, 1000 + LARGE_TREES))
 def test_up_to_32_ranks_hold_one_tree(seed: int) -> None:
     report = play(seed, Random(f"{seed}/topology").choice(LARGE), 6)
@@ -91,7 +91,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_the_worlds_met_everything_that_there_is() -> None:
     """Or they would silently stop to show it."""
     if PLAYED != {"trees": TREES, "large trees": LARGE_TREES}:

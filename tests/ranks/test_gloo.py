@@ -71,12 +71,12 @@ def test_processes_hold_the_same(crew: Crew, shape: Shape) -> None:
     alike(run(crew, shape, 200, seed=1), 200)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_groups_of_the_embedders_serve_as_well(crew: Crew) -> None:
     alike(run(crew, TP2_PP2, 100, seed=2, adopt=True), 100)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("shape", "victim"), [(TP2, 1), (PP2, 0), (TP2_PP2, 3)])
 def test_the_living_hear_of_a_rank_that_is_gone(crew: Crew, shape: Shape, victim: int, how: signal.Signals) -> None:
@@ -99,7 +99,7 @@ def test_unequal_ranks_are_refused(crew: Crew) -> None:
     assert [(a.error, a.text) for a in crew.answers([0, 1], 60)] == [("ConfigError", expected)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_unequal_topologies_are_refused_before_a_group_is_made(crew: Crew) -> None:
     crew.begin(TP2, {1: {"topology": PP2}}, steps=10)
     answers = crew.answers([0, 1], 60)
@@ -107,7 +107,7 @@ def test_unequal_topologies_are_refused_before_a_group_is_made(crew: Crew) -> No
     assert answers[0].text == "tp differs between ranks: 2 on rank 0; 1 on rank 1"
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_the_loop_does_not_wait_for_a_peer_that_is_late(crew: Crew, loop: str) -> None:
     """Collectives and receives of 200 ms each are in flight nearly all the time. A machine with other work may be late
@@ -122,7 +122,7 @@ def test_the_loop_does_not_wait_for_a_peer_that_is_late(crew: Crew, loop: str) -
         assert min(lags) < 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("shape", [TP2_CP2, TP2_PP2])
 def test_every_group_has_the_time_out(crew: Crew, shape: Shape, adopt: bool) -> None:

@@ -169,7 +169,7 @@ def test_a_call_that_is_cancelled_on_one_rank_is_no_divergence(seed: int) -> Non
     assert said == ["well"] * topology.ranks or all(isinstance(one, RankFailure) for one in said)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("topology", [Topology(tp=2), Topology(pp=2)], ids=str)
 def test_over_gloo_too_they_are_told_long_before_the_time_out(topology: Topology, tmp_path: Path) -> None:
     """And before the connections are closed."""

@@ -164,7 +164,7 @@ def test_a_rank_that_is_gone_while_a_store_opens_is_noticed(monkeypatch: pytest.
 # over gloo, in earnest
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("broken", [None, 1])
 def test_processes_wait_longer_for_a_store_than_for_a_step(
     broken: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,7 +196,7 @@ def test_processes_wait_longer_for_a_store_than_for_a_step(
     assert all(store.closed for store in stores)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("comes", [True, False])
 def test_who_opens_its_cache_later_is_waited_for_as_who_connects_later(comes: bool, tmp_path: Path) -> None:
     """Ranks wait four seconds for each other; one has a model to load first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,11 @@ def large_topology_of(seed: int) -> Topology:
     return Random(f"topology {seed}").choice([topology for topology in every if 8 < topology.ranks <= 32])
 
 
+def worlds(count: int, quick: int) -> list[Any]:
+    """Seeds, of which the first are in the gate."""
+    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.ranks,)) for seed in range(count)]
+
+
 def agree(seed: int, topology: Topology, length: int = 30) -> None:
     async def world(loop: SimulatedLoop) -> None:
         ranks = RankWorld(loop, seed, topology, length=length)
@@ -41,12 +47,12 @@ def agree(seed: int, topology: Topology, length: int = 30) -> None:
     simulate(world, seed)
 
 
-@pytest.mark.parametrize("seed", range(COMMITTING))
+@pytest.mark.parametrize("seed", worlds(COMMITTING, quick=16))
 def test_ranks_commit_the_same(seed: int) -> None:
     agree(seed, topology_of(seed))
 
 
-@pytest.mark.parametrize("seed", range(LARGE))
+@pytest.mark.parametrize("seed", worlds(LARGE, quick=2))
 def test_up_to_32_ranks_commit_the_same(seed: int) -> None:
     agree(seed, large_topology_of(seed), length=12)
 
@@ -60,7 +66,7 @@ def test_decisions_are_late_where_there_are_stages() -> None:
 
 
 @pytest.mark.parametrize("fate", [Fate.KILLED, Fate.HUNG])
-@pytest.mark.parametrize("seed", range(GONE))
+@pytest.mark.parametrize("seed", worlds(GONE, quick=8))
 def test_everybody_hears_of_a_rank_that_is_gone(seed: int, fate: Fate) -> None:
     async def world(loop: SimulatedLoop) -> None:
         topology = topology_of(seed)
@@ -82,7 +88,7 @@ def test_everybody_hears_of_a_rank_that_is_gone(seed: int, fate: Fate) -> None:
     simulate(world, seed)
 
 
-@pytest.mark.parametrize("seed", range(ODD))
+@pytest.mark.parametrize("seed", worlds(ODD, quick=8))
 def test_a_rank_that_does_something_else_is_found(seed: int) -> None:
     class Differs(RankWorld):
         def act(self, toy: Toy) -> None:

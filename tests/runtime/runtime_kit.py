@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.machine import Machine
 from asynccache.storage import StorageBackend
+from tests.waiting import turns as turns
+from tests.waiting import until as until
 
 PAGE = 4
 LAYERS = 2
@@ -77,19 +79,6 @@ async def settled(cache: AsyncCache) -> None:
         if not len(driver.ops):
             return
         await driver.ops.any(tuple(driver.ops)[:1])
-
-
-async def turns(count: int = 20) -> None:
-    """Let everybody run who can."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when ``condition`` holds, which other tasks or threads bring about."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - threads set no asyncio.Event
-            await asyncio.sleep(0.0005)
 
 
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:

@@ -13,15 +13,9 @@ from asynccache_shim import Batch, Finish, Limits, Request, State, admitting
 from asynccache import CacheClosed, CacheFull, ConfigError
 from asynccache.testing.slow_backend import SlowBackend
 from tests.shim.shim_kit import PAGE, Served, config, continuation, hits, serving, text
+from tests.waiting import until
 
 KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}]
-
-
-async def until(condition: Any) -> None:
-    """Return when ``condition()`` holds, which other tasks bring about."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - nothing to wait for
-            await asyncio.sleep(0.0005)
 
 
 def answering(served: Served, change: Any) -> None:
@@ -205,7 +199,11 @@ async def test_forgetting_while_requests_run_changes_no_token(more: Any, everyth
     async with serving(config(16, 64, **more), max_running=2) as served:
         requests = [served.ask(text(4, seed=i), 40) for i in range(2)]
         for length in (5, 15, 25):
-            await until(lambda length=length: len(requests[0].output) >= length)
+
+            def is_so_long(length: int = length) -> bool:
+                return len(requests[0].output) >= length
+
+            await until(is_so_long)
             await (served.cache.reset() if everything else served.cache.invalidate())
         for i, request in enumerate(requests):
             assert await request.done() == continuation(text(4, seed=i), 40)

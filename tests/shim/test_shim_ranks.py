@@ -44,7 +44,7 @@ SHAPES = [TP2, PP2, TP2_PP2]
 
 def worlds(count: int, quick: int) -> list[Any]:
     """Seeds, of which the first are for every commit."""
-    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.slow,)) for seed in range(count)]
+    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.ranks,)) for seed in range(count)]
 
 
 def play(seed: int, topology: Topology, **drawn: Any) -> Report:
@@ -63,7 +63,7 @@ def test_ranks_take_the_same_steps(seed: int, topology: Topology) -> None:
     assert report.ends["failed"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_the_worlds_are_worth_their_time() -> None:
     """Hits of every tier, retractions, aborts, and steps that compute nothing."""
     reports = [play(seed, SHAPES[seed % 3]) for seed in range(3, 7)]

@@ -27,15 +27,9 @@ from tests.shim.shim_kit import (
     serving,
     text,
 )
+from tests.waiting import until
 
 KINDS: list[Any] = [{}, {"swa": 32}, {"swa": 32, "mamba": 8}, {"mamba": 8}]
-
-
-async def until(condition: Any) -> None:
-    """Return when ``condition()`` holds, which other tasks or threads bring about."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - threads set no asyncio.Event
-            await asyncio.sleep(0.0005)
 
 
 @asynccontextmanager

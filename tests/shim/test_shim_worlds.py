@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from asynccache_shim import Finish, Limits, Matched, Request, admitting
 from asynccache_shim.admission import Shape, Slots, demand
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from asynccache import AsyncCache
@@ -168,10 +168,20 @@ async def _one(served: Any, world: World, ask: Ask) -> None:
     request.abort()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(worlds())
-def test_nothing_admitted_runs_out_of_memory_and_nothing_that_fits_starves(world: World) -> None:
-    asyncio.run(live(world))
+def played(examples: int, random_seed: int | None = None) -> None:
+    """Live in so many worlds: the same each time, or those that ``random_seed`` gives."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=random_seed is None, database=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(worlds())
+    def play(world: World) -> None:
+        asyncio.run(live(world))
+
+    (play if random_seed is None else seed(random_seed)(play))()
+
+
+def test_nothing_admitted_runs_out_of_memory_and_nothing_that_fits_starves() -> None:
+    played(examples=80)
 
 
 # One request decodes in a window of five pages. Then comes one whose prefix has lost its window on the device: four

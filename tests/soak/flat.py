@@ -6,7 +6,6 @@ follows is compared in quarters: the last must be like the first. The seed is ra
 The exit status is 0 if the run was right and flat, else 1.
 """
 
-# ruff: noqa: T201
 
 from __future__ import annotations
 

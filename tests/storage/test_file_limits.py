@@ -23,7 +23,8 @@ from asynccache_backends.file.settings import usual_segment
 from asynccache.errors import ConfigError
 from asynccache.storage import CheckedStore, Record, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, blank, keys_of, page_key, record_of
-from tests.storage.file_store_kit import get, open_at, put
+from tests.storage.file_store_kit import open_at
+from tests.storage.page_kit import get, put
 
 FULL = LAYOUT.page_bytes["full"]
 

@@ -97,7 +97,12 @@ class Walk:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(12))
 async def test_a_random_walk_agrees_with_a_dict(tmp_path: Path, seed: int) -> None:
-    walk = Walk(tmp_path, seed)
+    await agrees_with_a_dict(tmp_path, seed)
+
+
+async def agrees_with_a_dict(folder: Path, seed: int) -> None:
+    """Fifty random steps; the store says after each of them what the dict does."""
+    walk = Walk(folder, seed)
     await walk.open()
     steps = [
         walk.put, walk.get, walk.delete, walk.flush, walk.save, walk.clear, walk.cancelled_put, walk.restart,
@@ -116,9 +121,13 @@ async def test_a_random_walk_agrees_with_a_dict(tmp_path: Path, seed: int) -> No
 @pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(4))
 async def test_everything_at_once_in_a_store_that_is_too_small(tmp_path: Path, seed: int) -> None:
+    await everything_at_once(tmp_path, seed)
+
+
+async def everything_at_once(folder: Path, seed: int) -> None:
     """Puts, gets, deletes, flushes and clears at the same time, some cancelled, while segments come and go."""
     rng = Random(f"at once {seed}")
-    url = parse_url(f"file:{tmp_path}/s?capacity=3MiB&segment=512KiB&direct={rng.choice(('auto', 'off'))}")
+    url = parse_url(f"file:{folder}/s?capacity=3MiB&segment=512KiB&direct={rng.choice(('auto', 'off'))}")
     store = CheckedStore(await FileBackend.open(url, LAYOUT), LAYOUT)
 
     async def act() -> None:

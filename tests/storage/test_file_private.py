@@ -15,7 +15,7 @@ from asynccache_backends.file import FileBackend
 from asynccache.errors import ConfigError
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
-from tests.storage.file_store_kit import fill, get
+from tests.storage.page_kit import fill, get
 
 SMALL = "capacity=16MiB&segment=1MiB"
 

@@ -17,7 +17,8 @@ from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result
 from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
-from tests.storage.file_store_kit import get, open_at, put
+from tests.storage.file_store_kit import open_at
+from tests.storage.page_kit import get, put
 
 FULL = LAYOUT.page_bytes["full"]
 

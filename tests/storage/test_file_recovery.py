@@ -17,8 +17,8 @@ from asynccache_backends.file.segments import list_segments
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, keys_of, page_key
-from tests.storage.file_store_kit import fill
-from tests.storage.file_store_kit import get as read
+from tests.storage.page_kit import fill
+from tests.storage.page_kit import get as read
 
 FULL = LAYOUT.page_bytes["full"]
 KEYS = keys_of(60)

@@ -28,7 +28,8 @@ from asynccache.cli.main import main
 from asynccache.errors import Unavailable
 from asynccache.storage import Result
 from asynccache.testing.backend_suite import keys_of, page_key
-from tests.storage.file_store_kit import fill, get, open_at
+from tests.storage.file_store_kit import open_at
+from tests.storage.page_kit import fill, get
 
 KEYS = keys_of(60)
 FILES = ("lock", "manifest.json", "index.snapshot", "deletions.log", "segment-0000000000000001.kv", "direct.probe")

@@ -22,7 +22,8 @@ from asynccache.storage import (
 )
 from asynccache.storage.contract import StoreLayout
 from asynccache.testing.backend_suite import LAYOUT, page_key
-from tests.storage.file_store_kit import fill, get, open_at
+from tests.storage.file_store_kit import open_at
+from tests.storage.page_kit import fill, get
 
 SMALL = "capacity=16MiB&segment=256KiB"
 LOOKED_AT = StoreLayout({}, LAYOUT.schema)

@@ -30,7 +30,7 @@ from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
 from asynccache.testing.simulated_backend import SimulatedBackend
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.storage.file_store_kit import fill
+from tests.storage.page_kit import fill
 
 FULL = LAYOUT.page_bytes["full"]
 KEYS = keys_of(60)

@@ -1,8 +1,9 @@
-"""The real servers, started once for a module and ended come what may.
+"""The real servers, started once for a run, or for each worker of one, and ended come what may.
 
-One that cannot start is a failed test where the stores are required, and a skip that says why anywhere else. A test
-that hangs or kills a server puts it back. The Mooncake master lives as long as the session: a process has one client,
-and keeps it to its end.
+One that cannot start is a failed test where the stores are required, and a skip that says why anywhere else. Workers do
+not share a server, since tests hang and kill the one that they have; such a test puts it back. A server takes a port
+that nobody has, so that any number of them can run. The Mooncake master is ended last of all in any case: a process
+has one client, and keeps it to its end.
 """
 
 from __future__ import annotations
@@ -72,25 +73,25 @@ def served(server: S) -> Iterator[S]:
         server.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def redis_server() -> Iterator[Any]:
     """One ``redis-server``."""
     yield from started("redis_server", "RedisServer", "asynccache_backends", "redis")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def redis_cluster() -> Iterator[Any]:
     """A cluster of three."""
     yield from started("redis_server", "RedisCluster", "asynccache_backends", "redis")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3_server() -> Iterator[Any]:
     """An S3 server with an empty bucket."""
     yield from started("s3_server", "MotoServer", "obstore", "object")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def az_server() -> Iterator[Any]:
     """Azure's blob storage with an empty container, where somebody has installed it; nowhere is it required."""
     if shutil.which("azurite-blob") is None:
@@ -98,7 +99,7 @@ def az_server() -> Iterator[Any]:
     yield from started("az_server", "Azurite", "obstore", "object")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ceph_server() -> Iterator[Any]:
     """An S3 server by Ceph, where somebody has installed it; nowhere is it required."""
     if shutil.which("radosgw") is None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asynccache_backends.object_store import ObjectBackend
 
 from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
+from asynccache.testing.backend_suite import LAYOUT, page_key
 
 WAIT = 20.0
 
@@ -55,33 +55,6 @@ def packs(folder: Path) -> list[Path]:
 def some_keys(name: str, count: int, pool: str = "full") -> list[PageKey]:
     """Keys that no other name gives."""
     return [page_key(f"{name}/{i}", pool) for i in range(count)]
-
-
-async def put(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> list[Result]:
-    """Store each key's own content."""
-    return await store.put(keys, [memoryview(content(key, layout.page_bytes[key.pool])) for key in keys])
-
-
-async def fill(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> None:
-    """Put, and every page is taken."""
-    assert await put(store, keys, layout) == [Result.HIT] * len(keys)
-
-
-async def get(store: CheckedStore, keys: Sequence[PageKey], layout: StoreLayout = LAYOUT) -> list[Result]:
-    """Read keys; every hit must be right."""
-    pages = [aligned(layout.page_bytes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results
-
-
-async def until(what: str, true: Callable[[], bool]) -> None:
-    """Wait for a condition, with an end."""
-    end = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.01)
 
 
 async def until_hit(store: CheckedStore, keys: Sequence[PageKey], expected: Result = Result.HIT) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from asynccache_backends.redis import RedisBackend
 
-from asynccache.storage import CheckedStore, PageKey, Result, StoreLayout, parse_url
-from asynccache.testing.backend_suite import LAYOUT, aligned, content
+from asynccache.storage import CheckedStore, StoreLayout, parse_url
+from asynccache.testing.backend_suite import LAYOUT
 
 
 @asynccontextmanager
@@ -28,37 +27,3 @@ async def checked(url: str, *, timeout: float = 30.0, layout: StoreLayout = LAYO
         yield store
     finally:
         await store.aclose()
-
-
-async def put(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    sizes = store.layout.page_bytes
-    return await store.put(keys, [memoryview(content(key, sizes[key.pool])) for key in keys])
-
-
-async def get(store: CheckedStore, keys: Sequence[PageKey]) -> list[Result]:
-    """Read keys; every hit must be right."""
-    sizes = store.layout.page_bytes
-    pages = [aligned(sizes[key.pool]) for key in keys]
-    results = await store.get(keys, pages)
-    for key, page, result in zip(keys, pages, results, strict=True):
-        assert result is not Result.HIT or page == content(key, page.nbytes)
-    return results
-
-
-async def soon(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Ask again and again until it is so; it is an error if that takes too long."""
-    async def asked() -> bool:
-        return condition()
-
-    await until(asked, seconds)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
-    """As ``soon``, for what has to be awaited."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while True:
-        if await condition():
-            return
-        assert loop.time() < end, "it is not so, and has not become so"
-        await asyncio.sleep(0.01)

@@ -9,11 +9,11 @@ import pytest
 from tests.stores import courses
 
 
-@pytest.mark.slow
+@pytest.mark.slow(32)
 def test_a_cluster_hung_and_killed(redis_cluster: Any) -> None:
     courses.cluster(redis_cluster)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(18)
 def test_a_cluster_full_and_slow(redis_cluster: Any) -> None:
     courses.cluster_full(redis_cluster)

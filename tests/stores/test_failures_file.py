@@ -9,11 +9,11 @@ import pytest
 from tests.stores import courses
 
 
-@pytest.mark.slow
+@pytest.mark.slow(10)
 def test_a_full_folder(tmp_path: Path) -> None:
     courses.file_full(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(9)
 def test_calls_that_fail_and_lie(tmp_path: Path) -> None:
     courses.file_faulty(tmp_path)

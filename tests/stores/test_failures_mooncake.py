@@ -21,19 +21,19 @@ def master(segment: int) -> Iterator[MooncakeMaster]:
     yield from served(MooncakeMaster(segment=segment))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(45)
 def test_a_mooncake_master_hung_and_killed() -> None:
     with master(256) as server:
         courses.mooncake(server)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(22)
 def test_a_slow_mooncake_master_and_a_slow_owner() -> None:
     with master(256) as server:
         courses.mooncake_slow(server)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(12)
 def test_a_full_mooncake_segment() -> None:
     with master(16) as server:
         courses.mooncake_full(server)

@@ -10,11 +10,11 @@ import pytest
 from tests.stores import courses
 
 
-@pytest.mark.slow
+@pytest.mark.slow(45)
 def test_an_s3_server_hung_killed_full_and_slow(s3_server: Any) -> None:
     courses.s3(s3_server)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(60)
 def test_ceph_over_its_quota(ceph_server: Any) -> None:
     courses.ceph_full(ceph_server)

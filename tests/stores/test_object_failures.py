@@ -23,8 +23,9 @@ from asynccache.storage import (
     parse_url,
 )
 from asynccache.testing.backend_suite import content
+from tests.storage.page_kit import fill, get, put
 from tests.stores.full_proxy import DISKS, QUOTA, FullProxy, Refusal
-from tests.stores.object_store_kit import bare, fill, get, open_at, opened, put, some_keys, until_hit
+from tests.stores.object_store_kit import bare, open_at, opened, some_keys, until_hit
 from tests.stores.s3_server import MotoServer
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
@@ -132,12 +133,12 @@ async def test_one_of_two_that_share_a_pack_may_leave(s3_server: MotoServer, url
 async def test_a_hung_server_meets_the_deadline_and_hits_come_back(s3_server: MotoServer, url: str) -> None:
     async with opened(url, LARGE, timeout=1.0) as store:
         keys, new = some_keys("old", 8), some_keys("new", 8)
-        await fill(store, keys, LARGE)
+        await fill(store, keys)
         s3_server.hang()
         try:
             for n, (call, which) in enumerate(((get, keys), (put, new))):
                 began = time.monotonic()
-                assert await call(store, which, LARGE) == [FAILED] * 8
+                assert await call(store, which) == [FAILED] * 8
                 assert time.monotonic() - began < 3
                 assert store.stats()["timeouts"] == n + 1
             buffers = Buffers(new, LARGE)
@@ -150,28 +151,28 @@ async def test_a_hung_server_meets_the_deadline_and_hits_come_back(s3_server: Mo
             assert set(await store.exists(keys)) == {HIT}              # asks nobody
         finally:
             s3_server.resume()
-        assert await get(store, keys, LARGE) == [HIT] * 8
-        await fill(store, new, LARGE)
-        assert await get(store, new, LARGE) == [HIT] * 8
+        assert await get(store, keys) == [HIT] * 8
+        await fill(store, new)
+        assert await get(store, new) == [HIT] * 8
 
 
 @pytest.mark.asyncio
 async def test_a_killed_server_fails_calls_soon_and_comes_back_empty(s3_server: MotoServer, url: str) -> None:
     async with opened(url, LARGE, timeout=10.0) as store:
         keys = some_keys("old", 8)
-        await fill(store, keys, LARGE)
+        await fill(store, keys)
         s3_server.kill()
         began = time.monotonic()
-        assert await get(store, keys, LARGE) == [FAILED] * 8
-        assert await put(store, some_keys("new", 8), LARGE) == [FAILED] * 8
+        assert await get(store, keys) == [FAILED] * 8
+        assert await put(store, some_keys("new", 8)) == [FAILED] * 8
         assert time.monotonic() - began < 8
         assert store.stats()["failed_calls"] == 2
         with pytest.raises(Unavailable):
             await bare(store).get(keys, Buffers(keys, LARGE).records)
         s3_server.restart(empty=True)
-        assert await get(store, keys, LARGE) == [MISS] * 8
-        await fill(store, keys, LARGE)
-        assert await get(store, keys, LARGE) == [HIT] * 8
+        assert await get(store, keys) == [MISS] * 8
+        await fill(store, keys)
+        assert await get(store, keys) == [HIT] * 8
         assert store.stats()["timeouts"] == 0
 
 
@@ -183,28 +184,28 @@ async def test_a_full_server_refuses_pages_and_serves_what_it_has(
     with FullProxy(s3_server.port) as proxy:
         async with opened(url.replace(f":{s3_server.port}", f":{proxy.port}"), LARGE) as store:
             old, new = some_keys("old", 8), some_keys("new", 8)
-            await fill(store, old, LARGE)
+            await fill(store, old)
             proxy.full(refusal)
-            assert await put(store, new, LARGE) == [FAILED] * 8
+            assert await put(store, new) == [FAILED] * 8
             asked = [proxy.refused]
             for n in range(20):
-                assert await put(store, some_keys(f"more {n}", 1), LARGE) == [FAILED]
+                assert await put(store, some_keys(f"more {n}", 1)) == [FAILED]
                 asked.append(proxy.refused)
             assert len(set(asked)) < 21, "it is left alone for a moment"
-            assert await put(store, old, LARGE) == [HIT] * 8
-            assert await get(store, old, LARGE) == [HIT] * 8
+            assert await put(store, old) == [HIT] * 8
+            assert await get(store, old) == [HIT] * 8
             stats = store.stats()
             assert stats["refused_pages"] == 28
             assert stats["failed_calls"] == stats["timeouts"] == stats["breaker_opened"] == 0
             proxy.full(None)
             await until_stored(store, new)
-            assert await get(store, new, LARGE) == [HIT] * 8
+            assert await get(store, new) == [HIT] * 8
 
 
 async def until_stored(store: CheckedStore, keys: list[PageKey]) -> None:
     """Put them until they are taken."""
     end = time.monotonic() + 20
-    while FAILED in await put(store, keys, LARGE):
+    while FAILED in await put(store, keys):
         assert time.monotonic() < end
         await asyncio.sleep(0.05)
 
@@ -226,10 +227,10 @@ async def test_two_stores_share_a_bucket_through_an_outage(s3_server: MotoServer
 async def test_closing_beside_a_hung_server_ends(s3_server: MotoServer, url: str) -> None:
     store = await open_at(url, LARGE)
     keys = some_keys("0", 4)
-    await fill(store, keys, LARGE)
+    await fill(store, keys)
     s3_server.hang()
     try:
-        task = asyncio.ensure_future(get(store, keys, LARGE))
+        task = asyncio.ensure_future(get(store, keys))
         await asyncio.sleep(0.05)
         task.cancel()
         began = time.monotonic()

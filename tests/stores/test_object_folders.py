@@ -23,7 +23,8 @@ from asynccache.cli.main import main
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import RECORD_SCHEMA, CheckedStore, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT
-from tests.stores.object_store_kit import bare, fill, folder_url, get, objects, open_at, opened, packs, some_keys
+from tests.storage.page_kit import fill, get
+from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys
 
 pytest.importorskip("obstore")
 

@@ -6,10 +6,12 @@ import random
 from hashlib import sha256
 
 import pytest
+from asynccache_backends.object_store.collect import groups
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.names import Clock, first_name, is_name, stamp_of
 from asynccache_backends.object_store.packs import (
     ENTRY_BYTES,
+    MAX_RECORDS,
     TRAILER_BYTES,
     Pack,
     Verdict,
@@ -192,3 +194,10 @@ def check(index: Index, model: Model, told: set[bytes]) -> None:
         live = [pack.entry(at).key for at in index.live(pack)]
         assert live == [key_of(n) for n in model.packs[pack.name][1] if holders.get(n) == pack.name]
         assert (pack.live, pack.live_bytes) == (len(live), len(live) * (10 + HEADER_BYTES))
+
+
+def test_what_is_rewritten_together_has_no_more_records_than_a_pack_may() -> None:
+    packs = [Pack(f"{n:032x}", 3000 << 10, b"") for n in range(3)]
+    for pack in packs:
+        pack.live, pack.live_bytes = MAX_RECORDS // 2, 1000 << 10
+    assert [len(group) for group in groups(packs, 256 << 20)] == [2]

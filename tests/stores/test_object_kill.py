@@ -12,7 +12,8 @@ import pytest
 
 from asynccache.storage import PageKey, Result
 from asynccache.testing.backend_suite import page_key
-from tests.stores.object_store_kit import bare, get, opened
+from tests.storage.page_kit import get
+from tests.stores.object_store_kit import bare, opened
 from tests.stores.s3_server import MotoServer
 
 CHILD = Path(__file__).parent / "object_store_child.py"

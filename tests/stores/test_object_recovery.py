@@ -10,18 +10,9 @@ import pytest
 
 from asynccache.storage import Result, StoreLayout
 from asynccache.testing.backend_suite import LAYOUT
-from tests.stores.object_store_kit import (
-    bare,
-    fill,
-    folder_url,
-    get,
-    objects,
-    open_at,
-    opened,
-    packs,
-    some_keys,
-    until,
-)
+from tests.storage.page_kit import fill, get
+from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys
+from tests.waiting import until
 
 HIT, MISS, CORRUPT = Result.HIT, Result.MISS, Result.CORRUPT
 
@@ -79,7 +70,7 @@ async def test_packs_that_a_snapshot_names_and_that_are_gone_are_misses(tmp_path
     for path in packs(tmp_path)[:3]:
         path.unlink()
     async with opened(folder_url(tmp_path, "refresh=0.02")) as store:              # finds out by itself
-        await until("a full list", lambda: store.stats()["vanished_packs"] == 3)
+        await until(lambda: store.stats()["vanished_packs"] == 3, "a full list")
         assert set(await store.exists(some_keys("1", 4))) == {MISS}
     assert (await check(url, 70, missing=(0, 1, 2)))["vanished_packs"] == 3
 

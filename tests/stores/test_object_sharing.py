@@ -13,18 +13,9 @@ import pytest
 
 from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Watchable
 from asynccache.testing.backend_suite import blank, record_of, same
-from tests.stores.object_store_kit import (
-    bare,
-    fill,
-    folder_url,
-    get,
-    objects,
-    opened,
-    packs,
-    some_keys,
-    until,
-    until_hit,
-)
+from tests.storage.page_kit import fill, get
+from tests.stores.object_store_kit import bare, folder_url, objects, opened, packs, some_keys, until_hit
+from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 SOON = "refresh=0.02"
@@ -281,11 +272,11 @@ async def test_the_oldest_packs_leave_a_full_store(tmp_path: Path) -> None:
     async with opened(folder_url(tmp_path, "refresh=0.02&pack=64KiB&capacity=512KiB")) as store:
         for n in range(20):
             await fill(store, some_keys(str(n), 4))    # a pack each
-        await until("room", lambda: store.stats()["stored_bytes"] <= 512 << 10)
+        await until(lambda: store.stats()["stored_bytes"] <= 512 << 10, "room")
         assert set(await get(store, some_keys("0", 4))) == {MISS}
         assert set(await get(store, some_keys("19", 4))) == {HIT}
         assert store.stats()["evicted_packs"] >= 12
-        await until("gone", lambda: len(packs(tmp_path)) == store.stats()["packs"])
+        await until(lambda: len(packs(tmp_path)) == store.stats()["packs"], "gone")
 
 
 @pytest.mark.asyncio
@@ -304,7 +295,7 @@ async def test_pages_are_listed_and_watched(tmp_path: Path) -> None:
         assert {stored.size for stored in found} == {64 + 16384, 64 + 1000}
         assert all(abs(stored.written - time.time()) < 60 for stored in found)
         await one.delete(keys[:3])
-        await until("told", lambda: told == {key.key for key in keys[3:]})
+        await until(lambda: told == {key.key for key in keys[3:]}, "told")
 
 
 @pytest.mark.asyncio

@@ -14,9 +14,11 @@ from asynccache_backends.redis.routing import slot_of
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, get_all, keys_of, page_key, put_all, record_of, same
-from tests.stores.redis_kit import checked, get, opened, put, until
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisCluster, RedisServer
 from tests.stores.server import HOST
+from tests.waiting import until
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 

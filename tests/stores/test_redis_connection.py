@@ -26,8 +26,8 @@ from asynccache_backends.redis.settings import Address, Settings
 
 from asynccache.errors import Timeout, Unavailable
 from asynccache.storage import Record, Result
-from tests.stores.redis_kit import soon
 from tests.stores.server import HOST
+from tests.waiting import until
 
 PING = plain([command(b"PING")])
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -138,7 +138,7 @@ async def test_what_was_answered_before_the_end_counts() -> None:
     record = blank(4096)
     async with connected(answers(b"$4160\r\n" + bytes(4160) + b"\r\n")) as connection:
         assert await connection.ask(fetching(record)) == [Result.HIT]
-        await soon(lambda: connection.closed)
+        await until(lambda: connection.closed)
 
 
 class Pieces:
@@ -213,7 +213,7 @@ async def test_a_word_between_requests_ends_it(word: bytes) -> None:
 
     async with connected(script) as connection:
         await connection.ask(PING)
-        await soon(lambda: connection.closed)
+        await until(lambda: connection.closed)
 
 
 @pytest.mark.asyncio
@@ -323,7 +323,7 @@ async def test_silence_is_counted_from_the_last_byte_that_came() -> None:
         await asyncio.sleep(0)
         clock.set(7.0)
         gate.set()
-        await soon(lambda: connection._moved_at == 7.0)
+        await until(lambda: connection._moved_at == 7.0)
         clock.set(14.9)
         assert not connection.closed
         clock.set(15.0)
@@ -348,7 +348,7 @@ async def test_bytes_that_wake_nobody_are_seen_all_the_same() -> None:
         clock = on_a_clock(connection)
         request = asyncio.ensure_future(connection.ask(Job([b"SET x\r\n"] * 6, [None] * 6, 6, 5)))
         await asyncio.wait_for(said.wait(), 20)
-        await soon(lambda: arrived(connection) == 5)
+        await until(lambda: arrived(connection) == 5)
         assert connection._reader.missing == 6
         clock.set(1.0)
         assert connection._reader.missing == 5
@@ -403,7 +403,7 @@ async def test_a_cancelled_get_is_never_written_to(turns: int) -> None:
         task = asyncio.create_task(connection.ask(fetching(record)))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await soon(lambda: turns < 5 or any(record.header))
+        await until(lambda: turns < 5 or any(record.header))
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()

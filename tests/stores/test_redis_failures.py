@@ -13,9 +13,11 @@ from asynccache_backends.redis import RedisBackend
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result, StoreLayout, parse_url
 from asynccache.testing.backend_suite import LAYOUT, blank, get_all, keys_of, page_key, put_all, record_of
-from tests.stores.redis_kit import checked, get, opened, put, soon, until
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import HOST
+from tests.waiting import until
 
 HIT, MISS, CORRUPT, FAILED = Result.HIT, Result.MISS, Result.CORRUPT, Result.FAILED
 
@@ -90,7 +92,7 @@ async def test_hung_in_the_middle_of_a_page_and_cancelled(server: RedisServer) -
         await put_big(backend, 64)
         records = [blank(key, BIG) for key in keys]
         task = asyncio.create_task(backend.get(keys, records))
-        await soon(lambda: any(records[0].header))
+        await until(lambda: any(records[0].header))
         server.hang()
         task.cancel()
         async with asyncio.timeout(1):

@@ -15,8 +15,10 @@ from asynccache_backends.redis.raw import raw
 from asynccache.errors import BackendError, ConfigError
 from asynccache.storage import Collectable, Collected, Listable, PageKey, Result, Stored, open_store, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, get_all, keys_of, page_key, put_all, record_of, same
-from tests.stores.redis_kit import checked, get, opened, put, until
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked, opened
 from tests.stores.redis_server import RedisServer
+from tests.waiting import until
 
 HIT, MISS = Result.HIT, Result.MISS
 
@@ -70,7 +72,8 @@ CHILD = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
 from asynccache.testing.backend_suite import keys_of
-from tests.stores.redis_kit import checked, get, put
+from tests.storage.page_kit import get, put
+from tests.stores.redis_kit import checked
 
 async def main():
     async with checked({url!r}) as store:
@@ -171,7 +174,7 @@ async def test_pages_leave_after_their_ttl(redis_server: RedisServer) -> None:
         async def gone() -> bool:
             return await backend.exists(keys) == [MISS] * 5
 
-        await until(gone, 5)
+        await until(gone, seconds=5)
         assert await backend.exists([page_key("stays")]) == [HIT]
 
 

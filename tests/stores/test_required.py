@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores.redis_server import RedisServer
+from tests.stores.server import required
 
 ROOT = Path(__file__).resolve().parents[2]
 REASON = "redis-server is not installed: apt-get install redis-server"
@@ -29,18 +30,30 @@ def run_without_redis(folder: Path, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("environment", [{"ASYNCCACHE_STORES": "required"}, {"CI": "true"}], ids=["required", "CI"])
-def test_where_stores_are_required_the_run_fails_and_says_why(tmp_path: Path, environment: dict[str, str]) -> None:
-    status, output = run_without_redis(tmp_path, **environment)
+def test_where_stores_are_required_the_run_fails_and_says_why(tmp_path: Path) -> None:
+    status, output = run_without_redis(tmp_path, ASYNCCACHE_STORES="required")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert REASON in output
     assert "skipped" not in output
 
 
-@pytest.mark.parametrize("environment", [{}, {"ASYNCCACHE_STORES": "if there"}], ids=["nothing", "something"])
-def test_anywhere_else_they_are_skipped_and_it_is_said_why(tmp_path: Path, environment: dict[str, str]) -> None:
-    status, output = run_without_redis(tmp_path, **environment)
+def test_anywhere_else_they_are_skipped_and_it_is_said_why(tmp_path: Path) -> None:
+    status, output = run_without_redis(tmp_path)
     assert status == pytest.ExitCode.OK, output
     assert "SKIPPED" in output
     assert REASON in output
     assert not any(word in output for word in ("passed", "failed", "error"))
+
+
+@pytest.mark.parametrize(("environment", "wanted"), [
+    ({"ASYNCCACHE_STORES": "required"}, True), ({"CI": "true"}, True), ({"CI": ""}, False), ({}, False),
+    ({"ASYNCCACHE_STORES": "if there"}, False),
+])  # fmt: skip
+def test_stores_are_required_by_either_variable(
+    environment: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CI", "ASYNCCACHE_STORES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert required() is wanted

@@ -1,4 +1,4 @@
-"""What a review of attaching and detaching found: ranks that part over a store, stores that fail as a whole."""
+"""Attaching and detaching when a store fails as a whole: what was opened is closed, what cannot be kept is not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a review of guards and tiers found: probes that hang, closing at the wrong moment, stores that refuse memory. In
-virtual time."""
+"""A store from attaching to closing: probes that hang, closing at the wrong moment, memory that is refused. In virtual
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a review of the object store found: calls cancelled at the worst moment, and packs that hold too much."""
+"""Calls of the object store that are cancelled at the worst moment end, and leave nothing running."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asynccache_backends.object_store.collect import groups
-from asynccache_backends.object_store.packs import MAX_RECORDS, Pack
 
 from asynccache.storage import Result
-from tests.stores.object_store_kit import bare, fill, folder_url, open_at, opened, put, some_keys
+from tests.storage.page_kit import fill, put
+from tests.stores.object_store_kit import bare, folder_url, open_at, opened, some_keys
 
 HIT = Result.HIT
 
@@ -61,10 +60,3 @@ async def test_a_cancellation_is_not_lost_while_the_keeper_stops(tmp_path: Path)
     await asyncio.wait([closing])
     assert closing.cancelled()
     await backend.aclose()
-
-
-def test_what_is_rewritten_together_has_no_more_records_than_a_pack_may() -> None:
-    packs = [Pack(f"{n:032x}", 3000 << 10, b"") for n in range(3)]
-    for pack in packs:
-        pack.live, pack.live_bytes = MAX_RECORDS // 2, 1000 << 10
-    assert [len(group) for group in groups(packs, 256 << 20)] == [2]

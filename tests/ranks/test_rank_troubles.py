@@ -1,5 +1,4 @@
-"""Found in review: what one rank alone meets, or what hangs, must not touch the others; and who closes leaves nobody
-waiting."""
+"""What one rank alone meets, or what hangs, must not touch the others; and who closes leaves nobody waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a stranger's review broke: commits handed over at once, closing under a lease, a device that refuses a batch."""
+"""Calls of a lease that are handed over keep their order and are told how they ended: commits at once, a cache that is
+closed meanwhile, a device that refuses a batch."""
 
 from __future__ import annotations
 

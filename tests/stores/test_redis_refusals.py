@@ -1,4 +1,4 @@
-"""What a review of the Redis backend found: each of these failed before it was mended."""
+"""What a Redis server refuses is heard at once, and what it has not done is not taken for done."""
 
 from __future__ import annotations
 

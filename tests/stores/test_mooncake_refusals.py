@@ -1,4 +1,4 @@
-"""What a review of the Mooncake backend found: each of these failed before it was mended."""
+"""What the Mooncake store, or the resolver of names, refuses is an error of the call that asked for it."""
 
 from __future__ import annotations
 

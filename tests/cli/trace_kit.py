@@ -1,0 +1,29 @@
+"""Traces that tests make, in the Mooncake format."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from asynccache.cli.request import BLOCK_TOKENS
+
+
+def made_trace(
+    path: Path, conversations: int = 20, *, requests: int = 0, growth: tuple[int, int] = (1, 5), seed: int = 5
+) -> Path:
+    """Write a trace to ``path`` and return it: conversations that share a first block, interleaved, four requests of
+    each unless ``requests`` says how many there are in all. With each request a conversation grows by as many blocks as
+    ``growth`` allows. Four requests begin at a time, three seconds after those before."""
+    rng = random.Random(seed)
+    fresh = iter(range(1, 1 << 20))
+    known: list[list[int]] = [[0] for _ in range(conversations)]
+    rows = []
+    for at in range(requests or conversations * 4):
+        who = rng.randrange(conversations)
+        known[who] = known[who] + [next(fresh) for _ in range(rng.randint(*growth))]
+        rows.append({"timestamp": at // 4 * 3000, "output_length": rng.randint(1, 90),
+                     "input_length": len(known[who]) * BLOCK_TOKENS + rng.randint(1, BLOCK_TOKENS - 1),
+                     "hash_ids": [*known[who], next(fresh)]})  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,27 @@
+"""Waiting in tests: always for a condition, and always with an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+
+async def turns(count: int = 20) -> None:
+    """Let everybody run who can."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(
+    condition: Callable[[], bool | Awaitable[bool]], what: str = "it has not become so", *, seconds: float = 60.0
+) -> None:
+    """Return when ``condition()`` is true, or what it says when it is awaited: other tasks, threads or processes bring
+    that about. It is an error, which says ``what``, if that takes more than ``seconds``."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while True:
+        answer = condition()
+        if await answer if isinstance(answer, Awaitable) else answer:
+            return
+        assert loop.time() < end, what
+        await asyncio.sleep(0.0005)                    # threads set no asyncio.Event
