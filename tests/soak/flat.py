@@ -86,6 +86,7 @@ class Soak(Session):
         self._warm_up = warm_up
         self._traces: list[tracemalloc.Snapshot] = []
         self._server: Exposed | None = None
+        self._asking = asyncio.Lock()
 
     async def run(self) -> Report:
         """The report of the run."""
@@ -99,18 +100,23 @@ class Soak(Session):
 
     @asynccontextmanager
     async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
-        async with Exposed(cache) as self._server:
-            yield
-        self._server = None
+        async with Exposed(cache) as server:
+            self._server = server
+            try:
+                yield
+            finally:
+                async with self._asking:        # the server stays until it has been asked
+                    self._server = None
         self._trace()
 
     async def _look(self) -> None:
         began, number = time.monotonic(), 0
         while True:
-            if self._server is not None:        # before and after that, the cache is opened, flushed and closed
-                self._note(look(time.monotonic() - began), number)
-                await asked(self._server)
-                number += 1
+            async with self._asking:
+                if self._server is not None:        # before and after that, the cache is opened, flushed and closed
+                    self._note(look(time.monotonic() - began), number)
+                    await asked(self._server)
+                    number += 1
             await asyncio.sleep(EVERY)
 
     def _note(self, found: Look, number: int) -> None:
