@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -128,20 +128,37 @@ async def storage(cache: AsyncCache) -> None:
     await cache.reset()
 
 
-WORLDS: dict[str, tuple[Scenario, Faults]] = {
-    "requests": (requests, Faults()),
-    "pressure": (pressure, Faults()),
-    "failing": (pressure, Faults(seed=3, failing=0.3)),
-    "storage": (storage, Faults()),
+async def twice(cache: AsyncCache) -> None:
+    """The same prompts again, while their first pages are loaded back for others."""
+    for _ in range(2):
+        await pressure(cache)
+        await asyncio.gather(*(serve(cache, text(4, seed) + text(2, 80 + seed), POOLS) for seed in range(4)))
+
+
+class Play(NamedTuple):
+    """What happens in a world, on which device and with which settings."""
+
+    scenario: Scenario
+    faults: Faults = Faults()
+    settings: Mapping[str, Any] = {}
+
+
+WORLDS: dict[str, Play] = {
+    "requests": Play(requests),
+    "pressure": Play(pressure),
+    "failing": Play(pressure, Faults(seed=3, failing=0.3)),
+    "storage": Play(storage),
+    "write_back": Play(twice, settings={"write_policy": "write_back"}),
+    "selective": Play(twice, settings={"write_policy": "write_through_selective"}),
 }
 
 
 async def world(loop: SimulatedLoop, name: str, injector: Injector) -> str:
     """Play a world; what became of the cache, in a word: ``closed``, ``whole``, or what is wrong with it."""
-    scenario, faults = WORLDS[name]
+    scenario, faults, more = WORLDS[name]
     backend = SimulatedBackend(loop.entropy("backend"), HONEST, {})
     device = SimulatedDevice(latency=(0.0, 0.001), faults=faults)
-    config = settings(device=14, host=20, swa=10, mamba=8, close_deadline=5.0)
+    config = settings(device=14, host=20, swa=10, mamba=8, close_deadline=5.0, **more)
     cache = AsyncCache(config, device=device, storage=backend)
     verdict = "it never ended"
     try:
