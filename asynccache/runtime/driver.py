@@ -164,9 +164,12 @@ class Driver:
         awaits anything.
 
         Raises:
+            CacheClosed: the core's books may be wrong, and ``call`` was not made.
             InvariantViolation: nobody holds the lock. The cache is closed.
             Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
         """
+        if self.broken:
+            self.refuse()
         world = self.core.world
         try:
             if not self.lock.locked():
@@ -186,8 +189,11 @@ class Driver:
         its slices. The caller performs the plan before it awaits anything.
 
         Raises:
+            CacheClosed: the core's books may be wrong, and ``call`` was not made.
             Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
         """
+        if self.broken:
+            self.refuse()
         try:
             answer = call(*args, **kwargs)
         except REFUSALS:

@@ -251,3 +251,26 @@ async def test_a_cache_that_closed_itself_reports_why_as_often_as_it_is_asked() 
         reports = await asyncio.gather(*map(cache.aclose, DEADLINES))
         assert {report.error for report in reports} == {error}
         assert (await cache.aclose(0)).error is error
+
+
+async def test_a_subscriber_that_raises_at_the_very_end_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def subscriber(notice: object) -> None:
+        told.append(notice)
+        raise ValueError("a bug")
+
+    async with nothing_left():
+        cache = await AsyncCache(settings(host=16), on_event=subscriber).__aenter__()
+        events = machine(cache).events
+        assert events is not None
+        hand_on = events.hand_on
+        monkeypatch.setattr(events, "hand_on", lambda: None)  # the worker comes too late for what the last acks announce
+        await serve(cache, text(2))
+        monkeypatch.setattr(events, "hand_on", hand_on)
+        report = await cache.aclose(0)
+        assert len(told) == 1
+        assert isinstance(report.error, ValueError)
+        assert await cache.aclose() == report
+        assert cache.closed is not None
+        assert "a bug" in cache.closed
