@@ -9,7 +9,8 @@ Laws:
 * Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
 * A cancellation that arrives between two slices is kept until the last one is done.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
-  plan that cannot be performed, close the cache with that error. Its books may be wrong: they are not asked again.
+  plan that cannot be performed, close the cache with that error. Its books may be wrong: no call is made of them
+  again, also not for the next slice of one that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).

@@ -207,10 +207,16 @@ async def _heard(answer: Awaitable[_T]) -> _T:
     try:
         return await answer
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _is_cancelled():
             raise
         raise BackendError("the backend cancelled the call by itself") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels the task. A function of its own: a frame of the cancellation that knew the task would
+    keep itself, and the buffers of the call."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _bare(error: Exception) -> Exception:
