@@ -50,7 +50,8 @@ ExtraKey = str | bytes | None
 class CloseReport(NamedTuple):
     """What ``aclose`` could not save, in FULL pages: without a host copy, and on the host but not in storage.
 
-    ``error``: what a worker died of, if the cache had closed itself.
+    ``error``: what a worker died of, if the cache had closed itself. Both counts are 0 where that was an error of the
+    core: then nobody knows.
     """
 
     unsaved_host: int = 0
@@ -236,7 +237,7 @@ class AsyncCache:
         try:
             if machine.driver.closed is None:
                 await save(machine, self._limit)
-            left = await unsaved(machine)
+            left = Unsaved(0, 0) if machine.driver.broken else await unsaved(machine)
         finally:
             await self._stop(machine, max(MOMENT, self._limit.left()))
         return CloseReport(left.host, left.storage, machine.supervisor.error)
@@ -249,7 +250,10 @@ class AsyncCache:
             await machine.supervisor.stop()
             await settle(machine.driver)
             if machine.events is not None and machine.supervisor.error is None:
-                machine.events.hand_on()  # what the last acks announced
+                try:
+                    machine.events.hand_on()  # what the last acks announced
+                except Exception as error:  # as if the subscriber had raised earlier
+                    machine.supervisor.fail(error)
             machine.close(None)
             if machine.lockstep is not None:
                 await machine.lockstep.aclose()

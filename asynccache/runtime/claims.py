@@ -38,7 +38,8 @@ class Claims:
     def note(self, ticket: int, leases: int) -> None:
         """A claim was taken, or the number of ``leases`` that stand in line with its handle has changed."""
         self._stop(ticket)
-        self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
+        if not self._driver.broken:
+            self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
         self._timers[ticket] = None if leases else self._driver.turns.call_later(HELD_FOR, self.drop, ticket)
 
     def holds(self, ticket: int) -> bool:

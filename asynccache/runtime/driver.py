@@ -9,7 +9,8 @@ Laws:
 * Under the lock there is the core's own work and ``sleep(0)`` between its slices; nothing else.
 * A cancellation that arrives between two slices is kept until the last one is done.
 * Fail-stop: a core call that raises anything but a refusal (``REFUSALS``, raised before anything has changed), and a
-  plan that cannot be performed, close the cache with that error. Its books may be wrong: they are not asked again.
+  plan that cannot be performed, close the cache with that error. Its books may be wrong: no call is made of them
+  again, also not for the next slice of one that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
 flight), ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
@@ -164,9 +165,12 @@ class Driver:
         awaits anything.
 
         Raises:
+            CacheClosed: the core's books may be wrong, and ``call`` was not made.
             InvariantViolation: nobody holds the lock. The cache is closed.
             Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
         """
+        if self.broken:
+            self.refuse()
         world = self.core.world
         try:
             if not self.lock.locked():
@@ -186,8 +190,11 @@ class Driver:
         its slices. The caller performs the plan before it awaits anything.
 
         Raises:
+            CacheClosed: the core's books may be wrong, and ``call`` was not made.
             Exception: whatever ``call`` raises; unless it is one of ``REFUSALS``, the cache is closed.
         """
+        if self.broken:
+            self.refuse()
         try:
             answer = call(*args, **kwargs)
         except REFUSALS:

@@ -75,8 +75,8 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_handle", "_machine", "_publishing", "_resets", "_state", "_taken", "_terms",
-        "_waiting",
+        "_arrival", "_ask", "_core", "_entering", "_handle", "_machine", "_publishing", "_resets", "_state", "_taken",
+        "_terms", "_waiting",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, terms: Terms, taken: Taken) -> None:
@@ -91,6 +91,7 @@ class Lease:
         self._arrival: Held | None = None
         self._publishing: Publishing | None = None
         self._waiting: WaitingEntry | None = None
+        self._entering: asyncio.Task[object] | None = None
         if machine.lockstep is not None and terms.wait:
             self._stand_in_line()
 
@@ -152,7 +153,11 @@ class Lease:
         return self
 
     async def _enter(self, entry: Entry) -> None:
-        await entry.run(self._granted)
+        self._entering = asyncio.current_task()
+        try:
+            await entry.run(self._granted)
+        finally:
+            self._entering = None
         self._handle, self._arrival = entry.handle, entry.arrival
 
     async def __aexit__(
@@ -213,11 +218,14 @@ class Lease:
             )  # fmt: skip
 
     def abort(self) -> None:
-        """Give up: out of the line, or ``release``. Idempotent, synchronous. With several ranks, every rank calls it
-        for the same request between the same steps; whoever waits to enter is cancelled."""
+        """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
+        synchronous. With several ranks, every rank calls it for the same request between the same steps."""
         self._machine.check_thread()
         if self._waiting is not None:
             self._waiting.abort()
+        entering, self._entering = self._entering, None
+        if entering is not None:
+            entering.cancel()
         self.release()
         self._state = RELEASED
 

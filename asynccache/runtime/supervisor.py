@@ -1,8 +1,8 @@
 """One task owns every other: a ``TaskGroup`` inside a task of the cache's own, never inside a user's.
 
 Law: when a worker dies, its error ends the group, everybody who waits is told, and no user's task is cancelled. The
-same when the supervisor's own task is cancelled: the workers end with it. A ``TaskGroup`` opened in ``__aenter__``
-would cancel the body that runs there and leave other tasks hanging.
+same when the supervisor's own task is cancelled, or one of the workers: what it was there for would never be done. A
+``TaskGroup`` opened in ``__aenter__`` would cancel the body that runs there and leave other tasks hanging.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class Supervisor:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._workers.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if self.running:  # by somebody else: a group that ends is not running any more
+                self.fail(asyncio.CancelledError(f"{task.get_name()} was cancelled"))
+        elif (error := task.exception()) is not None:
             self._died(error)
 
     def _died(self, error: BaseException) -> None:

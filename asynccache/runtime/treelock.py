@@ -44,10 +44,10 @@ class TreeLock:
         self._waiters.append(waiter)
         try:
             await waiter
-        except BaseException:
-            if waiter.cancelled():
+        except BaseException:  # a cancellation, or the coroutine is closed
+            if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            else:  # it was handed over before the cancellation came
+            else:  # it was handed over before that came
                 self.release()
             raise
 

@@ -143,7 +143,7 @@ class Guard:
         watch = self._watch(hearing)
         try:
             async with asyncio.timeout(timeout):
-                results = list(await act(keys))
+                results = list(await _heard(act(keys)))
             if len(results) != len(keys) or sum(map(results.count, RESULTS)) != len(keys):
                 raise BackendError(f"{self._name!r} answered {len(results)} for {len(keys)} keys, or no results at all")
         except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
@@ -163,7 +163,7 @@ class Guard:
         hearing = Hearing(self.breaker, self.breaker.allow(self._now()), Call.OTHER.kind)
         try:
             async with asyncio.timeout(self._timeout):
-                result = await act()
+                result = await _heard(act())
         except Exception as error:
             self._failed(hearing, error)
             if isinstance(error, BackendError):
@@ -199,6 +199,24 @@ class Guard:
         if self._clock is None:
             self._clock = asyncio.get_running_loop().time
         return self._clock()
+
+
+async def _heard(answer: Awaitable[_T]) -> _T:
+    """What a backend answers. Cancelling it cancels the call; a cancellation that the backend comes up with by itself,
+    because a task or a thread pool of its own was ended, is an error of the backend's."""
+    try:
+        return await answer
+    except asyncio.CancelledError as error:
+        if _is_cancelled():
+            raise
+        raise BackendError("the backend cancelled the call by itself") from error
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels the task. A function of its own: a frame of the cancellation that knew the task would
+    keep itself, and the buffers of the call."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _bare(error: Exception) -> Exception:

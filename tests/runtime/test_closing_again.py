@@ -11,6 +11,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheClosed, CloseReport, ConfigError
+from asynccache.core.plan import Cleared
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import machine, serve, settings, text, turns, until
 
@@ -251,3 +252,28 @@ async def test_a_cache_that_closed_itself_reports_why_as_often_as_it_is_asked() 
         reports = await asyncio.gather(*map(cache.aclose, DEADLINES))
         assert {report.error for report in reports} == {error}
         assert (await cache.aclose(0)).error is error
+
+
+async def test_a_subscriber_that_raises_at_the_very_end_leaves_nothing_open() -> None:
+    ended = False
+
+    def subscriber(notice: object) -> None:
+        if ended:
+            raise ValueError("a bug")
+
+    def announce_late(worker: asyncio.Task[object]) -> None:
+        nonlocal ended
+        ended = True
+        events = machine(cache).events
+        assert events is not None
+        events.put(Cleared())  # as an ack does that is applied in the turn in which the worker is cancelled
+
+    async with nothing_left():
+        cache = await AsyncCache(settings(host=16), on_event=subscriber).__aenter__()
+        await serve(cache, text(2))
+        (worker,) = (task for task in asyncio.all_tasks() if task.get_name() == "asynccache-events")
+        worker.add_done_callback(announce_late)
+        report = await cache.aclose()
+        assert isinstance(report.error, ValueError)
+        assert await cache.aclose() == report
+        assert "a bug" in str(cache.closed)

@@ -65,6 +65,25 @@ async def test_a_new_lease_that_would_fit_does_not_overtake_the_line() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_lease_that_is_aborted_while_it_waits_leaves_the_line_and_is_never_granted() -> None:
+    async with opened(settings(device=8)) as cache:
+        first = await enter(cache, 6, 1)
+        lease = cache.lease(text(8, 2))
+        aborted, small = asyncio.create_task(lease.__aenter__()), entering(cache, 1, 3)
+        await turns()
+        assert cache.statistics().waiting == 2
+        lease.abort()
+        lease.abort()
+        with pytest.raises(asyncio.CancelledError):
+            await aborted
+        assert aborted.cancelling() == 1
+        (await small).release()
+        first.release()
+        with pytest.raises(RuntimeError, match="released"):
+            await lease.__aenter__()
+
+
+@pytest.mark.asyncio
 async def test_leaving_the_line_wakes_the_next() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)

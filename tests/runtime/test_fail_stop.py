@@ -19,12 +19,13 @@ import pytest
 from asynccache import AsyncCache, AsyncCacheError, CacheClosed, CacheFull
 from asynccache.core import cache as core_module
 from asynccache.core.audit import check
+from asynccache.core.plan import EMPTY, More, Plan
 from asynccache.memory.faults import Faults
 from asynccache.runtime.driver import Driver
 from asynccache.testing.simulated_backend import HONEST, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
-from tests.runtime.runtime_kit import PAGE, compute, machine, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, compute, machine, serve, settings, settled, text, turns
 
 CORE = core_module.__file__.removesuffix("cache.py")
 POOLS = ("full", "swa")
@@ -236,3 +237,30 @@ def test_the_worlds_reach_every_mutating_call_of_the_core() -> None:
     files = {statement[0].removeprefix(CORE) for statement in statements()}
     assert {"cache.py", "leases.py", "commits.py", "prefetching.py", "transfers.py", "room.py", "claims.py",
             "invalidation.py", "holds.py", "world.py", "matching.py", "tree.py", "slots.py"} <= files  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in_the_middle_of_a_call() -> None:
+    asked = 0
+
+    def call() -> Plan | More:
+        nonlocal asked
+        asked += 1
+        return More(EMPTY) if asked == 1 else EMPTY
+
+    def fails() -> Plan:
+        raise Injected("between two slices")
+
+    cache = await AsyncCache(settings()).__aenter__()
+    driver = machine(cache).driver
+    slices = asyncio.ensure_future(driver.transact(call))
+    await turns(1)
+    with pytest.raises(Injected):
+        driver.unlocked(fails)
+    with pytest.raises(CacheClosed, match="between two slices"):
+        await slices
+    assert asked == 1
+    machine(cache).driver.core = machine(cache).core = None  # type: ignore[assignment]  # whoever asks fails
+    report = await cache.aclose()
+    assert isinstance(report.error, Injected)
+    assert report[:2] == (0, 0)

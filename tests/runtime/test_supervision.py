@@ -144,7 +144,8 @@ async def test_another_threads_call_raises() -> None:
 
 @pytest.mark.asyncio
 async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> None:
-    async with opened(settings()) as cache:
+    async with CpuDeviceOf() as device:
+        cache = await AsyncCache(settings(), device=device).__aenter__()
         async with cache.lease(text(2)) as lease:
             spawn = machine(cache).supervisor.spawn
 
@@ -158,6 +159,7 @@ async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> Non
             future = lease.commit_threadsafe(text(2))
             await until(future.done)
             assert isinstance(future.exception(), CacheClosed)
+        await cache.aclose()
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,5 @@
-"""The supervisor's own task is cancelled from outside, as a loop that shuts down does: nobody is left waiting."""
+"""The supervisor's task or a worker's is cancelled by somebody else, as a loop that shuts down does: nobody is left
+waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from asynccache import AsyncCache, CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.supervisor import Supervisor
-from tests.runtime.runtime_kit import machine, settings, text, until
+from tests.runtime.runtime_kit import machine, serve, settings, text, until
 
 
 @pytest.mark.asyncio
@@ -30,6 +31,37 @@ async def test_every_waiter_hears_of_a_supervisor_that_was_cancelled() -> None:
     report = await cache.aclose()
     assert isinstance(report.error, asyncio.CancelledError)
     await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_subscriber_that_raises_a_cancellation_closes_the_cache_as_any_error_of_it_does() -> None:
+    def subscriber(notice: object) -> None:
+        raise asyncio.CancelledError
+
+    device = CpuDevice()
+    cache = await AsyncCache(settings(device=8, host=16), device=device, on_event=subscriber).__aenter__()
+    await serve(cache, text(2))
+    await until(lambda: cache.closed is not None)
+    assert "asynccache-events was cancelled" in str(cache.closed)
+    assert isinstance((await cache.aclose()).error, asyncio.CancelledError)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_somebody_cancels_has_died_and_the_others_end() -> None:
+    deaths: list[BaseException] = []
+    supervisor = Supervisor(deaths.append)
+    await supervisor.start()
+    first = supervisor.spawn(asyncio.sleep(60), "first")
+    second = supervisor.spawn(asyncio.sleep(60), "second")
+    assert first is not None
+    assert second is not None
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([second])
+    assert [str(death) for death in deaths] == ["first was cancelled"]
+    await supervisor.stop()
+    assert not len(supervisor)
 
 
 @pytest.mark.asyncio

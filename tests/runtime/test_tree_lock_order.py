@@ -65,6 +65,21 @@ async def test_who_is_cancelled_takes_nothing_also_when_it_had_been_handed_the_l
 
 
 @pytest.mark.asyncio
+async def test_a_coroutine_that_is_closed_while_it_waits_hands_nobody_elses_lock_on() -> None:
+    lock = TreeLock()
+    lock.take()
+    waits = asyncio.ensure_future(lock.acquire())
+    await turns(1)
+    closed = lock.acquire()
+    closed.send(None)
+    closed.close()
+    await turns(2)
+    assert not waits.done(), "the first holder has not released it"
+    lock.release()
+    await waits
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("seed", range(20))
 async def test_never_two_holders_and_never_nobody_while_somebody_waits(seed: int) -> None:
     random, lock, inside, served = Random(seed), TreeLock(), 0, 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asynccache.errors import Timeout, Unavailable
+from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.storage.places import READ, WRITE, Places
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
@@ -62,6 +62,26 @@ def put(store: CheckedStore) -> asyncio.Future[list[Result]]:
 
 def get(store: CheckedStore) -> asyncio.Future[list[Result]]:
     return asyncio.ensure_future(store.get(KEYS, [blank(key).payload for key in KEYS]))
+
+
+class Cancelling(Watched):
+    """Its own task, or its own pool of threads, was ended: each call is cancelled by nobody who called."""
+
+    async def _take(self, verb: str, count: int) -> list[Result]:
+        raise asyncio.CancelledError
+
+    async def flush(self) -> None:
+        raise asyncio.CancelledError
+
+
+@in_world
+async def test_a_backend_that_cancels_a_call_by_itself_has_failed_it(loop: SimulatedLoop) -> None:
+    store = store_on(Cancelling())
+    assert await put(store) == [Result.FAILED] * 2
+    assert await get(store) == [Result.FAILED] * 2
+    with pytest.raises(BackendError, match="by itself"):
+        await store.flush()
+    assert store.stats()["failed_calls"] == 3
 
 
 @in_world
