@@ -160,7 +160,8 @@ def test_a_signal_while_the_handlers_are_put_away_is_quiet(
     found: signal.Signals, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``number`` comes when the handler of ``found`` is put away. The command has said all, and its status stands."""
-    put, sent = signal.signal, []
+    put = signal.signal
+    sent: list[int] = []
 
     def put_away(each: int, handler: Any) -> Any:
         if (each, handler) == (found, signal.SIG_DFL) and not sent:
