@@ -54,7 +54,7 @@ class Driver:
                     break
                 task = asyncio.create_task(self._one(request))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(self._ended)
             await self._drained()
         finally:
             self.abort()
@@ -103,9 +103,13 @@ class Driver:
             self._broken(request, error)
         finally:
             self.running -= 1
-            if not self._clock:
-                self._places.release()
             self._source.done(request)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Give the place back, also of a request that was cancelled before its first step."""
+        self._tasks.discard(task)
+        if not self._clock:
+            self._places.release()
 
     async def _served(self, request: Request) -> None:
         if self._clock:

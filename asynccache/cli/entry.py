@@ -39,7 +39,12 @@ def main() -> int:
         status = command()
     except KeyboardInterrupt:
         status = INTERRUPTED
-    finally:                                             # only the interpreter's own end is left
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    finally:
+        while True:
+            try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                break
+            except KeyboardInterrupt:                    # only the interpreter's own end is left to interrupt
+                continue
     return TERMINATED if status == INTERRUPTED and termination.came else status

@@ -154,6 +154,8 @@ class Exposed:
             return _failed("400 Bad Request", error)
         except (AsyncCacheError, RuntimeError) as error:  # it is closed, or not open yet
             return _failed("503 Service Unavailable", error)
+        except Exception as error:  # a collector of yours may raise anything
+            return _failed("500 Internal Server Error", f"{type(error).__name__}: {error}")
 
     async def _answer(self, request: Request) -> Answer:
         match request.path:

@@ -153,6 +153,28 @@ def test_the_command_leaves_no_handler_behind(monkeypatch: pytest.MonkeyPatch) -
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [signal.SIG_DFL] * 2
 
 
+@pytest.mark.parametrize(("found", "number"), [
+    (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT),
+])  # fmt: skip
+def test_a_signal_while_the_handlers_are_put_away_is_quiet(
+    found: signal.Signals, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``number`` comes when the handler of ``found`` is put away. The command has said all, and its status stands."""
+    put = signal.signal
+    sent: list[int] = []
+
+    def put_away(each: int, handler: Any) -> Any:
+        if (each, handler) == (found, signal.SIG_DFL) and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        return put(each, handler)
+
+    monkeypatch.setattr("asynccache.cli.main.main", lambda: 0)
+    monkeypatch.setattr(signal, "signal", put_away)
+    assert (command(monkeypatch), sent) == (0, [number])
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == [signal.SIG_DFL] * 2
+
+
 def process(place: str, signals: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, interrupt_child.__file__, place, signals, *arguments]
     return subprocess.run(line, capture_output=True, text=True, timeout=ENDS_WITHIN, check=False)
@@ -170,3 +192,12 @@ def test_twice_ends_a_process_at_once(tmp_path: Path) -> None:
     done = process("asynccache.cli.serving:Server.serve", "TERM,TERM", *STRESS, "--json", str(out))
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
     assert out.read_text() == ""
+
+
+def test_two_signals_before_the_first_request_end_the_run(tmp_path: Path) -> None:
+    """They cancel requests that have a place and have not begun; whoever waits for such a place gets it."""
+    trace, out = made_trace(tmp_path / "trace.jsonl", conversations=2), tmp_path / "run.json"
+    arguments = ["replay", str(trace), "--concurrency", "1", "--json", str(out)]
+    done = process("asynccache.cli.session:Session._prepare", "INT,TERM", *arguments)
+    assert (done.returncode, "replay OK, interrupted: " in done.stdout) == (143, True), done.stderr
+    assert json.loads(out.read_text())["served"] == 0

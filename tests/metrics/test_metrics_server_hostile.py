@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from asynccache.metrics import Exposed, server
 from tests.runtime.runtime_kit import opened, settings, text, until
@@ -143,3 +146,20 @@ async def test_a_number_of_connections_is_open_and_no_more(monkeypatch: pytest.M
             writer.close()
         await until(lambda: not found._talking)
         assert (await answer(found, b"GET /healthz HTTP/1.1\r\n\r\n"))[0] == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [ValueError, KeyError, OSError, TimeoutError])
+async def test_a_collector_that_raises_is_a_500_that_says_so(kind: type[Exception]) -> None:
+    class Broken(Collector):
+        def collect(self) -> Iterator[Metric]:
+            raise kind("a figure")
+
+        def describe(self) -> list[Metric]:
+            return []
+
+    registry = CollectorRegistry()
+    registry.register(Broken())
+    async with opened(settings(host=16)) as cache, Exposed(cache, registry=registry) as found:
+        status, said = await answer(found, b"GET /metrics HTTP/1.1\r\n\r\n")
+    assert (status, "a figure" in said) == (500, True)

@@ -44,7 +44,8 @@ PAGES = ("/metrics", "/statistics", "/healthz", "/explain?tokens=1,2,3")
 
 
 class Look(NamedTuple):
-    """The process at one moment: ``rss`` in bytes, the others as counts."""
+    """The process at one moment: ``rss`` in bytes, without what files back, as the kernel takes that away and brings it
+    back as it likes; the others as counts."""
 
     at: float
     rss: int
@@ -55,9 +56,9 @@ class Look(NamedTuple):
 
 def look(at: float) -> Look:
     """Now. To be called on the loop."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     fds, threads = (len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task"))
-    return Look(at, resident, fds, threads, len(asyncio.all_tasks()))
+    return Look(at, (resident - of_files) * os.sysconf("SC_PAGESIZE"), fds, threads, len(asyncio.all_tasks()))
 
 
 def differences(looks: Sequence[Look]) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.soak import flat
-from tests.soak.flat import Look, Soak, differences
+from tests.soak.flat import Look, Soak, differences, look
 
 MIB = 1 << 20
 
@@ -36,6 +38,17 @@ def test_a_process_that_goes_up_and_down_is_flat() -> None:
 def test_what_grows_or_shrinks_is_named_with_its_figures(found: list[Look], said: str) -> None:
     (sentence,) = differences(found)
     assert said in sentence
+
+
+@pytest.mark.asyncio
+async def test_memory_that_is_a_files_does_not_count(tmp_path: Path) -> None:
+    """The kernel took 66 MiB of libraries away once, and gave them back while requests were served."""
+    file = tmp_path / "library"
+    file.write_bytes(b"x" * (64 * MIB))
+    before = look(0.0).rss
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) > 0
+        assert look(1.0).rss - before < 16 * MIB
 
 
 def test_a_run_that_leaks_memory_is_not_flat(

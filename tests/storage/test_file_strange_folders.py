@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 from asynccache_backends.file import FileBackend
 from asynccache_backends.file.blocks import ENTRY_BYTES, Group, pack_block
+from asynccache_backends.file.files import Folder
 from asynccache_backends.file.folder import Manifest, _digest
 from asynccache_backends.file.snapshot import MAGIC, pack
 from xxhash import xxh3_64_hexdigest, xxh3_128_digest
@@ -382,6 +383,23 @@ async def test_where_folders_cannot_be_locked_the_file_is(store: Path, monkeypat
     opened = await open_at(store)
     with pytest.raises(Unavailable, match=f"in use by process {os.getpid()}"):
         await open_at(store)
+    await opened.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_folder_that_could_not_be_made_private_is_not_in_use(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails after the folder was locked, and the next opening finds nobody in it."""
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Folder, "tighten", fails)
+        with pytest.raises(Unavailable, match="Input/output error"):
+            await open_at(store)
+    opened = await open_at(store)
     await opened.aclose()
 
 

@@ -110,8 +110,12 @@ def claim(path: Path, *, mode: int | None, new: bool) -> FolderLock:
             make_folder(path, PRIVATE if mode is None else mode)
         folder = _folder_of_a_store(path, mode) if not new else Folder(path, mode)
         lock = FolderLock(folder)
-        if mode is not None:
-            folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+        try:
+            if mode is not None:
+                folder.tighten(lambda name: _OURS.fullmatch(name) is not None)
+        except BaseException:
+            lock.release()
+            raise
     except OSError as error:
         raise Unavailable(f"store folder {str(path)!r}: {error}") from error
     return lock
