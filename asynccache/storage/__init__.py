@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from asynccache.storage.attaching import close_unattached, open_all, open_attached, options_of
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import (
@@ -42,6 +43,7 @@ __all__ = [
     "CheckedStore", "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Place",
     "Probeable", "Record", "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout",
     "StoreOptions", "Stored", "Tell", "TieredStore", "Verify", "Watchable", "Workers", "backend_class", "check_store",
-    "check_stores", "completed", "header_of", "no_store", "open_store", "parse_place", "parse_size", "parse_url",
-    "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
+    "check_stores", "close_unattached", "completed", "header_of", "no_store", "open_all", "open_attached",
+    "open_store", "options_of", "parse_place", "parse_size", "parse_url", "pool_digest", "seal", "settled",
+    "storage_key", "store_layout", "take_options", "verify", "watch",
 ]
