@@ -21,6 +21,7 @@ from asynccache.storage.contract import (
 from asynccache.storage.listing import Collectable, Collected, Listable, Stored
 from asynccache.storage.opening import CheckableClass, backend_class, check_store, check_stores, no_store, open_store
 from asynccache.storage.options import StoreOptions, take_options
+from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.probing import Probeable
 from asynccache.storage.records import (
     RECORD_SCHEMA,
@@ -39,11 +40,11 @@ from asynccache.storage.watching import Reporting, Tell, Watchable, watch
 from asynccache.storage.workers import Workers
 
 __all__ = [
-    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState", "CheckableClass",
-    "CheckedStore", "Collectable", "Collected", "Listable", "PageKey", "ParsedUrl", "Part", "Permit", "Place",
-    "Probeable", "Record", "Reporting", "Result", "Scrubbable", "Scrubbed", "StorageBackend", "StoreLayout",
-    "StoreOptions", "Stored", "Tell", "TieredStore", "Verify", "Watchable", "Workers", "backend_class", "check_store",
-    "check_stores", "close_unattached", "completed", "header_of", "no_store", "open_all", "open_attached",
-    "open_store", "options_of", "parse_place", "parse_size", "parse_url", "pool_digest", "seal", "settled",
-    "storage_key", "store_layout", "take_options", "verify", "watch",
+    "HEADER_BYTES", "KEY_BYTES", "RECORD_SCHEMA", "REFUSED", "Attached", "Breaker", "BreakerState",
+    "CheckableClass", "CheckedStore", "Closed", "Collectable", "Collected", "Listable", "PageKey", "Pages",
+    "ParsedUrl", "Part", "Permit", "Place", "Probeable", "Record", "Reporting", "Result", "Scrubbable", "Scrubbed",
+    "StorageBackend", "StoreLayout", "StoreOptions", "Stored", "Tell", "TieredStore", "Verify", "Watchable",
+    "Workers", "backend_class", "check_store", "check_stores", "close_unattached", "completed", "header_of",
+    "no_store", "open_all", "open_attached", "open_store", "options_of", "parse_place", "parse_size", "parse_url",
+    "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
 ]
