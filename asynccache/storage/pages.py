@@ -27,7 +27,7 @@ from asynccache.storage.rows import Rows
 from asynccache.storage.serving import Call, Serving, Verb
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    from asynccache.storage.rows import Memory
 
 POOL = "pages"
 """What the only pool is called where ``memory`` is one buffer."""
@@ -80,7 +80,7 @@ class Pages:
     @classmethod
     def open(
         cls, storage: str | StorageBackend | Sequence[str | StorageBackend],
-        memory: WriteableBuffer | Mapping[str, WriteableBuffer], page_bytes: int | Mapping[str, int],
+        memory: Memory | Mapping[str, Memory], page_bytes: int | Mapping[str, int],
         namespace: str | bytes, *, options: Mapping[str, str] | None = None,
     ) -> Self:  # fmt: skip
         """Open the stores and return when they are ready. If that fails nothing is left: no store, no thread.
@@ -101,7 +101,7 @@ class Pages:
             Unavailable: a store cannot be opened now.
         """
         try:
-            return cls(*_opened(_storages(storage), memory, page_bytes, _namespace(namespace), dict(options or {})))
+            return cls(*_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
         except BaseException as error:
             forget_frames(error)  # who keeps it may want to close the memory, and keeps this frame
             del memory
@@ -173,8 +173,8 @@ class Pages:
         """The sums of what the stores count, and what is counted here.
 
         ``calls_in_flight``: calls that have begun and are not over. ``late_calls``: what was answered at its
-        ``timeout``. ``kept_pages``: pages that a store kept after its call, against its contract, so that their memory
-        cannot be closed. Raises ``Unavailable`` as ``exists`` does.
+        ``timeout``. ``kept_pages``: pages of calls after which a store kept some of the memory, against its contract,
+        so that it cannot be closed. Raises ``Unavailable`` as ``exists`` does.
         """
         self._check_process()
         return self._serving.ask(self._serving.stats)
@@ -291,11 +291,20 @@ def _is_number(value: object) -> bool:
 
 
 def _storages(storage: Any) -> list[str | StorageBackend]:
-    if isinstance(storage, (list, tuple)):
-        if not storage:
-            raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=10GiB")
-        return list(storage)
-    return [storage]
+    storages = list(storage) if isinstance(storage, (list, tuple)) else [storage]
+    if not storages:
+        raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=10GiB")
+    for one in storages:
+        if not isinstance(one, str) and not hasattr(one, "exists"):
+            raise ConfigError(f"storage={one!r}: give a URL, as in file:/var/kv?capacity=10GiB")
+    return storages
+
+
+def _options(options: Any) -> dict[str, str]:
+    given = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ConfigError(f"options={options!r}: give names and texts, as in {{'timeout': '2.5'}}")
+    return dict(given)
 
 
 def _namespace(namespace: Any) -> bytes:

@@ -1,19 +1,25 @@
 """The memory of one pool of pages, which belongs to somebody else: rows of one size, counted from 0.
 
-Law: nothing here exports the memory between calls. A view of a row lives as long as the call that asked for it, so its
-owner may close or release the memory whenever no call has any of it.
+Laws:
+* Nothing here exports the memory between calls: its owner may close or release it whenever no call has any of it.
+* A call has rows on loan. When it ends them nobody can use them any more, and it is known whether somebody still keeps
+  the memory by something that was made of them (a slice, an array).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from asynccache.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from _typeshed import WriteableBuffer
+
+    Memory = WriteableBuffer | npt.NDArray[Any]
 
 
 class Rows:
@@ -23,10 +29,10 @@ class Rows:
         ConfigError: it is no such buffer, or it is not a whole number of rows long.
     """
 
-    def __init__(self, pool: str, memory: WriteableBuffer, page_bytes: int) -> None:
+    def __init__(self, pool: str, memory: Memory, page_bytes: int) -> None:
         self.pool = pool
         self.page_bytes = page_bytes
-        self._memory: WriteableBuffer | None = memory
+        self._memory: Memory | None = memory
         with self._whole() as flat:
             self.nbytes = flat.nbytes
         self.count, rest = divmod(self.nbytes, page_bytes)
@@ -43,13 +49,13 @@ class Rows:
         """All of it as bytes, for a store that wants to register it.
 
         Raises:
-            ConfigError: as ``views``.
+            ConfigError: as ``lend``.
         """
         with self._whole() as flat:
             return flat[:]
 
-    def views(self, slots: Sequence[int]) -> list[memoryview]:
-        """The rows ``slots``, all of them less than ``count``. Whoever asks for them releases them.
+    def lend(self, slots: Sequence[int]) -> Loan:
+        """The rows ``slots``, all of them less than ``count``.
 
         Raises:
             ConfigError: the memory was closed or released since ``open``, or has another size now.
@@ -60,10 +66,10 @@ class Rows:
                 raise ConfigError(
                     f"memory of pool {self.pool!r} has {flat.nbytes} bytes now and had {self.nbytes} when it was given"
                 )
-            return [flat[slot * size : slot * size + size] for slot in slots]
+            return Loan(flat, size, slots)
 
     def forget(self) -> None:
-        """Keep the memory no longer. From now on ``views`` raises."""
+        """Keep the memory no longer. From now on ``lend`` raises."""
         self._memory = None
 
     @contextmanager
@@ -73,23 +79,32 @@ class Rows:
             yield flat
 
 
-def release(views: list[memoryview]) -> None:
-    """End ``views``, whoever else has one of them. Those that are left in the list afterwards could not be ended:
-    somebody has made something of their bytes (an array, say) and keeps it."""
-    kept = []
-    for view in views:
-        try:
-            view.release()
-        except BufferError:
-            kept.append(view)
-    views[:] = kept
+class Loan:
+    """Some rows of ``size`` bytes of ``flat``, for one call. ``views`` are in the order of ``slots``."""
+
+    __slots__ = ("_alive", "views")
+
+    def __init__(self, flat: memoryview, size: int, slots: Sequence[int]) -> None:
+        import numpy as np  # here, so that whoever only looks at a store need not load it
+
+        array = np.frombuffer(flat, np.uint8)  # which lives as long as anything that was made of it
+        self._alive = weakref.ref(array)
+        with memoryview(cast("bytearray", array)) as whole:
+            self.views = [whole[slot * size : slot * size + size] for slot in slots]
+
+    def end(self) -> bool:
+        """End every view, whoever else has it. Returns whether the memory is free: if not, somebody keeps something
+        that was made of a view, and it can be asked again. Twice is fine."""
+        for view in self.views:
+            with suppress(BufferError):
+                view.release()
+        self.views = []
+        return self._alive() is None
 
 
-def _exported(pool: str, memory: WriteableBuffer | None) -> memoryview:
-    if memory is None:
-        raise ConfigError(f"memory of pool {pool!r} was given back: the stores were closed")
+def _exported(pool: str, memory: Memory | None) -> memoryview:
     with suppress(TypeError, ValueError, BufferError):
-        return memoryview(memory)
+        return memoryview(cast("bytearray", memory))  # whatever has bytes; mypy does not know that of NumPy's arrays
     kind = type(memory).__name__
     raise ConfigError(
         f"memory of pool {pool!r} is a {kind} without bytes to use (any more): give an open mmap, a bytearray, a "

@@ -28,13 +28,13 @@ from typing import TypeVar
 from asynccache.errors import ConfigError, Unavailable, forget_frames
 from asynccache.storage.attaching import open_all
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
-from asynccache.storage.rows import Rows, release
+from asynccache.storage.rows import Loan, Rows
 from asynccache.storage.tiers import TieredStore
 
-RELEASE_ATTEMPTS = 50
-RELEASE_PAUSE = 0.002
-"""Seconds between two attempts to end a row that somebody still uses, and how many there are after the first. A store
-has let go by contract; a thread of its own may be about to drop its last reference."""
+ATTEMPTS = 50
+PAUSE = 0.002
+"""Seconds until it is seen again whether the memory is free, and how often that is done at most. By contract a store
+has let go when it answers; a thread of its own may be about to drop its last reference."""
 
 _T = TypeVar("_T")
 
@@ -59,7 +59,7 @@ class State(Enum):
 class Call:
     """One call. ``rows`` and ``slots``: where its pages lie; none for EXISTS. ``until``: by ``time.monotonic``."""
 
-    __slots__ = ("future", "keys", "known", "rows", "slots", "state", "task", "timer", "until", "verb", "views")
+    __slots__ = ("future", "keys", "known", "loan", "rows", "slots", "state", "task", "timer", "until", "verb")
 
     def __init__(
         self, verb: Verb, keys: Sequence[PageKey], rows: Rows, slots: Sequence[int], until: float | None
@@ -72,7 +72,7 @@ class Call:
         self.until = until
         self.state = State.WAITING
         self.known: list[Result] = []
-        self.views: list[memoryview] = []
+        self.loan: Loan | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
 
@@ -231,6 +231,9 @@ class Serving:
 
     def _begin_closing(self, deadline: float) -> None:
         self._take_up()
+        for call in self._inside:
+            if call.future.done():  # a question that was answered at its deadline
+                self._end(call)
         self._closing.set()
         self._loop.call_later(deadline, self._cut_short)
 
@@ -260,7 +263,7 @@ class Serving:
             return
         if call.verb is not Verb.EXISTS:
             try:
-                call.views = call.rows.views(call.slots)
+                call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
                 forget_frames(error)
                 self._fail(call, error)
@@ -284,8 +287,8 @@ class Serving:
         if call.timer is not None:
             call.timer.cancel()
         late, call.state = call.state is State.ENDED, State.DONE
-        if call.views:
-            await self._let_go(call)
+        if call.loan is not None:
+            await self._let_go(call.loan, len(call.keys))
         del self._inside[call]
         if failure is not None and not late:
             self._fail(call, failure)
@@ -293,11 +296,11 @@ class Serving:
             self._answer(call, call.so_far() if results is None else results)
 
     async def _asked(self, call: Call) -> list[Result]:
-        if call.verb is Verb.PUT:
-            return await self.tiers.put(call.keys, call.views)
+        if call.loan is not None and call.verb is Verb.PUT:
+            return await self.tiers.put(call.keys, call.loan.views)
         call.known = [Result.MISS] * len(call.keys)
-        if call.verb is Verb.GET:
-            return await self.tiers.get(call.keys, call.views, call.known)
+        if call.loan is not None:
+            return await self.tiers.get(call.keys, call.loan.views, call.known)
         return await self.tiers.exists(call.keys, call.known)
 
     def _late(self, call: Call) -> None:
@@ -315,17 +318,14 @@ class Serving:
             call.state = State.ENDED
             call.task.cancel()
 
-    async def _let_go(self, call: Call) -> None:
-        """End all rows of ``call``, so that whoever has one can neither use it nor keep the memory."""
-        release(call.views)
-        attempts = 0
-        while call.views and attempts < RELEASE_ATTEMPTS:
-            await asyncio.sleep(RELEASE_PAUSE)
-            release(call.views)
-            attempts += 1
-        if call.views:
-            self.counts["kept_pages"] += len(call.views)
-            call.views = []
+    async def _let_go(self, loan: Loan, pages: int) -> None:
+        """End the loan, and wait a moment for whoever is about to drop what it has made of a page."""
+        free, attempts = loan.end(), 0
+        while not free and attempts < ATTEMPTS:
+            await asyncio.sleep(PAUSE)
+            free, attempts = loan.end(), attempts + 1
+        if not free:
+            self.counts["kept_pages"] += pages
 
     def _answer(self, call: Call, results: list[Result]) -> None:
         """Make its future done, if it is not."""
