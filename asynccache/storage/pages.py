@@ -103,8 +103,7 @@ class Pages:
         try:
             return cls(*_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
         except BaseException as error:
-            forget_frames(error)  # who keeps it may want to close the memory, and keeps this frame
-            del memory
+            forget_frames(error)  # whoever keeps it may want to close the memory
             raise
 
     # calls

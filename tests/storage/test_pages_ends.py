@@ -157,6 +157,15 @@ def test_close_says_what_it_cut_short_and_refuses_what_comes_after() -> None:
     assert pages.stores == ()
 
 
+def test_close_does_not_wait_for_a_question_that_was_answered_at_its_deadline() -> None:
+    pages = open_pages(Misbehaving(exists="hangs"), memory())
+    assert result(pages.exists(keys(1), timeout=0.01)) == [FAILED]
+    closing = threading.Thread(target=pages.close, args=(PATIENCE * 10,))
+    closing.start()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+
+
 def test_of_several_deadlines_the_one_that_is_over_first_counts() -> None:
     store = Misbehaving(get="hangs")
     pages = open_pages(store, memory())
