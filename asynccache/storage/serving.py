@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from threading import Lock, Thread, current_thread
+from threading import TIMEOUT_MAX, Lock, Thread, current_thread
 from typing import TypeVar
 
 from asynccache.errors import ConfigError, Unavailable, forget_frames
@@ -169,7 +169,7 @@ class Serving:
             self._refusing = True
             if not self._over:
                 self._loop.call_soon_threadsafe(self._begin_closing, deadline)
-        self._thread.join(deadline + patience)
+        self._thread.join(min(deadline + patience, TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def held(self) -> int:
@@ -183,7 +183,8 @@ class Serving:
 
     def _check_open(self) -> None:
         if self._refusing:
-            raise Unavailable("the stores were closed: nothing can be asked of them any more")
+            why = "" if self.error is None else f" because of {self.error!r}"
+            raise Unavailable(f"the stores were closed{why}: nothing can be asked of them any more")
 
     # the thread
 
@@ -195,6 +196,9 @@ class Serving:
         except BaseException as error:
             forget_frames(error)
             self.error = error
+        for call in self._queue:  # some are left only where the loop was ended by an error
+            if call.future.set_running_or_notify_cancel():
+                self._answer(call, call.so_far())
         for rows in memory:
             rows.forget()
         del self._begin
@@ -266,7 +270,7 @@ class Serving:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
                 forget_frames(error)
-                self._fail(call, error)
+                self._settle(partial(call.future.set_exception, error))
                 return
         call.state = State.ASKING
         self._inside[call] = None
@@ -275,25 +279,18 @@ class Serving:
             call.timer = self._loop.call_later(left, self._late, call)
 
     async def _serve(self, call: Call) -> None:
-        failure: Exception | None = None
         results: list[Result] | None = None
         try:
             results = await self._asked(call)
-        except asyncio.CancelledError as error:  # by the deadline or by close
+        except BaseException as error:  # cancelled by the deadline or by close; or what no store should raise
             forget_frames(error)
-        except Exception as error:  # what no store should raise
-            forget_frames(error)
-            failure = error
         if call.timer is not None:
             call.timer.cancel()
-        late, call.state = call.state is State.ENDED, State.DONE
+        call.state = State.DONE
         if call.loan is not None:
             await self._let_go(call.loan, len(call.keys))
         del self._inside[call]
-        if failure is not None and not late:
-            self._fail(call, failure)
-        else:
-            self._answer(call, call.so_far() if results is None else results)
+        self._answer(call, call.so_far() if results is None else results)
 
     async def _asked(self, call: Call) -> list[Result]:
         if call.loan is not None and call.verb is Verb.PUT:
@@ -331,9 +328,6 @@ class Serving:
         """Make its future done, if it is not."""
         if not call.future.done():
             self._settle(partial(call.future.set_result, results))
-
-    def _fail(self, call: Call, error: Exception) -> None:
-        self._settle(partial(call.future.set_exception, error))
 
     def _settle(self, done: Callable[[], None]) -> None:
         """A callback of the future's owner that raises (SystemExit, say) does not end the loop."""

@@ -104,6 +104,8 @@ class Misbehaving(WrappedBackend):
                 raise KeyError([record.payload for record in records])
             except KeyError as error:
                 raise OSError("a bug in a bug") from error
+        if how == "exits":
+            raise SystemExit("of a plug-in")
         if how == "answers too little":
             return (await act())[1:]
         if how == "hangs":

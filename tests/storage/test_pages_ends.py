@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -267,6 +269,57 @@ def test_a_callback_that_raises_ends_nothing() -> None:
         store.gate.set()
         assert result(future) == [MISS]
         assert result(pages.exists(keys(1))) == [MISS]
+
+
+# what nobody expects
+
+
+def test_an_interrupt_while_the_stores_open_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, main = threading.Event(), threading.get_ident()
+
+    class Opening:
+        async def open(self, url: ParsedUrl, layout: StoreLayout) -> Misbehaving:
+            signal.pthread_kill(main, signal.SIGINT)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            raise AssertionError
+
+    monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Opening())
+    before, made = thread_names(), memory()
+    with pytest.raises(KeyboardInterrupt):
+        open_pages("slow:", made)
+    assert ended.is_set()
+    assert thread_names() == before
+    made.close()
+
+
+def test_a_plug_in_that_exits_is_answered_for() -> None:
+    with open_pages(Misbehaving(get="exits"), memory()) as pages:
+        assert result(pages.get(keys(2), [0, 1])) == [FAILED] * 2
+        assert result(pages.exists(keys(1))) == [MISS]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_plug_in_that_ends_the_loop_leaves_no_future_open() -> None:
+    """Two stores are written in two tasks, and asyncio ends its loop when a task exits."""
+    before = thread_names()
+    pages = open_pages([Misbehaving(put="exits"), "memory:"], memory())
+    futures: list[Future[list[Result]]] = []
+
+    def at_once() -> None:
+        futures.append(pages.put(keys(2), [0, 1]))
+        futures.append(pages.exists(keys(2)))
+
+    pages._serving.ask(at_once)
+    assert result(futures[0]) == [FAILED] * 2
+    assert result(futures[1]) in ([MISS] * 2, [FAILED] * 2)
+    until(lambda: thread_names() == before)
+    with pytest.raises(Unavailable, match="closed because of SystemExit"):
+        pages.exists(keys(1))
+    with pytest.raises(BackendError, match="of a plug-in"):
+        pages.close(1e300)
 
 
 # forks
