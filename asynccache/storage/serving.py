@@ -122,8 +122,9 @@ class Serving:
         try:
             self._opened.result()
         except BaseException:
-            if not self._opened.done():  # an interrupt of the thread that waits
-                self._loop.call_soon_threadsafe(self._give_up)
+            with self._lock:
+                if not self._over:  # an interrupt of the thread that waits
+                    self._loop.call_soon_threadsafe(self._give_up)
             self._thread.join()
             raise
 
@@ -229,9 +230,9 @@ class Serving:
 
     def _give_up(self) -> None:
         """Nobody waits for the stores any more."""
+        self._closing.set()
         if self._main is not None:
             self._main.cancel()
-        self._closing.set()
 
     def _begin_closing(self, deadline: float) -> None:
         self._take_up()

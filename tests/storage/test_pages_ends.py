@@ -18,6 +18,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Closed, Pages, ParsedUrl, Result, StoreLayout
+from asynccache.storage.serving import Serving
 from tests.storage.pages_kit import (
     FAILED,
     HIT,
@@ -291,6 +292,35 @@ def test_an_interrupt_while_the_stores_open_leaves_nothing(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         open_pages("slow:", made)
     assert ended.is_set()
+    assert thread_names() == before
+    made.close()
+
+
+def test_so_does_an_interrupt_in_the_moment_when_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Serving):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            opened = self._opened.result
+
+            def interrupted() -> None:
+                opened()
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(self._opened, "result", interrupted)
+
+    monkeypatch.setattr("asynccache.storage.pages.Serving", Interrupted)
+    before, made, raised = thread_names(), memory(), list[BaseException]()
+
+    def opening() -> None:
+        try:
+            open_pages("memory:", made)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=opening, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE)
+    assert len(raised) == 1
     assert thread_names() == before
     made.close()
 
