@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum
 from functools import partial
-from threading import TIMEOUT_MAX, Lock, Thread, current_thread
+from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
 from typing import TypeVar
 
 from asynccache.errors import ConfigError, Unavailable, forget_frames
@@ -85,6 +85,10 @@ class Call:
         return [Result.FAILED if result is Result.MISS else result for result in known]
 
 
+class NoThread(Unavailable):
+    """The system gives no thread more."""
+
+
 class Serving:
     """The thread, its loop and its stores. ``start`` opens them; nothing is there before it or after a failure."""
 
@@ -100,6 +104,7 @@ class Serving:
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._over = False
+        self._ended = Event()
         self._loop = asyncio.new_event_loop()
         self._main: asyncio.Task[None] | None = None
         self._thread = Thread(target=self._live, name=name, daemon=True)
@@ -115,16 +120,15 @@ class Serving:
         raised, without frames; then the thread has ended and every store that was opened is closed."""
         self._begin = storages, layout, options, memory
         try:
-            self._thread.start()
-        except BaseException:
-            self._loop.close()
-            raise
-        try:
+            self._begin_thread()
             self._opened.result()
+        except NoThread:
+            raise
         except BaseException:
             with self._lock:
-                if not self._over:  # an interrupt of the thread that waits
+                if not self._over:  # an interrupt of the thread that waits, maybe for the other one to begin
                     self._loop.call_soon_threadsafe(self._give_up)
+            self._ended.wait()
             self._thread.join()
             raise
 
@@ -182,6 +186,14 @@ class Serving:
         counts = {name: self.counts[name] for name in ("late_calls", "kept_pages")}
         return {**self.tiers.stats(), "calls_in_flight": len(self._inside), **counts}
 
+    def _begin_thread(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            self._forget()
+            raise NoThread(f"no thread can be started to serve the stores: {error}") from None
+
     def _check_open(self) -> None:
         if self._refusing:
             why = "" if self.error is None else f" because of {self.error!r}"
@@ -190,7 +202,6 @@ class Serving:
     # the thread
 
     def _live(self) -> None:
-        *_, memory = self._begin
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._run(*self._begin))
@@ -200,11 +211,16 @@ class Serving:
         for call in self._queue:  # some are left only where the loop was ended by an error
             if call.future.set_running_or_notify_cancel():
                 self._answer(call, call.so_far())
-        for rows in memory:
-            rows.forget()
-        del self._begin
+        self._forget()
         if self.error is not None and not self._opened.done():
             self._opened.set_exception(self.error)
+        self._ended.set()
+
+    def _forget(self) -> None:
+        """Keep nothing of the memory's owner."""
+        for rows in self._begin[-1]:
+            rows.forget()
+        del self._begin
 
     async def _run(
         self, storages: Sequence[str | StorageBackend], layout: StoreLayout, options: Mapping[str, str],

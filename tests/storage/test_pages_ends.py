@@ -296,6 +296,21 @@ def test_an_interrupt_while_the_stores_open_leaves_nothing(monkeypatch: pytest.M
     made.close()
 
 
+def test_so_does_a_system_that_has_no_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    made = memory()
+    try:
+        open_pages("memory:", memoryview(made))  # type: ignore[arg-type]
+        pytest.fail("it was opened")
+    except Unavailable as error:
+        kept = error
+        made.close()
+    assert str(kept) == "no thread can be started to serve the stores: can't start new thread"
+
+
 def test_so_does_an_interrupt_in_the_moment_when_they_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Serving):
         def __init__(self, name: str) -> None:
