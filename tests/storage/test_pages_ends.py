@@ -303,7 +303,7 @@ def test_so_does_a_system_that_has_no_thread_left(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading.Thread, "start", refuse)
     made = memory()
     try:
-        open_pages("memory:", memoryview(made))  # type: ignore[arg-type]
+        Pages.open("memory:", memoryview(made), SIZE, "m")
         pytest.fail("it was opened")
     except Unavailable as error:
         kept = error
