@@ -23,7 +23,7 @@ from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, check_storage, detach, open_all, options_of
+from asynccache.runtime.attaching import attach, check_storage, detach
 from asynccache.runtime.closing import SavingLimit, save
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import checked_terms
@@ -39,7 +39,16 @@ from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, TieredStore, completed, store_layout
+from asynccache.storage import (
+    CheckedStore,
+    StorageBackend,
+    StoreOptions,
+    TieredStore,
+    completed,
+    open_all,
+    options_of,
+    store_layout,
+)
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool

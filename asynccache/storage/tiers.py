@@ -199,15 +199,20 @@ class TieredStore:
         answers = await _all([attached.put(keys, payloads) for attached in writers])
         return _best(answers) if answers else [Result.FAILED] * len(keys)
 
-    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+    async def get(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], known: list[Result] | None = None
+    ) -> list[Result]:
         """Fill each payload from the nearest store that has it. Where none has, the most telling answer.
 
+        ``known``: a MISS for each key, which is what is returned. It takes up each store's answers as they come, so
+        that who cancels the call still has those of the nearer stores.
         Cancelling it returns after the stores have let go of the payloads.
         """
         stores = self._stores
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.get(keys, payloads), Result.MISS)
-        results, era = [Result.MISS] * len(keys), self.promotions.era
+        results = [Result.MISS] * len(keys) if known is None else known
+        era = self.promotions.era
         asked: list[tuple[Attached, Sequence[int], list[Result]]] = []
         for attached in stores:
             part = _missing(results)
@@ -233,12 +238,13 @@ class TieredStore:
             attached.store.breaker.state is not BreakerState.CLOSED for attached in self._stores
         )
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT where any store says so, FAILED where that cannot be known. Cancelling it changes nothing."""
+    async def exists(self, keys: Sequence[PageKey], known: list[Result] | None = None) -> list[Result]:
+        """HIT where any store says so, FAILED where that cannot be known. ``known``: as for ``get``. Cancelling it
+        changes nothing."""
         stores = self._stores
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.exists(keys), Result.MISS)
-        results = [Result.MISS] * len(keys)
+        results = [Result.MISS] * len(keys) if known is None else known
         for attached in stores:
             part = _missing(results)
             if not part:

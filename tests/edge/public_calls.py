@@ -617,7 +617,13 @@ _OWN = "the library's own parts call it, with what they made"
 _KEYS = "keys and buffers of pages, which only the runtime makes: the tests of stores show what becomes of them"
 _VALUES = "a value that is read from the wire"
 
+_PAGES = "see tests/storage/test_pages_arguments.py"
+
 NOT_CALLED: dict[str, Unchecked] = {
+    "asynccache.storage.Pages": Unchecked("Pages.open makes it"),
+    **{f"asynccache.storage.Pages.{name}": Unchecked(_PAGES) for name in ("close", "exists", "get", "open", "put")},
+    **{f"asynccache.storage.{name}": Unchecked("AsyncCache and Pages call it")
+       for name in ("close_unattached", "open_all", "open_attached", "options_of")},
     "asynccache.storage.check_stores": Unchecked("it returns what is wrong: see tests/stores/test_checked_urls.py"),
     "asynccache.storage.no_store": Unchecked("it makes an error's text"),
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it"),

@@ -36,10 +36,15 @@ def _of_member(name: str, member: Any) -> Iterator[tuple[str, set[str]]]:
     if params := _parameters(member):
         yield name, params
     if inspect.isclass(member):
-        for method, function in inspect.getmembers(member, inspect.isfunction):
+        for method, function in inspect.getmembers(member, _is_method):
             inherited = issubclass(member, str) and hasattr(str, method)
             if not method.startswith("_") and not inherited and (params := _parameters(function) - {"self"}):
                 yield f"{name}.{method}", params
+
+
+def _is_method(member: Any) -> bool:
+    """Of an instance, or of the class."""
+    return inspect.isfunction(member) or inspect.ismethod(member)
 
 
 def _parameters(function: Any) -> set[str]:

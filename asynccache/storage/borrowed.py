@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from asynccache.storage import Probeable, StorageBackend, Watchable
+from asynccache.storage.contract import StorageBackend
+from asynccache.storage.probing import Probeable
+from asynccache.storage.watching import Watchable
 
 
 class Borrowed:
-    """``backend`` for as long as one cache is open."""
+    """``backend`` for as long as one cache, or one ``Pages``, is open."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self._backend = backend

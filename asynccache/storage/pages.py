@@ -1,0 +1,344 @@
+"""The stores without a cache, for programs that are not asynchronous: pages of memory go to the stores and come back.
+
+Laws:
+* What is wrong with an argument is said by name (``ConfigError``) before anything is changed or begun.
+* What a store fails at is a result, never an error: each key has one of its own.
+* The memory is used only while a call is under way: when its future is done, nothing here has any of its pages.
+* A page is found again only by who names the same namespace, pool and page size.
+
+Mutable state: none but ``Serving``'s, which is a thread's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from math import isfinite
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
+
+from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
+from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.records import RECORD_SCHEMA
+from asynccache.storage.rows import Rows
+from asynccache.storage.serving import Call, Serving, Verb
+
+if TYPE_CHECKING:
+    from asynccache.storage.rows import Memory
+
+POOL = "pages"
+"""What the only pool is called where ``memory`` is one buffer."""
+
+CLOSE_DEADLINE = 10.0
+LETTING_GO = 5.0
+
+
+class Closed(NamedTuple):
+    """What ``Pages.close`` came to.
+
+    ``abandoned``: pages of calls that the deadline cut short; their results are FAILED where nothing else was known.
+    ``held``: pages whose memory a store had not let go of yet. Their futures are not done, and their memory must stay
+    what it is until they are.
+    ``over``: every store is closed and the thread has ended. If it is false the thread goes on closing by itself, and
+    ``close`` can be called again to wait for it.
+    """
+
+    abandoned: int
+    held: int
+    over: bool
+
+
+class _Pool(NamedTuple):
+    rows: Rows
+    digest: bytes
+
+
+class Pages:
+    """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
+
+    Each of ``exists``, ``put`` and ``get`` takes many keys at a time and returns a ``concurrent.futures.Future`` at
+    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (what was stored did
+    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not, or not in time). A future can
+    be cancelled until its call begins; later ``cancel()`` returns False and changes nothing. Callbacks of a future run
+    in the thread that serves the stores and should return soon; they may begin calls and may not wait for any.
+
+    A fork copies an instance into a process where its thread is not. There each call raises ``Unavailable``.
+    """
+
+    def __init__(self, serving: Serving, pools: Mapping[str, _Pool]) -> None:
+        """``Pages.open`` makes one."""
+        self._serving = serving
+        self._pools = pools
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"Pages({', '.join(self.stores)}: {', '.join(map(repr, (pool.rows for pool in self._pools.values())))})"
+
+    @classmethod
+    def open(
+        cls, storage: str | StorageBackend | Sequence[str | StorageBackend],
+        memory: Memory | Mapping[str, Memory], page_bytes: int | Mapping[str, int],
+        namespace: str | bytes, *, options: Mapping[str, str] | None = None,
+    ) -> Self:  # fmt: skip
+        """Open the stores and return when they are ready. If that fails nothing is left: no store, no thread.
+
+        Args:
+            storage: a URL, or several, the nearest store first. A backend that somebody else made may stand for a URL;
+                it is used in the thread of this instance only, and is not closed.
+            memory: where pages lie: a writable, contiguous buffer (an ``mmap``, a ``bytearray``, a ``memoryview``, a
+                NumPy array) of whole pages, or one for each pool by its name. A page is named by its slot: slot 2 of
+                4096-byte pages is the bytes from 8192 to 12287.
+            page_bytes: bytes of a page, or of one of each pool by the pool's name.
+            namespace: everything that must be equal for a stored page to be the right one, and that the keys do not
+                say: the model and its weights, dtype, layout, block size, the part of this rank. Any text or bytes.
+            options: added to those in each URL.
+
+        Raises:
+            ConfigError: an argument, a URL or an option of one is unusable.
+            Unavailable: a store cannot be opened now.
+        """
+        try:
+            return cls(*_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
+        except BaseException as error:
+            forget_frames(error)  # whoever keeps it may want to close the memory
+            raise
+
+    # calls
+
+    def exists(
+        self, keys: Iterable[bytes], *, pool: str | None = None, timeout: float | None = None
+    ) -> Future[list[Result]]:
+        """Whether the stores have these pages: HIT, MISS, or FAILED where that cannot be known.
+
+        ``timeout``: seconds, from now, after which the future is done whatever a store does: FAILED for what is not
+        known by then. ``pool`` need not be named if there is only one.
+
+        Raises:
+            ConfigError: an argument is unusable. Unavailable: the stores were closed, or this process was forked.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        return self._serving.submit(Call(Verb.EXISTS, _page_keys(keys, chosen), chosen.rows, (), until))
+
+    def put(
+        self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """Store the page in ``slots[i]`` under ``keys[i]``: HIT where a later ``get`` may find it. A key that is there
+        keeps the page that it has. The pages must not change before the future is done.
+
+        ``timeout``: seconds, from now, after which the stores are told to give up. The future is done when they have
+        let go of the memory, which may be later; what is FAILED then may be stored all the same. Raises as ``exists``.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        return self._serving.submit(self._moving(Verb.PUT, keys, slots, chosen, until))
+
+    def get(
+        self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
+        timeout: float | None = None,
+    ) -> Future[list[Result]]:  # fmt: skip
+        """Read the page under ``keys[i]`` into ``slots[i]``, of which no two are the same. HIT: it is there, and is
+        what was stored. After anything else the content of the slot is undefined.
+
+        ``timeout``: as for ``put``; what was HIT by then is HIT. Raises as ``exists``.
+        """
+        until = self._until(timeout)
+        chosen = self._pool(pool)
+        call = self._moving(Verb.GET, keys, slots, chosen, until)
+        if len(set(call.slots)) < len(call.slots):
+            twice = next(slot for slot in call.slots if call.slots.count(slot) > 1)
+            raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
+        return self._serving.submit(call)
+
+    # the whole
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """What the stores are called, nearest first; none after ``close``."""
+        return self._serving.tiers.names
+
+    @property
+    def last_errors(self) -> Mapping[str, Exception]:
+        """By the store's name, why its last call that failed as a whole did: an error of the same class, and its text.
+        A store that never failed so is not there."""
+        errors = {one.options.name: one.store.last_error for one in self._serving.tiers.attached}
+        return {name: error for name, error in errors.items() if error is not None}
+
+    def stats(self) -> Mapping[str, int | float]:
+        """The sums of what the stores count, and what is counted here.
+
+        ``calls_in_flight``: calls that have begun and are not over. ``late_calls``: what was answered at its
+        ``timeout``. ``kept_pages``: pages of calls after which a store kept some of the memory, against its contract,
+        so that it cannot be closed. Raises ``Unavailable`` as ``exists`` does.
+        """
+        self._check_process()
+        return self._serving.ask(self._serving.stats)
+
+    def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
+        """What each store counts, by its name, nearest first. Raises ``Unavailable`` as ``exists`` does."""
+        self._check_process()
+        return self._serving.ask(self._serving.tiers.store_stats)
+
+    def close(self, deadline: float = CLOSE_DEADLINE) -> Closed:
+        """Refuse new calls, let those that were made go on for ``deadline`` seconds, end the others, close the stores.
+
+        Returns as soon as all that is done, and ``LETTING_GO`` (5) seconds after the deadline at the latest: a store
+        that hangs may have memory even then, see ``Closed``. From any thread and any number of times; of several
+        deadlines the one that is over first counts.
+
+        Raises:
+            ConfigError: the deadline is no number of seconds, or this is a callback of a future.
+            BackendError: a store could not close cleanly; all of them were closed.
+            Unavailable: this process was forked.
+        """
+        self._check_process()
+        if not _is_number(deadline) or not isfinite(deadline) or deadline < 0:
+            raise ConfigError(f"deadline={deadline!r} must be a number of seconds that is not negative")
+        serving = self._serving
+        over = serving.close(float(deadline), LETTING_GO)
+        if over and serving.error is not None:
+            raise BackendError(f"closing the stores failed: {serving.error!r}")
+        return Closed(serving.counts["abandoned_pages"], serving.held(), over)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # arguments
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Unavailable(
+                f"these Pages were opened in process {self._pid} and do not work in process {os.getpid()}, which was "
+                f"forked from it: the thread that serves the stores is not here. Open others after the fork"
+            )
+
+    def _until(self, timeout: float | None) -> float | None:
+        self._check_process()
+        if timeout is None:
+            return None
+        if not _is_number(timeout) or not isfinite(timeout) or timeout <= 0:
+            raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0, or None for no deadline")
+        return time.monotonic() + timeout
+
+    def _pool(self, name: str | None) -> _Pool:
+        if name is None and len(self._pools) == 1:
+            return next(iter(self._pools.values()))
+        found = self._pools.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise ConfigError(f"pool={name!r}: name one of {', '.join(map(repr, self._pools))}")
+        return found
+
+    def _moving(
+        self, verb: Verb, keys: Iterable[bytes], slots: Iterable[SupportsIndex], pool: _Pool, until: float | None
+    ) -> Call:
+        page_keys, rows = _page_keys(keys, pool), _slots(slots, pool.rows)
+        if len(page_keys) != len(rows):
+            raise ConfigError(f"slots: {len(rows)} for {len(page_keys)} keys: give one slot for each key")
+        return Call(verb, page_keys, pool.rows, rows, until)
+
+
+def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
+    """A digest of all that must be equal for two instances to exchange pages, the keys excepted."""
+    digest = hashlib.sha256(RECORD_SCHEMA)
+    for field in (b"pages without a cache", namespace, pool.encode(), str(page_bytes).encode()):
+        digest.update(len(field).to_bytes(8, "little") + field)
+    return digest.digest()
+
+
+def _page_keys(keys: Iterable[bytes], pool: _Pool) -> list[PageKey]:
+    """The storage key of a key is the hash of the key and the pool's digest: any length will do, and none is confused
+    with another pool's."""
+    keys = keys if isinstance(keys, (list, tuple)) else _listed("keys", keys)
+    name, digest, sha256 = pool.rows.pool, pool.digest, hashlib.sha256
+    try:
+        made = [PageKey(name, sha256(key + digest).digest()) for key in keys]
+    except TypeError:
+        made = []
+    if len(made) != len(keys) or not all(keys):
+        at = next((i for i, key in enumerate(keys) if not isinstance(key, bytes) or not key), 0)
+        raise ConfigError(f"keys[{at}]={keys[at]!r}: a key is one or more bytes")
+    return made
+
+
+def _slots(slots: Iterable[SupportsIndex], rows: Rows) -> list[int]:
+    try:
+        found = list(map(index, slots))
+    except TypeError:
+        raise ConfigError(f"slots={slots!r}: give a whole number for each key") from None
+    if found and not 0 <= min(found) <= max(found) < rows.count:
+        bad = next(slot for slot in found if not 0 <= slot < rows.count)
+        raise ConfigError(f"slots: {bad} is none of pool {rows.pool!r}, which has the slots 0 to {rows.count - 1}")
+    return found
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise ConfigError(f"{name}={values!r}: give a sequence, with one for each page") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _storages(storage: Any) -> list[str | StorageBackend]:
+    storages = list(storage) if isinstance(storage, (list, tuple)) else [storage]
+    if not storages:
+        raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=10GiB")
+    for one in storages:
+        if not isinstance(one, str) and not hasattr(one, "exists"):
+            raise ConfigError(f"storage={one!r}: give a URL, as in file:/var/kv?capacity=10GiB")
+    return storages
+
+
+def _options(options: Any) -> dict[str, str]:
+    given = {} if options is None else options
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
+        raise ConfigError(f"options={options!r}: give names and texts, as in {{'timeout': '2.5'}}")
+    return dict(given)
+
+
+def _namespace(namespace: Any) -> bytes:
+    data = namespace.encode() if isinstance(namespace, str) else namespace
+    if not isinstance(data, bytes) or not data:
+        raise ConfigError(
+            f"namespace={namespace!r}: give text or bytes that name the model, its weights, the layout and all else "
+            f"that must match"
+        )
+    return data
+
+
+def _opened(
+    storages: Sequence[str | StorageBackend], memory: Any, page_bytes: Any, namespace: bytes, options: Mapping[str, str]
+) -> tuple[Serving, Mapping[str, _Pool]]:
+    pools = _pools(memory, page_bytes, namespace)
+    layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
+    serving = Serving("asynccache-pages")
+    serving.start(storages, layout, options, [pool.rows for pool in pools.values()])
+    return serving, pools
+
+
+def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:
+    buffers = dict(memory) if isinstance(memory, Mapping) else {POOL: memory}
+    if not buffers:
+        raise ConfigError("memory: no pool is named; give a buffer, or a buffer for each pool")
+    sizes = dict(page_bytes) if isinstance(page_bytes, Mapping) else dict.fromkeys(buffers, page_bytes)
+    if sizes.keys() != buffers.keys():
+        raise ConfigError(f"page_bytes names the pools {list(sizes)}, and memory {list(buffers)}: name both alike")
+    pools = {}
+    for name, buffer in buffers.items():
+        size = sizes[name]
+        if not isinstance(name, str) or not name or name.startswith("#"):
+            raise ConfigError(f"memory: a pool cannot be called {name!r}: give it a name that does not begin with '#'")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"page_bytes={size!r} of pool {name!r} must be a whole number of bytes, 1 or more")
+        pools[name] = _Pool(Rows(name, buffer, size), page_digest(namespace, name, size))
+    return pools

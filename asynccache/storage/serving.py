@@ -1,0 +1,361 @@
+"""An event loop in a thread of its own that does what other threads ask of the stores, one future per call.
+
+Laws:
+* A call begins when the loop takes it up. Until then its future can be cancelled, and nothing has a row of its memory;
+  from then on its future is done only after every row that it was given has been ended.
+* One wake-up of the loop takes up all calls that wait, and a call's future is done in the turn in which its last store
+  answered: with a thread beside it that never lets go of the GIL each further turn would cost 5 ms.
+* When a call is late, or cut short by ``close``, its answer is what is known by then, and FAILED is the rest. A call
+  with memory is cancelled for that. A question whether pages are there goes on in silence until the store's own
+  deadline, so that the breaker hears of a store that hangs; only ``close`` cancels it.
+* The main task owns the stores. It opens them, waits for the end, and closes them; then the thread ends.
+
+Mutable state: what other threads hand in is a queue and a flag behind ``_lock``; all else belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum
+from functools import partial
+from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
+from typing import TypeVar
+
+from asynccache.errors import ConfigError, Unavailable, forget_frames
+from asynccache.storage.attaching import open_all
+from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
+from asynccache.storage.rows import Loan, Rows
+from asynccache.storage.tiers import TieredStore
+
+ATTEMPTS = 50
+PAUSE = 0.002
+"""Seconds until it is seen again whether the memory is free, and how often that is done at most. By contract a store
+has let go when it answers; a thread of its own may be about to drop its last reference."""
+
+_T = TypeVar("_T")
+
+
+class Verb(Enum):
+    """What a call asks of the stores."""
+
+    EXISTS = "exists"
+    GET = "get"
+    PUT = "put"
+
+
+class State(Enum):
+    """``ASKING``: the stores are at it. ``ENDED``: by the deadline or by ``close``; the stores have not let go yet."""
+
+    WAITING = "waiting"
+    ASKING = "asking"
+    ENDED = "ended"
+    DONE = "done"
+
+
+class Call:
+    """One call. ``rows`` and ``slots``: where its pages lie; none for EXISTS. ``until``: by ``time.monotonic``."""
+
+    __slots__ = ("future", "keys", "known", "loan", "rows", "slots", "state", "task", "timer", "until", "verb")
+
+    def __init__(
+        self, verb: Verb, keys: Sequence[PageKey], rows: Rows, slots: Sequence[int], until: float | None
+    ) -> None:
+        self.future: Future[list[Result]] = Future()
+        self.verb = verb
+        self.keys = keys
+        self.rows = rows
+        self.slots = slots
+        self.until = until
+        self.state = State.WAITING
+        self.known: list[Result] = []
+        self.loan: Loan | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Call({self.verb.value}, {len(self.keys)} pages of {self.rows.pool!r}, {self.state.value})"
+
+    def so_far(self) -> list[Result]:
+        """What is known of it now: HIT and CORRUPT as answered, FAILED where nobody can tell any more."""
+        known = self.known or [Result.MISS] * len(self.keys)
+        return [Result.FAILED if result is Result.MISS else result for result in known]
+
+
+class NoThread(Unavailable):
+    """The system gives no thread more."""
+
+
+class Serving:
+    """The thread, its loop and its stores. ``start`` opens them; nothing is there before it or after a failure."""
+
+    def __init__(self, name: str) -> None:
+        self.tiers = TieredStore()
+        self.counts: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self._lock = Lock()
+        self._queue: deque[Call] = deque()
+        self._waking = False
+        self._refusing = False
+        self._inside: dict[Call, None] = {}
+        self._closing = asyncio.Event()
+        self._opened: Future[None] = Future()
+        self._over = False
+        self._ended = Event()
+        self._loop = asyncio.new_event_loop()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = Thread(target=self._live, name=name, daemon=True)
+        self._begin: tuple[Sequence[str | StorageBackend], StoreLayout, Mapping[str, str], Sequence[Rows]]
+
+    # in any thread
+
+    def start(
+        self, storages: Sequence[str | StorageBackend], layout: StoreLayout, options: Mapping[str, str],
+        memory: Sequence[Rows],
+    ) -> None:  # fmt: skip
+        """Open all stores and tell them of ``memory``; returns when they are ready. What it raises is what opening
+        raised, without frames; then the thread has ended and every store that was opened is closed."""
+        self._begin = storages, layout, options, memory
+        try:
+            self._begin_thread()
+            self._opened.result()
+        except NoThread:
+            raise
+        except BaseException:
+            with self._lock:
+                if not self._over:  # an interrupt of the thread that waits, maybe for the other one to begin
+                    self._loop.call_soon_threadsafe(self._give_up)
+            self._ended.wait()
+            self._thread.join()
+            raise
+
+    def submit(self, call: Call) -> Future[list[Result]]:
+        """Hand in ``call``; its future.
+
+        Raises:
+            Unavailable: the stores are closed, or being closed.
+        """
+        with self._lock:
+            self._check_open()
+            self._queue.append(call)
+            if not self._waking:
+                self._waking = True
+                self._loop.call_soon_threadsafe(self._take_up)
+        return call.future
+
+    def ask(self, question: Callable[[], _T]) -> _T:
+        """What ``question`` returns on the loop. Returns when the loop gets to it.
+
+        Raises:
+            Unavailable: the stores are closed, or being closed.
+        """
+        if current_thread() is self._thread:
+            return question()
+        answer: Future[_T] = Future()
+        with self._lock:
+            self._check_open()
+            self._loop.call_soon_threadsafe(_answer, answer, question)
+        return answer.result()
+
+    def close(self, deadline: float, patience: float) -> bool:
+        """Refuse new calls; after ``deadline`` seconds end those that are left; return when the thread has ended, or
+        ``patience`` seconds after the deadline. Returns whether it has ended.
+
+        Raises:
+            ConfigError: this is the loop's own thread, which would wait for itself.
+        """
+        if current_thread() is self._thread:
+            raise ConfigError("close() was called in a callback of a future, in the thread that it waits for: call it "
+                              "in another thread")  # fmt: skip
+        with self._lock:
+            self._refusing = True
+            if not self._over:
+                self._loop.call_soon_threadsafe(self._begin_closing, deadline)
+        self._thread.join(min(deadline + patience, TIMEOUT_MAX))
+        return not self._thread.is_alive()
+
+    def held(self) -> int:
+        """Pages of which a store may have the memory now."""
+        return sum(len(call.keys) for call in list(self._inside) if call.verb is not Verb.EXISTS)
+
+    def stats(self) -> Mapping[str, int | float]:
+        """What is counted here and by the stores. On the loop only."""
+        counts = {name: self.counts[name] for name in ("late_calls", "kept_pages")}
+        return {**self.tiers.stats(), "calls_in_flight": len(self._inside), **counts}
+
+    def _begin_thread(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            self._forget()
+            raise NoThread(f"no thread can be started to serve the stores: {error}") from None
+
+    def _check_open(self) -> None:
+        if self._refusing:
+            why = "" if self.error is None else f" because of {self.error!r}"
+            raise Unavailable(f"the stores were closed{why}: nothing can be asked of them any more")
+
+    # the thread
+
+    def _live(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._run(*self._begin))
+        except BaseException as error:
+            forget_frames(error)
+            self.error = error
+        for call in self._queue:  # some are left only where the loop was ended by an error
+            if call.future.set_running_or_notify_cancel():
+                self._answer(call, call.so_far())
+        self._forget()
+        if self.error is not None and not self._opened.done():
+            self._opened.set_exception(self.error)
+        self._ended.set()
+
+    def _forget(self) -> None:
+        """Keep nothing of the memory's owner."""
+        for rows in self._begin[-1]:
+            rows.forget()
+        del self._begin
+
+    async def _run(
+        self, storages: Sequence[str | StorageBackend], layout: StoreLayout, options: Mapping[str, str],
+        memory: Sequence[Rows],
+    ) -> None:  # fmt: skip
+        """Cancelling it while it opens closes what is open by then."""
+        self._main = asyncio.current_task()
+        try:
+            await open_all(self.tiers, storages, layout, options)
+            for attached in self.tiers.attached:
+                for rows in memory:
+                    attached.store.register(rows.pool, rows.view())
+            self._opened.set_result(None)
+            await self._closing.wait()
+            while self._inside:
+                await asyncio.wait([call.task for call in self._inside if call.task is not None])
+        finally:
+            try:
+                await self.tiers.aclose()
+            finally:
+                with self._lock:
+                    self._refusing = self._over = True
+
+    def _give_up(self) -> None:
+        """Nobody waits for the stores any more."""
+        self._closing.set()
+        if self._main is not None:
+            self._main.cancel()
+
+    def _begin_closing(self, deadline: float) -> None:
+        self._take_up()
+        for call in self._inside:
+            if call.future.done():  # a question that was answered at its deadline
+                self._end(call)
+        self._closing.set()
+        self._loop.call_later(deadline, self._cut_short)
+
+    def _cut_short(self) -> None:
+        for call in self._inside:
+            if not call.future.done():
+                self.counts["abandoned_pages"] += len(call.keys)
+            if call.verb is Verb.EXISTS:
+                self._answer(call, call.so_far())
+            self._end(call)
+
+    # calls
+
+    def _take_up(self) -> None:
+        """Begin all calls that wait. The flag falls first: what is handed in from then on has a wake-up of its own."""
+        self._waking = False
+        while self._queue:
+            call = self._queue.popleft()
+            if call.future.set_running_or_notify_cancel():
+                self._begin_call(call)
+
+    def _begin_call(self, call: Call) -> None:
+        left = None if call.until is None else call.until - time.monotonic()
+        if left is not None and left <= 0:
+            self.counts["late_calls"] += 1
+            self._answer(call, call.so_far())
+            return
+        if call.verb is not Verb.EXISTS:
+            try:
+                call.loan = call.rows.lend(call.slots)
+            except ConfigError as error:
+                forget_frames(error)
+                self._settle(partial(call.future.set_exception, error))
+                return
+        call.state = State.ASKING
+        self._inside[call] = None
+        call.task = self._loop.create_task(self._serve(call))
+        if left is not None:
+            call.timer = self._loop.call_later(left, self._late, call)
+
+    async def _serve(self, call: Call) -> None:
+        results: list[Result] | None = None
+        try:
+            results = await self._asked(call)
+        except BaseException as error:  # cancelled by the deadline or by close; or what no store should raise
+            forget_frames(error)
+        if call.timer is not None:
+            call.timer.cancel()
+        call.state = State.DONE
+        if call.loan is not None:
+            await self._let_go(call.loan, len(call.keys))
+        del self._inside[call]
+        self._answer(call, call.so_far() if results is None else results)
+
+    async def _asked(self, call: Call) -> list[Result]:
+        if call.loan is not None and call.verb is Verb.PUT:
+            return await self.tiers.put(call.keys, call.loan.views)
+        call.known = [Result.MISS] * len(call.keys)
+        if call.loan is not None:
+            return await self.tiers.get(call.keys, call.loan.views, call.known)
+        return await self.tiers.exists(call.keys, call.known)
+
+    def _late(self, call: Call) -> None:
+        """Its deadline is over. What has no memory is answered now, whatever the store does."""
+        if call.future.done():
+            return
+        self.counts["late_calls"] += 1
+        if call.verb is Verb.EXISTS:
+            self._answer(call, call.so_far())
+        else:
+            self._end(call)
+
+    def _end(self, call: Call) -> None:
+        if call.state is State.ASKING and call.task is not None:
+            call.state = State.ENDED
+            call.task.cancel()
+
+    async def _let_go(self, loan: Loan, pages: int) -> None:
+        """End the loan, and wait a moment for whoever is about to drop what it has made of a page."""
+        free, attempts = loan.end(), 0
+        while not free and attempts < ATTEMPTS:
+            await asyncio.sleep(PAUSE)
+            free, attempts = loan.end(), attempts + 1
+        if not free:
+            self.counts["kept_pages"] += pages
+
+    def _answer(self, call: Call, results: list[Result]) -> None:
+        """Make its future done, if it is not."""
+        if not call.future.done():
+            self._settle(partial(call.future.set_result, results))
+
+    def _settle(self, done: Callable[[], None]) -> None:
+        """A callback of the future's owner that raises (SystemExit, say) does not end the loop."""
+        try:
+            done()
+        except BaseException as error:
+            self._loop.call_exception_handler({"message": "a callback of a future raised", "exception": error})
+
+
+def _answer(answer: Future[_T], question: Callable[[], _T]) -> None:
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)

@@ -1,0 +1,139 @@
+"""What ``Pages`` costs beside the asynchronous stores under it: ``python benchmarks/pages.py [URL]``.
+
+Both move the same pages through the same kind of store, each with a loop in a thread of its own, in one process and in
+turns, so that what else the machine does hits both alike; the medians of the rounds are printed. The asynchronous path
+calls ``TieredStore`` with keys and views that are ready. ``Pages`` makes its keys and views for each call, hands them
+to its thread, and waits for the future. CPU is the process's, user and system, all threads, in µs a page; ``own`` is
+the difference of a round's two figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import mmap
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from asynccache.storage import RECORD_SCHEMA, PageKey, Pages, Result, StoreLayout, TieredStore, open_all, parse_size
+
+VERBS = ("exists", "put", "get")
+GOAL = 3.0
+
+
+class Load:
+    """``pages`` pages in each call, ``calls`` calls in a round; the keys of a round's puts are new."""
+
+    def __init__(self, pages: int, page_bytes: int, calls: int) -> None:
+        self.pages, self.page_bytes, self.calls = pages, page_bytes, calls
+        self.memory = mmap.mmap(-1, pages * page_bytes)
+        self.slots = range(pages)
+        self._round = 0
+
+    def fresh(self) -> list[list[bytes]]:
+        """The keys of the next round, by call."""
+        self._round += 1
+        return [[b"%16d%8d%8d" % (self._round, call, page) for page in self.slots] for call in range(self.calls)]
+
+    def cpu(self, act: Callable[[], None]) -> float:
+        """What ``act``, a round of one verb, takes: µs of CPU a page."""
+        began = time.process_time()
+        act()
+        return (time.process_time() - began) / self.calls / self.pages * 1e6
+
+
+def by_pages(pages: Pages, load: Load) -> dict[str, float]:
+    """A round through ``Pages``."""
+    keys = load.fresh()
+
+    def exists() -> None:
+        for some in keys:
+            _insist(pages.exists(some).result())
+
+    def put() -> None:
+        for some in keys:
+            _insist(pages.put(some, load.slots).result())
+
+    def get() -> None:
+        for some in keys:
+            _insist(pages.get(some, load.slots).result())
+
+    put_cpu = load.cpu(put)
+    return {"exists": load.cpu(exists), "put": put_cpu, "get": load.cpu(get)}
+
+
+def by_stores(runner: asyncio.Runner, store: TieredStore, load: Load) -> dict[str, float]:
+    """The same round through the stores themselves."""
+    keys = [[PageKey("pages", key) for key in some] for some in load.fresh()]
+
+    async def exists() -> None:
+        for some in keys:
+            _insist(await store.exists(some))
+
+    async def put() -> None:
+        for some in keys:
+            _insist(await store.put(some, views))
+
+    async def get() -> None:
+        for some in keys:
+            _insist(await store.get(some, views))
+
+    with memoryview(load.memory) as whole:
+        views = [whole[at * load.page_bytes : (at + 1) * load.page_bytes] for at in load.slots]
+        put_cpu = load.cpu(lambda: runner.run(put()))
+        exists_cpu = load.cpu(lambda: runner.run(exists()))
+        return {"exists": exists_cpu, "put": put_cpu, "get": load.cpu(lambda: runner.run(get()))}
+
+
+def measure(url: str | None, load: Load, rounds: int) -> list[tuple[str, float, float, float]]:
+    """By verb: what the stores take, what ``Pages`` takes, and the difference. The first round warms up."""
+    stores: dict[str, list[float]] = {verb: [] for verb in VERBS}
+    pages: dict[str, list[float]] = {verb: [] for verb in VERBS}
+    store, layout = TieredStore(), StoreLayout({"pages": load.page_bytes}, RECORD_SCHEMA)
+    url = url or f"memory:?capacity={load.calls * load.pages * (load.page_bytes + 64)}"
+    with (Pages.open(url, load.memory, load.page_bytes, "benchmark") as sync, ThreadPoolExecutor(1) as thread,
+          asyncio.Runner() as runner):  # fmt: skip
+        thread.submit(runner.run, open_all(store, [url], layout, {})).result()
+        try:
+            for _ in range(rounds + 1):
+                for verb, cpu in thread.submit(by_stores, runner, store, load).result().items():
+                    stores[verb].append(cpu)
+                for verb, cpu in by_pages(sync, load).items():
+                    pages[verb].append(cpu)
+        finally:
+            thread.submit(runner.run, store.aclose()).result()
+    return [_row(verb, stores[verb][1:], pages[verb][1:]) for verb in VERBS]
+
+
+def _row(verb: str, stores: Sequence[float], pages: Sequence[float]) -> tuple[str, float, float, float]:
+    own = [mine - theirs for mine, theirs in zip(pages, stores, strict=True)]
+    return verb, statistics.median(stores), statistics.median(pages), statistics.median(own)
+
+
+def _insist(results: Sequence[Result]) -> None:
+    if results.count(Result.HIT) != len(results):
+        raise SystemExit(f"the store failed {len(results) - results.count(Result.HIT)} of {len(results)} pages")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", help="a store that can be opened twice at a time (default: memory)")
+    parser.add_argument("--pages", type=int, default=64, metavar="N", help="pages in a call (default: 64)")
+    parser.add_argument("--page-bytes", default="4KiB", metavar="SIZE", help="default: 4KiB")
+    parser.add_argument("--calls", type=int, default=50, metavar="N", help="calls in a round (default: 50)")
+    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="default: 25")
+    args = parser.parse_args(arguments)
+    load = Load(args.pages, parse_size("--page-bytes", args.page_bytes), args.calls)
+    lines = [f"{args.pages} pages of {load.page_bytes} bytes a call; µs of CPU a page, goal: own <= {GOAL}",
+             f"{'':8}{'stores':>10}{'Pages':>10}{'own':>10}"]  # fmt: skip
+    for verb, stores, pages, own in measure(args.url, load, args.rounds):
+        lines.append(f"{verb:8}{stores:10.2f}{pages:10.2f}{own:10.2f}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

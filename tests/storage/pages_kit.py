@@ -1,0 +1,115 @@
+"""What the tests of ``Pages`` share: memory that cannot be closed while anybody has any; stores that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from random import Random
+
+from asynccache_backends.memory import MemoryBackend
+
+from asynccache.errors import Unavailable
+from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend, settled
+from asynccache.testing.wrapped_backend import WrappedBackend
+
+SIZE = 4096
+SLOTS = 8
+PATIENCE = 60.0
+HIT, MISS, CORRUPT, FAILED = Result.HIT, Result.MISS, Result.CORRUPT, Result.FAILED
+
+
+def keys(count: int, name: str = "key") -> list[bytes]:
+    """Keys of different lengths."""
+    return [f"{name} {i}".encode() * (i + 1) for i in range(count)]
+
+
+def memory(size: int = SIZE, slots: int = SLOTS) -> mmap.mmap:
+    """Pages, each with bytes of its own."""
+    made = mmap.mmap(-1, size * slots)
+    made.write(Random(size).randbytes(size * slots))
+    return made
+
+
+def row(made: mmap.mmap, slot: int, size: int = SIZE) -> bytes:
+    return made[slot * size : (slot + 1) * size]
+
+
+def open_pages(storage: str | StorageBackend | Sequence[str | StorageBackend], made: mmap.mmap, size: int = SIZE,
+               namespace: str = "model-7b") -> Pages:  # fmt: skip
+    return Pages.open(storage, made, size, namespace)
+
+
+def result(future: Future[list[Result]]) -> list[Result]:
+    return future.result(PATIENCE)
+
+
+def until(there: Callable[[], bool]) -> None:
+    """Return when it is so; another thread sees to that."""
+    end = time.monotonic() + PATIENCE
+    while not there():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.001)
+
+
+def thread_names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("asynccache"))
+
+
+class Misbehaving(WrappedBackend):
+    """``how``, by the call's name, says what becomes of it. ``inside`` is set when a call has begun to suffer.
+
+    ``hangs`` waits for ever and can be cancelled; ``is stuck`` is a thread's work that ends when ``gate`` is set, and
+    not before. Whatever it is handed it has in the frames of its errors.
+    """
+
+    def __init__(self, **how: str) -> None:
+        super().__init__(MemoryBackend())
+        self.how = how
+        self.inside = threading.Event()
+        self.gate = threading.Event()
+        self.calls = 0
+        self.closed = 0
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return await self._suffer("exists", (), lambda: self.inner.exists(keys))
+
+    async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return await self._suffer("get", records, lambda: self.inner.get(keys, records))
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        return await self._suffer("put", records, lambda: self.inner.put(keys, records))
+
+    async def aclose(self) -> None:
+        self.closed += 1
+        if self.how.get("aclose"):
+            raise Unavailable("the disk is gone")
+        await super().aclose()
+
+    async def _suffer(
+        self, call: str, records: Sequence[Record], act: Callable[[], Awaitable[list[Result]]]
+    ) -> list[Result]:
+        self.calls += 1
+        how = self.how.get(call, "works")
+        self.inside.set()
+        if how == "is unavailable":
+            raise Unavailable(f"no answer about {len(records)} pages")
+        if how == "has a bug":
+            raise ValueError("a bug", [record.payload for record in records])
+        if how == "has two":
+            try:
+                raise KeyError([record.payload for record in records])
+            except KeyError as error:
+                raise OSError("a bug in a bug") from error
+        if how == "exits":
+            raise SystemExit("of a plug-in")
+        if how == "answers too little":
+            return (await act())[1:]
+        if how == "hangs":
+            await asyncio.Event().wait()
+        if how == "is stuck":
+            await settled([asyncio.get_running_loop().run_in_executor(None, self.gate.wait)])
+        return await act()
