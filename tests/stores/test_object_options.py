@@ -91,7 +91,7 @@ async def test_a_store_that_is_not_there_is_unavailable_soon_and_keeps_its_secre
 
 
 @pytest.mark.asyncio
-async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_made_is_unavailable_as_nothing_is_wrong_with_its_url(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError):
+    with pytest.raises(Unavailable, match="file/store"):
         await ObjectBackend.open(parse_url(f"object-file:{tmp_path}/file/store"), LAYOUT)

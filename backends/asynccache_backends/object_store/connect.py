@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asynccache.errors import ConfigError
+from asynccache.errors import ConfigError, Unavailable
 from asynccache.redaction import redacted as redacted_url
 from asynccache.storage import ParsedUrl, parse_place
 from asynccache_backends.file.files import PRIVATE
@@ -109,6 +109,7 @@ def connect(url: ParsedUrl, settings: Settings) -> Client:
 
     Raises:
         ConfigError: the library is missing, the URL names no bucket, or the library refuses what it says.
+        Unavailable: the folder of ``object-file`` cannot be made.
     """
     library = require_obstore()
     place, prefix = place_of(url)
@@ -141,7 +142,7 @@ def _folder(place: str, settings: Settings) -> LocalFolder:
     try:
         return LocalFolder(Path(place), settings.mode)
     except OSError as error:
-        raise ConfigError(f"storage=object-file:{place}: {redacted(error)}") from None
+        raise Unavailable(f"storage=object-file:{place}: {redacted(error)}") from None
 
 
 def _made(library: Any, url: ParsedUrl, place: str, settings: Settings) -> Any:
