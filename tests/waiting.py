@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 
 async def turns(count: int = 20) -> None:
@@ -25,3 +27,19 @@ async def until(
             return
         assert loop.time() < end, what
         await asyncio.sleep(0.0005)                    # threads set no asyncio.Event
+
+
+@contextmanager
+def interrupted_after(seconds: int) -> Iterator[None]:
+    """What blocks in a system call, or the loop, for so long is interrupted: the test has failed. Main thread only."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError(f"still busy after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -17,7 +17,7 @@ from asynccache_backends.file.aio import Files, Moved, Run, ThreadIO
 from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result
 from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
-from tests.storage.file_store_kit import open_at
+from tests.storage.file_store_kit import open_at, open_files
 from tests.storage.page_kit import get, put
 
 FULL = LAYOUT.page_bytes["full"]
@@ -70,17 +70,6 @@ async def test_a_page_that_is_cleared_while_it_is_moved_stays_cleared(tmp_path: 
     store = await open_at(tmp_path / "s")
     assert await store.exists([*keys, page_key("after")]) == [Result.MISS] * 40 + [Result.HIT]
     await store.aclose()
-
-
-def open_files(folder: Path) -> list[str]:
-    """What this process has open under ``folder``."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [path for path in found if str(folder) in path]
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import socket
 import stat
 import struct
@@ -29,8 +28,9 @@ from asynccache.cli.main import main
 from asynccache.errors import Unavailable
 from asynccache.storage import Result
 from asynccache.testing.backend_suite import keys_of, page_key
-from tests.storage.file_store_kit import open_at
+from tests.storage.file_store_kit import open_at, open_files
 from tests.storage.page_kit import fill, get
+from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)
 FILES = ("lock", "manifest.json", "index.snapshot", "deletions.log", "segment-0000000000000001.kv", "direct.probe")
@@ -88,18 +88,8 @@ STRANGE: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.fixture(autouse=True)
 def nothing_hangs() -> Iterator[None]:
-    """What blocks in a system call is interrupted; a test that gets here has failed."""
-
-    def give_up(*_: object) -> None:
-        raise AssertionError(f"still busy after {PATIENCE} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(PATIENCE)
-    try:
+    with interrupted_after(PATIENCE):
         yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest_asyncio.fixture
@@ -124,16 +114,6 @@ def make_folder(path: Path) -> Path:
 
 def precious(store: Path) -> str:
     return store.with_name("precious").read_text()
-
-
-def open_files(folder: Path) -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    return [path for path in found if str(folder) in path]
 
 
 @pytest.mark.asyncio

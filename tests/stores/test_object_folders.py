@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import stat
 import struct
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from asynccache.storage import RECORD_SCHEMA, CheckedStore, Result, StoreLayout,
 from asynccache.testing.backend_suite import LAYOUT
 from tests.storage.page_kit import fill, get
 from tests.stores.object_store_kit import bare, folder_url, objects, open_at, opened, packs, some_keys
+from tests.waiting import interrupted_after
 
 pytest.importorskip("obstore")
 
@@ -35,18 +35,8 @@ PATIENCE = 20
 
 @pytest.fixture(autouse=True)
 def nothing_hangs() -> Iterator[None]:
-    """What blocks the loop is interrupted; a test that gets here has failed."""
-
-    def give_up(*_: object) -> None:
-        raise AssertionError(f"still busy after {PATIENCE} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(PATIENCE)
-    try:
+    with interrupted_after(PATIENCE):
         yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
