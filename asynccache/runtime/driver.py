@@ -202,15 +202,29 @@ class Driver:
         except BaseException as error:
             self._break(error)
             raise
-        if self.core.behind and not self._nudged and not self.turns.lockstep:
-            self._nudged = True
-            self.acks.put_nowait(Nudge.FOLLOW_UP)
+        if self.core.behind:
+            self._nudge()
         return answer
 
     def give_back(self, call: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """``unlocked``, for what a holder of pins or pages must always be able to do. Where the books may be wrong
-        nothing is given back to anybody, and the plan is empty."""
-        return EMPTY if self.broken else self.unlocked(call, *args, **kwargs)
+        """As ``unlocked``, for what a holder of pins or pages must always be able to do, and what is never refused.
+        Where the books may be wrong nothing is given back to anybody, and the plan is empty."""
+        if self.broken:
+            return EMPTY
+        try:
+            plan = call(*args, **kwargs)
+        except BaseException as error:
+            self._break(error)
+            raise
+        if self.core.behind:
+            self._nudge()
+        return plan
+
+    def _nudge(self) -> None:
+        """Have the ack task take the lock and follow up, if nobody else comes first."""
+        if not self._nudged and not self.turns.lockstep:
+            self._nudged = True
+            self.acks.put_nowait(Nudge.FOLLOW_UP)
 
     def _break(self, error: BaseException) -> None:
         """The books may be wrong."""

@@ -198,7 +198,7 @@ class Lease:
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        event = machine.engine_event("release: after", after)
+        event = None if after is None else machine.engine_event("release: after", after)
         self._state = RELEASED
         _give_back(machine, self._core, self._publishing if event is None else self._commits(), event, ended)
 
