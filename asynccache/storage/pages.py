@@ -16,10 +16,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from math import isfinite
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
+from asynccache import checks
 from asynccache.errors import BackendError, ConfigError, Unavailable, forget_frames
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.records import RECORD_SCHEMA
@@ -196,10 +196,9 @@ class Pages:
             Unavailable: this process was forked.
         """
         self._check_process()
-        if not _is_number(deadline) or not isfinite(deadline) or deadline < 0:
-            raise ConfigError(f"deadline={deadline!r} must be a number of seconds that is not negative")
+        deadline = checks.number("deadline", deadline, 0)
         serving = self._serving
-        over = serving.close(float(deadline), LETTING_GO)
+        over = serving.close(deadline, LETTING_GO)
         if over and serving.error is not None:
             raise BackendError(f"closing the stores failed: {serving.error!r}")
         return Closed(serving.counts["abandoned_pages"], serving.held(), over)
@@ -223,9 +222,7 @@ class Pages:
         self._check_process()
         if timeout is None:
             return None
-        if not _is_number(timeout) or not isfinite(timeout) or timeout <= 0:
-            raise ConfigError(f"timeout={timeout!r} must be a number of seconds above 0, or None for no deadline")
-        return time.monotonic() + timeout
+        return time.monotonic() + checks.number("timeout", timeout, above=0)
 
     def _pool(self, name: str | None) -> _Pool:
         if name is None and len(self._pools) == 1:
@@ -283,10 +280,6 @@ def _listed(name: str, values: Any) -> list[Any]:
         return list(values)
     except TypeError:
         raise ConfigError(f"{name}={values!r}: give a sequence, with one for each page") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _storages(storage: Any) -> list[str | StorageBackend]:
