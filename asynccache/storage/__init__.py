@@ -37,6 +37,7 @@ from asynccache.storage.settle import completed, settled
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
 from asynccache.storage.watching import Reporting, Tell, Watchable, watch
+from asynccache.storage.weights import weights_digest
 from asynccache.storage.workers import Workers
 
 __all__ = [
@@ -47,4 +48,5 @@ __all__ = [
     "Workers", "backend_class", "check_store", "check_stores", "close_unattached", "completed", "header_of",
     "no_store", "open_all", "open_attached", "open_store", "options_of", "parse_place", "parse_size", "parse_url",
     "pool_digest", "seal", "settled", "storage_key", "store_layout", "take_options", "verify", "watch",
+    "weights_digest",
 ]

@@ -47,6 +47,7 @@ from asynccache.storage import (
     parse_url,
     pool_digest,
     take_options,
+    weights_digest,
 )
 from asynccache.testing.simulated_backend import SimulatedBackend
 from tests.edge.edge_kit import (
@@ -576,6 +577,7 @@ CALLS: dict[str, Case] = {
         parse_url, {"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"
     ),
     "asynccache.storage.take_options": plain(take_options, {"url": Thing()}, url=ParsedUrl("memory")),
+    "asynccache.storage.weights_digest": plain(weights_digest, {"model": Depends(Text())}),
     "asynccache.storage.pool_digest": plain(
         pool_digest, {"spec": Thing(), "page_size": COUNT, "layout": Text(), "shard": Text(optional=True)},
         spec=CacheConfig(model="m", components=(FULL,)).pools()[0], page_size=16,

@@ -1,0 +1,1 @@
+"""asynccache's stores as a storage backend of SGLang's HiCache."""

@@ -1,0 +1,1 @@
+"""asynccache's stores as a secondary tier of vLLM's offloading connector."""

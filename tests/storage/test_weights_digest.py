@@ -1,0 +1,129 @@
+"""A digest of weights changes with every byte of them, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asynccache import ConfigError
+from asynccache.storage import weights, weights_digest
+
+
+@pytest.fixture(autouse=True)
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests are remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/asynccache/weights.json"
+
+
+def model(folder: Path, **more: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"config.json": b"{}", "a.safetensors": b"a" * 3_000_000, "b.safetensors": b"b" * 10} | more
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_the_same_files_have_the_same_digest_wherever_they_lie(tmp_path: Path) -> None:
+    here = weights_digest(model(tmp_path / "here"))
+    assert weights_digest(str(model(tmp_path / "there"))) == here
+    assert len(bytes.fromhex(here)) == 16
+
+
+@pytest.mark.parametrize("name", ["config.json", "a.safetensors", "b.safetensors"])
+@pytest.mark.parametrize("again", [False, True], ids=["another folder", "changed in place"])
+def test_a_byte_that_differs_gives_another_digest(tmp_path: Path, name: str, again: bool) -> None:
+    folder = model(tmp_path / "one")
+    before = weights_digest(folder)
+    changed = folder if again else model(tmp_path / "other")
+    content = bytearray((changed / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    times = (changed / name).stat()
+    (changed / name).write_bytes(content)
+    os.utime(changed / name, ns=(times.st_atime_ns, times.st_mtime_ns))  # also if somebody sets the times back
+    assert weights_digest(changed) != before
+
+
+def test_a_file_more_or_renamed_gives_another_digest(tmp_path: Path) -> None:
+    folder = model(tmp_path / "one")
+    before = weights_digest(folder)
+    (folder / "b.safetensors").rename(folder / "c.safetensors")
+    renamed = weights_digest(folder)
+    (folder / "d.gguf").write_bytes(b"")
+    assert len({before, renamed, weights_digest(folder)}) == 3
+
+
+def test_what_is_neither_weights_nor_config_is_left_out(tmp_path: Path) -> None:
+    folder = model(tmp_path / "one")
+    before = weights_digest(folder)
+    (folder / "README.md").write_text("read me")
+    (folder / "tokenizer.json").write_text("{}")
+    assert weights_digest(folder) == before
+
+
+def test_a_single_file_is_a_model(tmp_path: Path) -> None:
+    folder = model(tmp_path / "one", **{"q.gguf": b"q"})
+    assert weights_digest(folder / "q.gguf") != weights_digest(folder)
+
+
+def test_files_that_did_not_change_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "one")
+    first = weights_digest(folder)
+    read: list[str] = []
+    original = weights._read
+    monkeypatch.setattr(weights, "_read", lambda file: (read.append(file.name), original(file))[1])
+    assert weights_digest(folder) == first
+    assert read == []
+    (folder / "b.safetensors").write_bytes(b"c" * 10)
+    assert weights_digest(folder) != first
+    assert read == ["b.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"a": 1}', b"[" * 100_000, b"\xff\xfe"])
+def test_what_is_remembered_may_be_damaged(tmp_path: Path, remembered: Path, content: bytes) -> None:
+    folder = model(tmp_path / "one")
+    before = weights_digest(folder)
+    remembered.write_bytes(content)
+    assert weights_digest(folder) == before
+
+
+def test_nothing_need_be_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "one")
+    before = weights_digest(folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert weights_digest(folder) == before
+
+
+def test_a_blob_of_a_hub_cache_has_the_digest_that_it_is_named_by(tmp_path: Path) -> None:
+    import hashlib
+
+    plain = model(tmp_path / "plain")
+    snapshot, blobs = tmp_path / "hub/snapshots/1", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in plain.iterdir():
+        blob = blobs / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blob)
+    assert weights_digest(snapshot) == weights_digest(plain)
+
+
+@pytest.mark.parametrize("broken", ["no weights", "nothing there", "a link to nowhere"])
+def test_what_has_no_weights_is_refused_by_name(tmp_path: Path, broken: str) -> None:
+    folder = tmp_path / "one"
+    if broken != "nothing there":
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    if broken == "a link to nowhere":
+        (folder / "a.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="one"):
+        weights_digest(folder)
+
+
+@pytest.mark.parametrize("value", [None, 1, b"model", "", ["model"]])
+def test_what_is_no_path_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        weights_digest(value)  # type: ignore[arg-type]
