@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -73,7 +74,12 @@ def test_files_that_did_not_change_are_read_once(tmp_path: Path, monkeypatch: py
     first = weights_digest(folder)
     read: list[str] = []
     original = weights._read
-    monkeypatch.setattr(weights, "_read", lambda file: (read.append(file.name), original(file))[1])
+
+    def reading(file: Path) -> str:
+        read.append(file.name)
+        return original(file)
+
+    monkeypatch.setattr(weights, "_read", reading)
     assert weights_digest(folder) == first
     assert read == []
     (folder / "b.safetensors").write_bytes(b"c" * 10)
@@ -98,8 +104,6 @@ def test_nothing_need_be_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_blob_of_a_hub_cache_has_the_digest_that_it_is_named_by(tmp_path: Path) -> None:
-    import hashlib
-
     plain = model(tmp_path / "plain")
     snapshot, blobs = tmp_path / "hub/snapshots/1", tmp_path / "hub/blobs"
     snapshot.mkdir(parents=True)
