@@ -76,11 +76,12 @@ class RoomMaker:
         return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
 
     def _coldest_is_stored(self, place: int) -> bool:
-        count, node = self._world.count, self.coldest(place, LATE)
-        if node is not None:
-            self._world.offer(node, place)
-            stored = self._world.stored(node)
-        return node is not None and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
+        node = self.coldest(place, LATE)
+        if node is None:
+            return False
+        self._world.offer(node, place)
+        count, stored = self._world.count, self._world.stored(node)
+        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
