@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, connect_orders
@@ -101,6 +102,7 @@ def plain(function: Callable[..., Any], params: Params, **good: Any) -> Case:
     return Case(call, params, names=NAMES)
 
 
+WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as long as this module
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
@@ -577,7 +579,10 @@ CALLS: dict[str, Case] = {
         parse_url, {"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"
     ),
     "asynccache.storage.take_options": plain(take_options, {"url": Thing()}, url=ParsedUrl("memory")),
-    "asynccache.storage.weights_digest": plain(weights_digest, {"model": Depends(Text())}),
+    "asynccache.storage.weights_digest": plain(
+        weights_digest,
+        {"model": Depends(Text()), "revision": Text(optional=True), "cache": Text(optional=True)}, model=WEIGHTS.name,
+    ),
     "asynccache.storage.pool_digest": plain(
         pool_digest, {"spec": Thing(), "page_size": COUNT, "layout": Text(), "shard": Text(optional=True)},
         spec=CacheConfig(model="m", components=(FULL,)).pools()[0], page_size=16,
