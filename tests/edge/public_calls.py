@@ -628,7 +628,8 @@ _PAGES = "see tests/storage/test_pages_arguments.py"
 
 NOT_CALLED: dict[str, Unchecked] = {
     "asynccache.storage.Pages": Unchecked("Pages.open makes it"),
-    **{f"asynccache.storage.Pages.{name}": Unchecked(_PAGES) for name in ("close", "exists", "get", "open", "put")},
+    **{f"asynccache.storage.Pages.{name}": Unchecked(_PAGES)
+       for name in ("clear", "close", "exists", "get", "open", "put")},
     **{f"asynccache.storage.{name}": Unchecked("AsyncCache and Pages call it")
        for name in ("close_unattached", "open_all", "open_attached", "options_of")},
     "asynccache.storage.check_stores": Unchecked("it returns what is wrong: see tests/stores/test_checked_urls.py"),
