@@ -3,7 +3,7 @@
 A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is asked about the first, the second and the
 last page; if the parts of a page lie at equal distances from those of the next, all others are known. A page in one
 part that follows the page before it needs no copy: the stores read and write the pool itself (``Direct``). A page in
-several parts (K and V, a layer each) is copied to a row and from it, so that it is one record in the stores (``Parts``).
+several parts (K and V, a layer each) is copied to and from a row, so that it is one record in the stores (``Parts``).
 A pool that does not say is asked for copies of its pages by ``get_data_page`` (``Whole``). A pool without bytes, as
 DeepSeek-V4's anchor is, has a mark stored for each page, so that it is known which there are (``Mark``).
 """
