@@ -95,6 +95,9 @@ class Whole:
         self.page_size = page_size_of(host_pool)
         self._template = host_pool.get_dummy_flat_data_page()
         self.parts = (int(self._template.numel() * self._template.element_size()),)
+        found = flat_bytes(host_pool.get_data_page(0, flat=True)).size
+        if found != self.parts[0]:
+            raise ValueError(f"a page has {found} bytes, and is taken back if it has {self.parts[0]}")
 
     def load(self, index: int, row: Bytes) -> None:
         row[:] = flat_bytes(self._pool.get_data_page(index, flat=True))
@@ -188,10 +191,12 @@ def _by_parts(host_pool: Any) -> Direct | Parts | None:
     strides = [after - before for before, after in zip(first, second, strict=True)] if pages > 1 else list(sizes)
     if any(end != start + stride * (pages - 1) for start, stride, end in zip(first, strides, last, strict=True)):
         return None
-    views = [
-        _view(host_pool, pointer, size, stride, pages)
-        for pointer, size, stride in zip(first, sizes, strides, strict=True)
-    ]
+    views: list[Bytes] = []
+    for pointer, size, stride in zip(first, sizes, strides, strict=True):
+        view = _view(host_pool, pointer, size, stride, pages)
+        if view is None:
+            return None
+        views.append(view)
     if len(views) == 1 and views[0].flags.c_contiguous:
         return Direct(views[0].reshape(-1), sizes[0], page_size)
     return Parts(views, page_size)
@@ -210,21 +215,15 @@ def _meta(host_pool: Any, index: int, page_size: int) -> tuple[list[int], list[i
     return [pointer for pointer, _ in found], [size for _, size in found]
 
 
-def _view(host_pool: Any, pointer: int, size: int, stride: int, pages: int) -> Bytes:
-    """``pages`` rows of ``size`` bytes, ``stride`` bytes apart, from ``pointer`` on in one of the pool's tensors.
-
-    Raises:
-        ConfigError: they do not lie in a tensor of the pool.
-    """
+def _view(host_pool: Any, pointer: int, size: int, stride: int, pages: int) -> Bytes | None:
+    """``pages`` rows of ``size`` bytes, ``stride`` bytes apart, from ``pointer`` on in one of the pool's tensors. None
+    if they do not lie in any, so that nobody else's memory is ever read or written."""
     if stride >= size > 0:
         for whole in _storages(host_pool):
             at = pointer - whole.ctypes.data
             if at >= 0 and at + stride * (pages - 1) + size <= whole.nbytes:
                 return np.lib.stride_tricks.as_strided(whole[at:], (pages, size), (stride, 1))
-    raise ConfigError(
-        f"a {type(host_pool).__name__} of layout {host_pool.layout!r} names pages that do not lie in its own tensors: "
-        f"{pages} of {size} bytes, {stride} bytes apart"
-    )
+    return None
 
 
 def _storages(host_pool: Any) -> Iterator[Bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from asynccache_sglang.storage import AsyncCacheStorage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool, LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -39,6 +39,35 @@ def mla(layout: str = "page_first", seed: int = 2) -> Any:
     return _filled(made, layout, shapes[layout], seed, 16)
 
 
+def compressed(layout: str = "page_first", seed: int = 3) -> Any:
+    """DeepSeek-V4's compressed KV: 12 pages of 4 tokens, 40 bytes a layer."""
+    rows = [torch.zeros(PAGES, 40, dtype=torch.uint8) for _ in range(LAYERS)]
+    made = DeepSeekV4PagedHostPool("c4", rows, 40, PAGES, PAGE, layout=layout, pin_memory=False)
+    return _random(made, seed)
+
+
+def states(layout: str = "page_first", seed: int = 4) -> Any:
+    """DeepSeek-V4's states of the compressor: 12 pages of 4 tokens."""
+    made = object.__new__(DeepSeekV4StateHostPool)
+    made.layout, made.dtype, made.layer_num = layout, torch.uint8, LAYERS
+    made.page_size = made.swa_page_size = PAGE
+    made.size, made.state_page_bytes, made.size_per_token, made.device = PAGES * PAGE, 24, 24, "cpu"
+    made.pin_memory = False
+    made.kv_buffer = {
+        "layer_first": [torch.zeros(PAGES, 24, dtype=torch.uint8) for _ in range(LAYERS)],
+        "page_first": torch.zeros(PAGES, LAYERS, 24, dtype=torch.uint8),
+        "page_first_direct": torch.zeros(PAGES, LAYERS, 1, 24, dtype=torch.uint8),
+    }[layout]
+    return _random(made, seed)
+
+
+def _random(made: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in made.kv_buffer if isinstance(made.kv_buffer, list) else [made.kv_buffer]:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=generator))
+    return made
+
+
 def anchor() -> Any:
     """The pool without bytes that stands for FULL in DeepSeek-V4's stack."""
     return LogicalHostPool(PAGES * PAGE, PAGE)
@@ -54,13 +83,14 @@ def _filled(made: Any, layout: str, shape: tuple[int, ...], seed: int, width: in
 
 
 def flat(pool: Any, page: int) -> torch.Tensor:
-    """The page, as SGLang itself copies it."""
-    copied: torch.Tensor = pool.get_data_page(page * PAGE, flat=True).view(torch.int16).clone()
+    """The bytes of a page, as SGLang itself copies it."""
+    copied: torch.Tensor = pool.get_data_page(page * PAGE, flat=True).view(torch.uint8).clone()
     return copied
 
 
 def scramble(pool: Any) -> None:
-    pool.kv_buffer.view(torch.int16).fill_(-21846)
+    for tensor in pool.kv_buffer if isinstance(pool.kv_buffer, list) else [pool.kv_buffer]:
+        tensor.view(torch.uint8).fill_(0xAA)
 
 
 def indices(*pages: int) -> torch.Tensor:

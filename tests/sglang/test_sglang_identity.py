@@ -23,7 +23,8 @@ KIND = Kind("page_first parts", "torch.bfloat16", 64, (4096, 4096), sharded=True
         {"server": SERVER._replace(quantization="fp8")}, {"server": SERVER._replace(kv_cache_dtype="fp8_e5m2")},
         {"shard": SHARD._replace(pp_rank=1)}, {"shard": SHARD._replace(pp_size=2)},
         {"shard": SHARD._replace(cp_rank=1)}, {"shard": SHARD._replace(cp_size=2)},
-        {"shard": SHARD._replace(dcp_rank=1)}, {"shard": SHARD._replace(dcp_size=2)}, {"shard": SHARD._replace(replicated=True)},
+        {"shard": SHARD._replace(dcp_rank=1)}, {"shard": SHARD._replace(dcp_size=2)},
+        {"shard": SHARD._replace(replicated=True)},
     ],
 )  # fmt: skip
 def test_whatever_changes_the_pages_changes_the_namespace(changed: dict[str, object]) -> None:
