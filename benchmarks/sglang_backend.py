@@ -37,6 +37,7 @@ from asynccache.storage import parse_size
 
 PAGE = 16
 LAYERS = 4
+WARM = 256
 GOALS = {"out": 0.2, "in": 0.25}
 
 
@@ -123,9 +124,14 @@ def compared(kind: str, page_bytes: int, pages: int, batch: int, rounds: int, fo
 
 
 def cost(backend: Any, pool: Any, pages: int, batch: int) -> Cost:
-    """Write all pages, scramble the pool, read them back, compare every page."""
+    """Write all pages, scramble the pool, read them back, compare every page. What is made once (a thread, a file, memory
+    that is touched for the first time) is made before by pages that are not counted."""
     content = pool.kv_buffer.view(torch.uint8)
     keys = [f"{page:064x}" for page in range(pages)]
+    for at in range(0, min(pages, WARM), batch):
+        warm = [f"warm {key}" for key in keys[at : at + batch]]
+        assert backend.out(warm, indices(at, batch, pages))
+        assert backend.into(warm, indices(at, batch, pages))
     expected = content.clone()
     out = cpu(lambda at: backend.out(keys[at : at + batch], indices(at, batch, pages)), pages, batch)
     content.fill_(0xAB)

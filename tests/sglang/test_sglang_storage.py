@@ -187,12 +187,13 @@ def test_an_anchor_without_bytes_has_a_mark_for_each_page(tmp_path: Path) -> Non
 def test_copies_of_pages_for_an_sglang_that_asks_for_copies(tmp_path: Path) -> None:
     pool = mha()
     storage = opened({"kv": pool}, file_store(tmp_path) | {"interface_v1": 0})
-    page, target = pool.get_data_page(0, flat=True).clone(), pool.get_dummy_flat_data_page()
+    page: torch.Tensor = pool.get_data_page(0, flat=True).clone()
+    target: torch.Tensor = pool.get_dummy_flat_data_page()
     try:
         assert storage.set(KEYS[0], page)
         assert storage.exists(KEYS[0])
         assert not storage.exists(KEYS[1])
-        assert storage.get(KEYS[0], target) is target
+        assert (storage.get(KEYS[0], target) is target) is True
         assert torch.equal(target.view(torch.int16), page.view(torch.int16))  # as bytes: some of them are NaN
         assert storage.batch_get(KEYS[:2], [target, target.clone()])[1] is None
         assert not storage.set(KEYS[2], page[:5])

@@ -296,7 +296,7 @@ class Tiny:
     def _allocated(self, count: int) -> torch.Tensor:
         allocator = self.allocator
         if not hasattr(allocator, "swa_attn_allocator"):
-            full = allocator.alloc(count)
+            full: torch.Tensor | None = allocator.alloc(count)
         else:  # as its own alloc_extend does it, by a kernel
             full, swa = allocator.full_attn_allocator.alloc(count), allocator.swa_attn_allocator.alloc(count)
             allocator.set_full_to_swa_mapping(full, swa)
