@@ -124,8 +124,8 @@ def compared(kind: str, page_bytes: int, pages: int, batch: int, rounds: int, fo
 
 
 def cost(backend: Any, pool: Any, pages: int, batch: int) -> Cost:
-    """Write all pages, scramble the pool, read them back, compare every page. What is made once (a thread, a file, memory
-    that is touched for the first time) is made before by pages that are not counted."""
+    """Write all pages, scramble the pool, read them back, compare every page. What is made once (a thread, a file,
+    memory that is touched for the first time) is made before, by pages that are not counted."""
     content = pool.kv_buffer.view(torch.uint8)
     keys = [f"{page:064x}" for page in range(pages)]
     for at in range(0, min(pages, WARM), batch):
