@@ -24,7 +24,7 @@ SPREAD   := -n $(JOBS) --dist worksteal
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
-.PHONY: help demo test test-ranks soak test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test test-ranks soak test-gpu test-kernels test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-ranks   groups of ranks at length, every topology, each rank killed and stopped in turn: some fifteen minutes"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
+	@echo "make test-sglang   SGLang's own cache and controller on our stores; no GPU, installs SGLang under build/sglang"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -69,6 +70,9 @@ test-gpu: $(VENV)/.installed-gpu
 
 test-kernels: build/kernels/.installed
 	build/kernels/bin/python -m pytest -q -rs --noconftest tests/cuda/test_cuda_kernel.py
+
+test-sglang: build/sglang/.installed
+	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -128,4 +132,16 @@ build/kernels/.installed:
 	$(PYTHON) -m venv build/kernels
 	build/kernels/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
 	    pytest pytest-asyncio cupy-cuda12x nvidia-cuda-nvrtc-cu12
+	@touch $@
+
+# SGLang's Python without what needs a GPU: its own dependencies would bring CUDA. tests/sglang/standins.py stands in for
+# the rest. torch's build for CPUs is enough; PIP_ARGS can name an index that has it.
+SGLANG := sglang==0.5.23 transformers==5.19.0 compressed-tensors==0.20.0
+build/sglang/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv build/sglang
+	build/sglang/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
+	    torch==2.13.0 numpy pillow orjson pyzmq pydantic fastapi msgspec prometheus_client psutil pybase64 requests aiohttp \
+	    ipython dill partial_json_parser tokenizers==0.23.2 huggingface_hub regex pyyaml safetensors tqdm typer packaging \
+	    sentencepiece loguru gguf openai aiofiles xxhash uvloop pytest pytest-asyncio
+	build/sglang/bin/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) $(SGLANG) -e .
 	@touch $@

@@ -161,6 +161,18 @@ class Pages:
 
     # the whole
 
+    def clear(self, *, timeout: float | None = None) -> Future[None]:
+        """Forget everything under the URL of each store: also pages of other namespaces and pools, and those that
+        other processes put there. What is being put meanwhile may be there afterwards.
+
+        ``timeout``: seconds, from now, after which the stores are told to give up. The future's exception is
+        ``BackendError`` (``Timeout``, ``Unavailable``) if one of them could not; the others were cleared. Cancelling
+        the future may leave any of them cleared. Raises as ``exists``.
+        """
+        left = None if timeout is None else checks.number("timeout", timeout, above=0)
+        self._check_process()
+        return self._serving.clear(left)
+
     @property
     def stores(self) -> tuple[str, ...]:
         """What the stores are called, nearest first; none after ``close``."""

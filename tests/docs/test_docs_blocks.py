@@ -37,6 +37,10 @@ EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
+    ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
+                            "--batches 128     # make test-sglang makes build/sglang"),
+    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'                 # into SGLang's own environment; "
+                               "installs nothing of SGLang"),
 }
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 4}

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
@@ -116,6 +117,7 @@ def plain(function: Callable[..., Any], params: Params, **good: Any) -> Case:
     return Case(call, params, names=NAMES)
 
 
+WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as long as this module
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
@@ -704,6 +706,7 @@ CALLS: dict[str, Case] = {
     **{f"asynccache.storage.Pages.{name}": of_pages(
         name, {"keys": Thing(), "slots": SLOTS, "pool": OF_ONE_POOL, "timeout": WITHIN}, keys=[b"a"], slots=[0])
        for name in ("get", "put")},
+    "asynccache.storage.Pages.clear": of_pages("clear", {"timeout": WITHIN}),
     "asynccache.storage.Pages.close": Case(_pages_close, {"deadline": Number(0)}),
     "asynccache.storage.ParsedUrl.allow_only": of_url(
         "allow_only", {"names": These("[]", "['8']", "{}", "{'a': 1}")}, names=()
@@ -746,7 +749,10 @@ CALLS: dict[str, Case] = {
         parse_url, {"text": Depends(Text()), "options": These("None", "{}")}, text="memory:"
     ),
     "asynccache.storage.take_options": plain(take_options, {"url": Thing()}, url=ParsedUrl("memory")),
-    "asynccache.storage.weights_digest": plain(weights_digest, {"model": Depends(Text())}),
+    "asynccache.storage.weights_digest": plain(
+        weights_digest,
+        {"model": Depends(Text()), "revision": Text(optional=True), "cache": Text(optional=True)}, model=WEIGHTS.name,
+    ),
     # events
     "asynccache.events.ZmqPublisher": plain(
         ZmqPublisher,
