@@ -116,11 +116,12 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
 
     def on_new_request(self, req_context: Any) -> Any:
         """No wish of its own about what is stored."""
+        self._lookups.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request."""
-        self._lookups.begin_again((req_context.req_id,))
+        self._lookups.end(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """The keys of this step are asked of the stores, in one call."""
