@@ -231,8 +231,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             _log.error("asynccache: %s", error)
             forget_frames(error)
             return
-        if closed.abandoned:
-            _log.warning("asynccache: %d chunks were not stored before the end", closed.abandoned)
+        stores = [transfer for transfer in self._transfers.ended() if not transfer.loading]
+        if lost := sum(result is not Result.HIT for transfer in stores for result in transfer.results):
+            _log.warning("asynccache: %d chunks were not stored before the end", lost)
         if not closed.over:
             _log.error("asynccache: a store (%s) hangs with the memory of %d chunks; it ends with this process",
                        self._stores, closed.held)  # fmt: skip
