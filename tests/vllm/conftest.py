@@ -14,8 +14,6 @@ if find_spec("vllm") is not None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import vllm  # noqa: F401
-        import vllm.v1.kv_offload.tiering.spec
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
