@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -14,9 +15,8 @@ if find_spec("vllm") is not None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
+        import_module("vllm.v1.kv_offload.tiering.spec")
+        import_module("vllm.plugins").load_general_plugins()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which vLLM the tier takes, and what it says without one. vLLM's classes are written out here: it need not be there."""
+"""Which vLLM the tier takes, and what it says without one. vLLM's classes are written out here: nobody needs it."""
 
 # ruff: noqa: B027
 
