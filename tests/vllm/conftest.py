@@ -6,17 +6,16 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 
-if find_spec("vllm") is not None:
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import_module("vllm.v1.kv_offload.tiering.spec")
-        import_module("vllm.plugins").load_general_plugins()
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+with warnings.catch_warnings(), suppress(ModuleNotFoundError):
+    warnings.simplefilter("ignore")
+    import_module("vllm.v1.kv_offload.tiering.spec")
+    import_module("vllm.plugins").load_general_plugins()
 
 
 @pytest.fixture
