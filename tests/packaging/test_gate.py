@@ -182,7 +182,8 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, closing: s
     (tmp_path / ".ci").mkdir()
     script = Path(shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci"))
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
-                   **{name: str(int(name == bad)) for name in ("TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER", "LINT")}}
+                   **{name: str(int(name == bad))
+                      for name in ("TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER", "LINT")}}
     done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status, done.stdout + done.stderr
     lines = done.stdout.splitlines()

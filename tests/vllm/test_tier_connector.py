@@ -1,4 +1,4 @@
-"""The tier as vLLM's real connector builds it, from the engine's real configuration: which namespace it has. No engine."""
+"""The tier as vLLM's real connector builds it, from a real configuration of the engine: its namespace. No engine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from asynccache.errors import ConfigError
 from asynccache.storage import Result
+from tests.docs.docs_kit import all_blocks
 
 SHM = Path("/dev/shm")
 MODEL = {
@@ -44,10 +45,11 @@ def model(tmp_path: Path) -> Path:
 
 @contextmanager
 def built(model: Path, store: Path, entry: dict[str, Any] | None = None, **engine: Any) -> Iterator[Any]:
-    """The tier that vLLM's connector builds for such an engine."""
+    """The tier that vLLM's connector builds for such an engine, with what the manual says."""
     tier = {"type": "asynccache", "storage": f"file:{store}/kv?capacity=1GiB", **(entry or {})}
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
-    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    said = json.loads(next(block.code for block in all_blocks("json") if block.page == "docs/engines/vllm.md"))
+    said["kv_connector_extra_config"].update({"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]})
+    transfer = KVTransferConfig(**said)
     given = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, **engine}
     config = EngineArgs(model=str(model), kv_transfer_config=transfer, **given).create_engine_config()
     layers = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=config.model_config.dtype)
@@ -108,9 +110,13 @@ def test_the_users_namespace_is_enough_and_must_change_with_the_weights(model: P
         assert finds(tier)
 
 
-@pytest.mark.parametrize(("engine", "why"), [
-    ({"load_format": "dummy"}, "load_format='dummy'"), ({"enable_lora": True}, "LoRA adapter by its name and path only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ({"load_format": "dummy"}, "load_format='dummy'"),
+        ({"enable_lora": True}, "LoRA adapter by its name and path only"),
+    ],
+)
 def test_weights_that_nobody_can_know_are_refused_and_nothing_is_left(
     model: Path, tmp_path: Path, engine: dict[str, Any], why: str
 ) -> None:
