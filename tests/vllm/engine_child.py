@@ -26,15 +26,15 @@ class Engine:
         client = self._llm.llm_engine.engine_core
         self._core: Any = getattr(client, "engine_core", None)     # where it runs in this process
 
-    def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """Greedy: the tokens, the best log-probabilities at each, and what came from a cache."""
+    def generate(self, prompt: list[int], tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+        """Greedy: the tokens, the best log-probabilities at each, what came from a cache, and how long it took."""
         from vllm.sampling_params import SamplingParams
 
-        few = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=8, ignore_eos=True, detokenize=False)
+        few = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=logprobs, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         [request] = self._llm.generate([{"prompt_token_ids": prompt}], few, use_tqdm=False)
         seconds, [answer] = time.perf_counter() - began, request.outputs
-        best = tuple({token: each.logprob for token, each in place.items()} for place in answer.logprobs)
+        best = tuple({token: each.logprob for token, each in place.items()} for place in answer.logprobs or ())
         return {"tokens": tuple(answer.token_ids), "logprobs": best, "seconds": seconds,
                 "cached": request.num_cached_tokens}  # fmt: skip
 

@@ -164,9 +164,9 @@ class RunningEngine:
         """What vLLM and its tiers have written so far."""
         return self._log.read_text(errors="replace")
 
-    def generate(self, prompt: Sequence[int], tokens: int = 8) -> Answer:
-        """Greedily."""
-        return Answer(**self.ask("generate", prompt=list(prompt), tokens=tokens))
+    def generate(self, prompt: Sequence[int], tokens: int = 8, logprobs: int | None = 8) -> Answer:
+        """Greedily; with so many of the best log-probabilities at each place."""
+        return Answer(**self.ask("generate", prompt=list(prompt), tokens=tokens, logprobs=logprobs))
 
     def quiet(self) -> None:
         """Return when all that was computed is where it is kept."""
@@ -221,6 +221,13 @@ def _processes() -> Any:
     return context
 
 
+def write_model(folder: Path, kind: Kind, **options: int) -> None:
+    """One of ``examples/vllm/random_model.py``, in a process of its own: what it imports takes a while to forget."""
+    code = f"import random_model; random_model.{kind}({str(folder)!r}, **{options!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(EXAMPLE)},
+                   timeout=120, capture_output=True)  # fmt: skip
+
+
 class Models:
     """Small models, written when they are first wanted, and what they answer without any tier."""
 
@@ -232,9 +239,7 @@ class Models:
         """The model's; another seed, other weights."""
         folder = self._folder / f"{kind}-{seed}"
         if not folder.exists():
-            command = [sys.executable, "-c", f"import random_model; random_model.{kind}({str(folder)!r}, seed={seed})"]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(EXAMPLE)}, timeout=120,
-                           capture_output=True)  # fmt: skip
+            write_model(folder, kind, seed=seed)
         return folder
 
     def answers(self, kind: Kind) -> Mapping[int, Answer]:
