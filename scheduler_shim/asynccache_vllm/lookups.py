@@ -63,6 +63,19 @@ class Lookups:
     def __repr__(self) -> str:
         return f"Lookups(known={len(self._known)}, wanted={len(self._wanted)}, asked={len(self._asked)})"
 
+    def begin(self, request: str) -> None:
+        """A new request, which may wait."""
+        self._spent[request] = 0.0
+
+    def begin_again(self, requests: Collection[str]) -> None:
+        """``requests`` were preempted: they may wait anew."""
+        for request in requests:
+            self._spend(request, -self._timeout)
+
+    def end(self, request: str) -> None:
+        """The request is over. Answers that it waited for may still come."""
+        self._spent.pop(request, None)
+
     def ask(self, key: bytes, request: str, now: float) -> Answer:
         """What ``request`` is told about ``key``."""
         known = self._known.get(key)
@@ -71,7 +84,7 @@ class Lookups:
         left = self._timeout - self._spent.get(request, 0.0)
         question = self._asked.get(key)
         if left <= 0 or (question is not None and now - question.sent >= left):
-            self._spent[request] = self._timeout
+            self._spend(request, self._timeout)
             return Answer.MISS
         if question is not None:
             question.requests.add(request)
@@ -93,7 +106,7 @@ class Lookups:
         """The stores answered at ``arrived``. What they could not tell is a miss."""
         took = arrived - question.sent
         for request in question.requests:
-            self._spent[request] = self._spent.get(request, 0.0) + took
+            self._spend(request, took)
         for key, result in zip(question.keys, results, strict=True):
             self._asked.pop(key, None)
             hit = result is Result.HIT
@@ -108,7 +121,7 @@ class Lookups:
         """A load of ``keys`` failed: they are misses now, and ``request`` has waited enough."""
         for key in keys:
             self._known[key] = _Known(False, now + MISS_KEPT, 0.0)
-        self._spent[request] = self._timeout
+        self._spend(request, self._timeout)
 
     def stored(self, keys: Iterable[bytes]) -> None:
         """``keys`` are in the stores now: a miss is true no longer."""
@@ -117,14 +130,14 @@ class Lookups:
             if known is not None and not known.hit:
                 del self._known[key]
 
-    def begin_again(self, requests: Collection[str]) -> None:
-        """``requests`` were preempted, or are over: another time they wait anew."""
-        for request in requests:
-            self._spent.pop(request, None)
-
     def tidy(self, now: float) -> None:
         """Forget what is out of date, once in a while."""
         if now - self._tidied < HIT_KEPT:
             return
         self._tidied = now
         self._known = {key: known for key, known in self._known.items() if now < known.until}
+
+    def _spend(self, request: str, seconds: float) -> None:
+        """Of a request that is over nothing is kept."""
+        if request in self._spent:
+            self._spent[request] = min(max(self._spent[request] + seconds, 0.0), self._timeout)

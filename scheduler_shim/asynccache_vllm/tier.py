@@ -116,11 +116,12 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
 
     def on_new_request(self, req_context: Any) -> Any:
         """No wish of its own about what is stored."""
+        self._lookups.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request."""
-        self._lookups.begin_again((req_context.req_id,))
+        self._lookups.end(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
         """The keys of this step are asked of the stores, in one call."""
@@ -230,8 +231,9 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             _log.error("asynccache: %s", error)
             forget_frames(error)
             return
-        if closed.abandoned:
-            _log.warning("asynccache: %d chunks were not stored before the end", closed.abandoned)
+        stores = [transfer for transfer in self._transfers.ended() if not transfer.loading]
+        if lost := sum(result is not Result.HIT for transfer in stores for result in transfer.results):
+            _log.warning("asynccache: %d chunks were not stored before the end", lost)
         if not closed.over:
             _log.error("asynccache: a store (%s) hangs with the memory of %d chunks; it ends with this process",
                        self._stores, closed.held)  # fmt: skip

@@ -8,8 +8,8 @@ Laws:
 * A load stalls when one of its parts is late. Then the stores are not expected to deliver anything soon: whatever waits
   behind it ends as well, as FAILED.
 * A transfer ends when every part that began has ended: from then on no store has any of its memory.
-* Stores pin chunks of the region, which vLLM cannot use for anything else meanwhile. What would pin more than half of
-  it is not begun, unless nothing else is under way.
+* Stores pin chunks of the region, which vLLM cannot use for anything else meanwhile. While one of them takes longer
+  than ``BACKLOG`` seconds, no store is begun that would pin more than half of the region.
 
 Mutable state: everything is behind ``_lock``; the stores' thread ends parts and begins what waits.
 """
@@ -30,6 +30,7 @@ from asynccache.storage import Pages, Result
 PART = 16 << 20
 WINDOW = 64 << 20
 STORE_TIMEOUT = 30.0
+BACKLOG = 2.0
 OVERDUE = 0.25
 """Seconds after its deadline when a part that has not ended shows that a store does not let go of memory."""
 
@@ -106,8 +107,7 @@ class Transfers:
         """Begin a store. Returns whether it was begun; otherwise it has ended, and nothing of it is stored."""
         count = len(transfer.keys)
         with self._lock:
-            full = self._storing and self._storing + count > self._most_pinned
-            if self._refusing or not count or full:
+            if self._refusing or not count or (self._storing + count > self._most_pinned and self._behind()):
                 self._end(transfer)
                 return False
             self._storing += count
@@ -192,6 +192,10 @@ class Transfers:
                 self._storing -= part.pages
             self._less(transfer)
             self._lock.notify_all()
+
+    def _behind(self) -> bool:
+        late = time.monotonic() + STORE_TIMEOUT - BACKLOG
+        return any(not part.transfer.loading and until < late for part, until in self._flying.items())
 
     def _stuck(self, now: float) -> bool:
         return any(part.transfer.loading and now > until + OVERDUE for part, until in self._flying.items())

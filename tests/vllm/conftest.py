@@ -1,8 +1,37 @@
+"""vLLM is imported once, before any test, where it is installed: what it warns of is not ours to mend."""
+
 from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.engine_kit import Models
+from tests.vllm.engine_kit import Models, installed
+
+if installed():
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import vllm  # noqa: F401
+        import vllm.v1.kv_offload.tiering.spec
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the tier tells in vLLM's log, which does not go on to the root's."""
+    logger = logging.getLogger("vllm.asynccache")
+    before = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.setLevel(before)
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")
