@@ -1,14 +1,14 @@
 """How long vLLM's first token takes from each tier: ``python -m benchmarks.vllm_ttft``, where vLLM is installed.
 
-A prompt of 4,096 tokens and one more, whose prefix is nowhere (cold), on the device, in vLLM's host tier, and in a store
-only: in our ``file:`` store, in vLLM's own ``fs`` tier, and in Redis, if ``--redis`` says where. Each store has an engine
-of its own with the same model; all are alive at a time and asked in turns, in another order each time, so that what
-else the machine does hits all alike. The engines run in processes of their own, as ``vllm serve`` has them.
+A prompt of 4,096 tokens and one more, whose prefix is nowhere (cold), on the device, in vLLM's host tier, and in a
+store only: in our ``file:`` store, in vLLM's own ``fs`` tier, and in Redis, if ``--redis`` says where. Each store has
+an engine of its own with the same model; all are alive at a time and asked in turns, in another order each time, so
+that what else the machine does hits all alike. Engines run in processes of their own, as ``vllm serve`` has them.
 
 Every prompt is computed once by each engine. Then, again and again, vLLM's own tiers are emptied, and the prompt is
 asked for. The answers must be equal, and the whole prefix must have come from where it should.
 
-On a CPU the "device" is memory, and a stand-in copies between it and vLLM's host tier: examples/vllm/cpu_offload.py.
+On a CPU the "device" is memory, and a stand-in copies between it and vLLM's host tier: examples/vllm_on_cpu/offload.py.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ if installed():
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import vllm  # noqa: F401
-        import vllm.v1.kv_offload.tiering.spec
+        import vllm
+        import vllm.v1.kv_offload.tiering.spec  # noqa: F401
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()

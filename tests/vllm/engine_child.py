@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, which does what it is told through a pipe: see ``engine_kit.RunningEngine``."""
+"""A vLLM engine in a process of its own, which does what a pipe tells it: see ``engine_kit.RunningEngine``."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def serve(pipe: Connection, options: dict[str, Any], environment: Mapping[str, str], paths: list[str], log: str) -> None:
+def serve(
+    pipe: Connection, options: dict[str, Any], environment: Mapping[str, str], paths: list[str], log: str
+) -> None:  # fmt: skip
     """Start an engine, say so, and answer calls until the other end is closed.
 
     A call is the name of one of its functions and its arguments. ``options`` are arguments of ``vllm.LLM``, and

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any, Literal, Self
 from tests.vllm import engine_child
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "vllm"
+EXAMPLES = ROOT / "examples"
 BLOCK = 32
 STARTS_WITHIN = 300.0
 ANSWERS_WITHIN = 120.0
@@ -39,13 +40,12 @@ Kind = Literal["llama", "gemma3"]
 
 
 def installed() -> bool:
-    """Whether vLLM is here; a folder of that name on the path is not vLLM."""
-    spec = find_spec("vllm")
-    return spec is not None and spec.origin is not None
+    """Whether vLLM is here."""
+    return find_spec("vllm") is not None
 
 
 def prompt(number: int, blocks: int = 16, tail: int = 8) -> list[int]:
-    """Tokens, other ones for each ``number``: so many whole blocks, and ``tail`` more, which are computed in any case."""
+    """Tokens, others for each ``number``: so many whole blocks, and ``tail`` more, which are always computed."""
     rng = random.Random(number)
     return [rng.randrange(2, 2048) for _ in range(blocks * BLOCK + tail)]
 
@@ -90,7 +90,7 @@ def insist_on_sense(answers: Sequence[Answer]) -> None:
         for place in answer.logprobs:
             entropy = -sum(math.exp(p) * p for p in place.values())
             assert entropy > 0.3, f"the model is certain: {place}"
-    for one, other in zip(answers, answers[1:], strict=False):
+    for one, other in pairwise(answers):
         assert one.distance(other) > 100 * BOUND
 
 
@@ -112,7 +112,7 @@ class RunningEngine:
         environment: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         transfer = None if tiers is None else {
-            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_offload", "cpu_bytes_to_use": host_bytes,
+            "spec_name": "CpuTieringSpec", "spec_module_path": "vllm_on_cpu.offload", "cpu_bytes_to_use": host_bytes,
             "secondary_tiers": list(tiers),
         }  # fmt: skip
         options = {"model": str(model), "max_model_len": max_len, "transfer": transfer, "tensor_parallel_size": tp}
@@ -125,7 +125,7 @@ class RunningEngine:
         self._log.touch()
         self._pipe, theirs = multiprocessing.Pipe()
         self._process: BaseProcess | None = _processes().Process(
-            target=engine_child.serve, args=(theirs, options, variables, [str(EXAMPLE)], str(self._log)))
+            target=engine_child.serve, args=(theirs, options, variables, [str(EXAMPLES)], str(self._log)))
         self._theirs: Connection | None = theirs
 
     def __enter__(self) -> Self:
@@ -148,7 +148,8 @@ class RunningEngine:
         ended = self._process.exitcode
         self.kill()
         if ended != 0:
-            raise EngineError(f"the engine {'does not end' if ended is None else f'failed: {ended}'}: {self.log[-3000:]}")
+            how = "does not end" if ended is None else f"ended with {ended}"
+            raise EngineError(f"the engine {how}: {self.log[-3000:]}")
 
     def kill(self) -> None:
         """SIGKILL, to all of its processes."""
@@ -222,9 +223,9 @@ def _processes() -> Any:
 
 
 def write_model(folder: Path, kind: Kind, **options: int) -> None:
-    """One of ``examples/vllm/random_model.py``, in a process of its own: what it imports takes a while to forget."""
-    code = f"import random_model; random_model.{kind}({str(folder)!r}, **{options!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(EXAMPLE)},
+    """One of ``examples/vllm_on_cpu/models.py``; in a process of its own, since this one need not import all that."""
+    code = f"from vllm_on_cpu import models; models.{kind}({str(folder)!r}, **{options!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
                    timeout=120, capture_output=True)  # fmt: skip
 
 

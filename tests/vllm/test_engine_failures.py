@@ -1,4 +1,4 @@
-"""vLLM's real engine while the store under it fails: no request gets other tokens, or waits for longer than it should."""
+"""vLLM's real engine over a store that fails: no request gets other tokens, or waits for longer than it should."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ def test_redis_is_killed_in_the_middle_of_a_load(models: Models, tmp_path: Path,
     """It has said what it has, is asked for it, and is gone. The prompt is computed; so are those that come while it is
     gone. When it is there again, empty, it is used again."""
     expected = models.answers("llama")
+    model = models.folder("llama")
     with (SlowProxy(redis.port) as proxy,
-          RunningEngine(models.folder("llama"), tmp_path, tiers=[tier(f"redis://127.0.0.1:{proxy.port}")]) as engine):  # fmt: skip
+          RunningEngine(model, tmp_path, tiers=[tier(f"redis://127.0.0.1:{proxy.port}")]) as engine):  # fmt: skip
         for number in (0, 1):
             engine.generate(prompt(number)).same_as(expected[number])
         engine.forget()

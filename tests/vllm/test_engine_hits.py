@@ -1,4 +1,4 @@
-"""vLLM's real engine with our stores under it: it says what it says without them, and what was stored is not computed."""
+"""vLLM's real engine over our stores: it says what it says without them, and what was stored is not computed."""
 
 from __future__ import annotations
 

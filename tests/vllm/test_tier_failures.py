@@ -18,16 +18,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm makes an environment that has it")
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm makes an environment that has it")
 
+from asynccache_vllm import tier as tiers
+from asynccache_vllm.lookups import MISS_KEPT
+from asynccache_vllm.tallying import LOADED, STORED
+from asynccache_vllm.transfers import Transfer
 from vllm.v1.kv_offload.base import LookupResult
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache_vllm import tier as tiers
-from asynccache_vllm.lookups import MISS_KEPT
-from asynccache_vllm.tallying import LOADED, STORED
 from tests.storage.pages_kit import Misbehaving, until
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import CannotStart, required
@@ -65,7 +66,7 @@ def over(
     """A manager over stores that no URL names."""
     opening = Pages.open
     with monkeypatch.context() as patch:
-        patch.setattr(tiers.Pages, "open", lambda storage, *rest, **named: opening(list(backends), *rest, **named))
+        patch.setattr(Pages, "open", lambda storage, *rest, **named: opening(list(backends), *rest, **named))
         playing = Scheduler(config({"storage": "memory:", "namespace": "n", "lookup_timeout": timeout}, **more))
     try:
         yield playing
@@ -122,9 +123,12 @@ def test_the_lookup_and_the_load_have_one_deadline_together(monkeypatch: pytest.
     with over(monkeypatch, Misbehaving(), timeout=2.0) as playing:
         patience: list[float] = []
         load = playing.tier._transfers.load
-        monkeypatch.setattr(
-            playing.tier._transfers, "load", lambda transfer: (patience.append(transfer.patience), load(transfer))
-        )
+
+        def watched(transfer: Transfer) -> None:
+            patience.append(transfer.patience)
+            load(transfer)
+
+        monkeypatch.setattr(playing.tier._transfers, "load", watched)
         playing.compute(keys_of(2))
         playing.reset()
         exists = playing.tier._pages.exists
@@ -336,7 +340,8 @@ def test_flipped_bits_are_a_miss_for_exactly_their_chunks(
     with scheduler(config(entry, enable_kv_cache_events=True)) as playing:
         assert playing.serve(keys) == 3
         assert results(playing, LOADED) == {"hit": 6, "corrupt": 2}
-        removed = [event for event in playing.manager.take_events() if event.removed]
+        ours = [event for event in playing.manager.take_events() if event.medium is playing.tier.medium]
+        removed = [event for event in ours if event.removed]
         assert [sorted(event.keys) for event in removed] == [sorted([keys[3], keys[6]])]
         request = playing.begin()
         there = [playing.manager.primary_tier.lookup(key, request) is LookupResult.HIT for key in keys]
@@ -445,7 +450,7 @@ def test_a_failure_after_the_stores_are_open_closes_them(monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise Unavailable("the base class says no")
 
-    monkeypatch.setattr(tiers.SecondaryTierManager, "__init__", fail)
+    monkeypatch.setattr("asynccache_vllm.tier.SecondaryTierManager.__init__", fail)
     assert "says no" in str(refused(config({"storage": "memory:", "namespace": "n"})))
 
 

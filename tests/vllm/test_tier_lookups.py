@@ -1,9 +1,10 @@
-"""Lookups: gathered by the step, answered within the deadline, remembered for a moment. Without vLLM and without time."""
+"""Lookups: gathered by the step, answered within the deadline, remembered for a moment. Without vLLM, without time."""
 
 from __future__ import annotations
 
-from asynccache.storage import Result
 from asynccache_vllm.lookups import HIT_KEPT, MISS_KEPT, Answer, Lookups, Question
+
+from asynccache.storage import Result
 
 HIT, MISS, LATER = Answer.HIT, Answer.MISS, Answer.LATER
 TIMEOUT = 0.5

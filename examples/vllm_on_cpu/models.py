@@ -1,15 +1,13 @@
-"""A small model with random weights in a folder that vLLM can load: no download, no tokenizer.
+"""Small models with random weights in a folder that vLLM can load: no download, no tokenizer.
 
-``python random_model.py FOLDER`` writes one. Its answers mean nothing, but they depend on every token of the prompt, as
-those of a real model do: the weights are scaled so that no layer drowns what the others say. With weights as they are
-usually initialized the next token hardly depends on the prompt, and wrong KV would go unnoticed.
+Their answers mean nothing, but they depend on every token of the prompt, as those of a real model do: the weights are
+scaled so that no layer drowns what the others say. With weights as they are usually initialized the next token hardly
+depends on the prompt, and wrong KV would go unnoticed.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,16 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 GAINS = {"q_proj": 3.0, "o_proj": 3.0, "lm_head": 2.0}
-"""What is stronger than unit gain: attention's scores, so that tokens differ in weight, what it adds, and the logits."""
+"""What is stronger than unit gain: attention's scores, so that tokens differ in weight, what it adds, the logits."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 16384, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
 def llama(folder: str | os.PathLike[str], *, seed: int = 0, **sizes: int) -> Path:
-    """Write a small Llama and return its folder. ``sizes`` are fields of ``LlamaConfig``; another seed, other weights."""
+    """Write a small Llama; its folder. ``sizes``: fields of ``LlamaConfig``. Another seed, other weights."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 4} | sizes)
     return _write(LlamaForCausalLM(config), Path(folder), seed)
 
@@ -50,9 +48,3 @@ def _write(model: PreTrainedModel, folder: Path, seed: int) -> Path:
     model.config.eos_token_id = model.config.bos_token_id = model.config.pad_token_id = None
     model.save_pretrained(folder)
     return folder
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python random_model.py FOLDER")
-    print(llama(sys.argv[1]))

