@@ -104,8 +104,8 @@ def test_redis_is_killed_in_the_middle_of_a_load(models: Models, tmp_path: Path,
         engine.forget()
         assert engine.generate(prompt(0)).cached == WHOLE
         engine.forget()
-        proxy.late(0.5)                                # so long the answer is on its way that lets the load begin
-        killer = threading.Thread(target=kill_in_a_load, args=(redis,))
+        proxy.late(1.0)                                # so long the answer is on its way that lets the load begin
+        killer = threading.Thread(target=kill_in_a_load, args=(redis, asked(redis)))
         killer.start()
         halved = engine.generate(prompt(1))
         killer.join()
@@ -122,14 +122,14 @@ def test_redis_is_killed_in_the_middle_of_a_load(models: Models, tmp_path: Path,
         until_it_hits(engine, 3).same_as(expected[3])
 
 
-def kill_in_a_load(redis: RedisServer) -> None:
+def kill_in_a_load(redis: RedisServer, before: int) -> None:
     """Stop it when it has answered what there is, and kill it when it has been asked for that."""
-    before, until = asked(redis), time.monotonic() + 60
+    until = time.monotonic() + 60
     while asked(redis) == before:
         assert time.monotonic() < until, "nobody asks"
         time.sleep(0.005)
     redis.hang()
-    time.sleep(1.5)
+    time.sleep(3.0)
     redis.kill()
 
 
