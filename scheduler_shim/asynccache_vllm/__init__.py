@@ -1,9 +1,9 @@
 """asynccache's stores as a secondary tier of vLLM's offloading connector: the tier type ``asynccache``.
 
 vLLM copies KV between the device and a region of host memory; this package moves chunks of that region to stores
-(files, Redis, object stores) and back, with checksums, deadlines and a breaker. vLLM's own LRU decides what stays in the
-region. vLLM finds ``register`` by its entry point and imports the rest when somebody configures the tier. Importing this
-package imports nothing of vLLM, and works where vLLM is not installed.
+(files, Redis, object stores) and back, with checksums, deadlines and a breaker. vLLM's own LRU decides what stays in
+the region. vLLM finds ``register`` by its entry point and imports the rest when somebody configures the tier. Importing
+this package imports nothing of vLLM, and works where vLLM is not installed.
 """
 
 from __future__ import annotations

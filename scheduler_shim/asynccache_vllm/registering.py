@@ -15,8 +15,8 @@ from typing import Any
 
 TIER_TYPE = "asynccache"
 TESTED = "0.32.0"
-READ = "0.33.0"
-"""What the interface was compared with, without running it."""
+WITHOUT_ENGINE = "0.33.0"
+"""Under its real ``TieringOffloadingManager``, and in no engine."""
 
 _TIER = "asynccache_vllm.tier"
 _FACTORY = "vllm.v1.kv_offload.tiering.factory"
@@ -92,8 +92,8 @@ def check_installed() -> str:
 def unsuitable(why: str) -> str:
     """The sentence that refuses the vLLM that is installed."""
     return (
-        f"asynccache_vllm does not work with vLLM {check_installed()}: {why}. It was tested with {TESTED}, and has the "
-        f"interface of {READ}"
+        f"asynccache_vllm does not work with vLLM {check_installed()}: {why}. It was tested with {TESTED}, and, "
+        f"without an engine, with {WITHOUT_ENGINE}"
     )
 
 

@@ -6,20 +6,18 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 
 import pytest
 
-from tests.vllm.engine_kit import Models, installed
+from tests.vllm.engine_kit import Models
 
-if installed():
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm
-        import vllm.v1.kv_offload.tiering.spec  # noqa: F401
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+with warnings.catch_warnings(), suppress(ModuleNotFoundError):
+    warnings.simplefilter("ignore")
+    import_module("vllm.v1.kv_offload.tiering.spec")
+    import_module("vllm.plugins").load_general_plugins()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm makes an environment that has it")
+pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
 
 from asynccache_vllm import tier as tiers
 from asynccache_vllm.lookups import MISS_KEPT

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asynccache_vllm.namespace import engine_facts, layout_facts, namespace_of, short, weights_fact, weights_folder
 
 from asynccache.errors import ConfigError
-from asynccache_vllm.namespace import engine_facts, layout_facts, namespace_of, short, weights_fact, weights_folder
 
 Change = Callable[[Any], None]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from asynccache_vllm.options import LOOKUP_TIMEOUT, TierOptions
 
 from asynccache.errors import ConfigError
-from asynccache_vllm.options import LOOKUP_TIMEOUT, TierOptions
 
 
 def test_one_url_is_enough() -> None:

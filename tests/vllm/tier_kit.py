@@ -142,6 +142,8 @@ class Scheduler:
     def reset(self) -> None:
         """Forget what is in host memory, as ``reset_prefix_cache(reset_connector=True)`` does."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33: the workers have nothing under way
+            self.manager.on_reset_flushed()
 
     def shutdown(self) -> None:
         """As the engine's end."""
