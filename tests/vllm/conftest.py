@@ -11,6 +11,8 @@ from importlib import import_module
 
 import pytest
 
+from tests.vllm.engine_kit import Models
+
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 with warnings.catch_warnings(), suppress(ModuleNotFoundError):
     warnings.simplefilter("ignore")
@@ -28,3 +30,9 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     yield caplog
     logger.setLevel(before)
     logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Models for vLLM's engine, and what they answer without any tier."""
+    return Models(tmp_path_factory.mktemp("models"))
