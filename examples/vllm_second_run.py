@@ -75,7 +75,7 @@ def offloading(storage: str) -> dict[str, Any]:
 
 def start(model: Path, storage: str) -> Any:
     """The engine."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.entrypoints.llm import LLM
