@@ -84,7 +84,8 @@ test-vllm-tier: build/vllm/.installed
 
 # A version that has no build for CPUs: its Python over the compiled parts of the other is enough for the manager.
 test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
-	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs $(wildcard tests/vllm/test_tier_*.py)
+	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs \
+	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)

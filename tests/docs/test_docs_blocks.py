@@ -37,7 +37,7 @@ EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
-    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # beside the vLLM that is there; installs nothing of it"),
+    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # beside the vLLM that is there; brings none"),
     ("docs/engines/vllm.md", "from vllm import LLM"),
 }
 # Blocks that are drawings, not code.
