@@ -75,7 +75,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             ConfigError: a value in the tier's entry of ``secondary_tiers`` is unusable, or the weights cannot be known.
             Unavailable: a store cannot be opened now.
         """
-        options = TierOptions.parse(given)
+        options = TierOptions.parse(given).placed(offloading_spec.config.parallel.data_parallel_index)
         chunks, page_bytes = primary_kv_view.shape or (0, 0)
         for wrong in check_stores(options.storage, StoreLayout({"pages": page_bytes}, RECORD_SCHEMA), options.options):
             raise wrong

@@ -287,6 +287,18 @@ def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypat
         assert playing.serve(keys_of(4)) == 0
 
 
+def test_each_data_parallel_replica_can_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    """With one folder for both the second is refused: it belongs to one process."""
+    given = {"storage": f"file:{tmp_path}/kv{{dp_rank}}?capacity=1GiB"}
+    first, second = config(entry(tmp_path, **given)), config(entry(tmp_path, **given))
+    second = replace(second, parallel=replace(second.parallel, data_parallel_index=1, data_parallel_size=2))
+    with scheduler(first) as one, scheduler(second) as other:
+        for playing in (one, other):
+            playing.compute(keys_of(4))
+            playing.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kv0", "kv1"]
+
+
 def test_the_facts_in_the_namespace_are_attributes_that_vllms_configuration_has() -> None:
     """One that vLLM renamed would be equal everywhere."""
     read: set[tuple[type, str]] = set()
