@@ -18,13 +18,21 @@ from asynccache_sglang.options import Options
 
 SUFFIX_BYTES = 16
 
+FORMATS = frozenset(
+    {"auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes",
+     "mistral", "layered", "fastsafetensors"}
+)  # fmt: skip
+"""The ``--load-format``s that read the model's own files."""
+
 
 class Server(NamedTuple):
     """What the server was started with, as far as its pages depend on it. ``sglang``: its version. ``lora``: whether it
-    may have adapters. All others are called as in SGLang's ``ServerArgs``; None: not known."""
+    may have adapters. ``device``: its kind and capability, which decide the form of fp8. All others are called as in
+    SGLang's ``ServerArgs``; None: not known."""
 
     sglang: str
     lora: bool = False
+    device: str | None = None
     model_path: str | None = None
     revision: str | None = None
     download_dir: str | None = None
@@ -37,7 +45,7 @@ class Server(NamedTuple):
     json_model_override_args: str | None = None
 
 
-COMPUTED_WITH = ("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
+COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
                  "json_model_override_args")  # fmt: skip
 """What of a ``Server`` changes the values that the same weights compute."""
 
@@ -79,8 +87,8 @@ def weights(options: Options, server: Server) -> str:
     why = ""
     if model is None:
         why = "the server's model path is not known"
-    elif server.load_format == "dummy" and options.model is None:
-        why = "the server runs with --load-format dummy, so its weights are in no file"
+    elif server.load_format not in {None, *FORMATS} and options.model is None:
+        why = f"the server runs with --load-format {server.load_format}, which does not load the model's own files"
     elif server.lora:
         why = "SGLang's keys name a LoRA adapter by its name and path only, and not by what is in its files"
     else:

@@ -401,10 +401,17 @@ def _server() -> identity.Server:
     except Exception:
         args = None
     if args is None:
-        return identity.Server(sglang.__version__)
+        return identity.Server(sglang.__version__, device=_device())
     lora = bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None))
-    found = [getattr(args, name, None) for name in identity.Server._fields[2:]]
-    return identity.Server(sglang.__version__, lora, *(None if value is None else str(value) for value in found))
+    found = [getattr(args, name, None) for name in identity.Server._fields[3:]]
+    texts = [None if value is None else str(getattr(value, "value", value)) for value in found]
+    return identity.Server(sglang.__version__, lora, _device(), *texts)
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"{'hip' if torch.version.hip else 'cuda'} {torch.cuda.get_device_capability()}"
 
 
 def _is_sharded(name: str, host_pool: Any) -> bool:

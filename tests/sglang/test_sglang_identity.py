@@ -22,6 +22,7 @@ KIND = Kind("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sha
         {"weights": "digest 0"}, {"model_name": "other"}, {"server": SERVER._replace(sglang="0.5.24")},
         {"server": SERVER._replace(quantization="fp8")}, {"server": SERVER._replace(kv_cache_dtype="fp8_e5m2")},
         {"server": SERVER._replace(json_model_override_args='{"rope_theta": 5e5}')},
+        {"server": SERVER._replace(device="hip (9, 4)")},
         {"server": SERVER._replace(quantization_param_path="scales.json")},
         {"server": SERVER._replace(dtype="float16")}, {"server": SERVER._replace(model_impl="transformers")},
         {"shard": SHARD._replace(pp_rank=1)}, {"shard": SHARD._replace(pp_size=2)},
@@ -87,6 +88,7 @@ def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (SERVER._replace(model_path=None), "the server's model path is not known"),
         (SERVER._replace(load_format="dummy"), "--load-format dummy"),
+        (SERVER._replace(load_format="remote_instance"), "--load-format remote_instance"),
         (SERVER._replace(lora=True), "name a LoRA adapter by its name and path only"),
         (SERVER._replace(model_path="/nowhere"), "its weights cannot be read"),
     ],

@@ -25,6 +25,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -282,9 +283,18 @@ def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypat
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(4))
         playing.settle()
+    for name, value in (("get_device_capability", (9, 4)), ("fp8_dtype", "torch.float8_e4m3fnuz")):
+        with monkeypatch.context() as patched, scheduler(_on(patched, name, value, tmp_path)) as playing:
+            assert playing.serve(keys_of(4)) == 0
     monkeypatch.setattr("vllm.__version__", "0.32.1")
     with scheduler(config(entry(tmp_path))) as playing:
         assert playing.serve(keys_of(4)) == 0
+
+
+def _on(patched: pytest.MonkeyPatch, name: str, value: Any, folder: Path) -> Any:
+    """A configuration on a device of which ``name`` says ``value``."""
+    patched.setattr(type(current_platform), name, lambda *_: value)
+    return config(entry(folder))
 
 
 def test_each_data_parallel_replica_can_have_a_folder_of_its_own(tmp_path: Path) -> None:
