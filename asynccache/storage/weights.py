@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -29,6 +30,9 @@ WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 CONFIG = "config.json"
 READERS = 4
 CHUNK = 8 << 20
+WORTH_TELLING = 1 << 30
+
+_log = logging.getLogger(__name__)
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -98,6 +102,8 @@ def _digests(files: Iterable[Path]) -> dict[Path, str]:
     identities = {file: _identity(file) for file in files}
     digests = {file: _blob(file) or remembered.digests.get(identity) for file, identity in identities.items()}
     unknown = [file for file, digest in digests.items() if digest is None]
+    if (size := sum(file.stat().st_size for file in unknown)) >= WORTH_TELLING:
+        _log.info("asynccache: %.1f GiB of weights are read for their digest, once on this machine", size / (1 << 30))
     with ThreadPoolExecutor(READERS) as readers:
         found = dict(zip(unknown, readers.map(_read, unknown), strict=True))
     # A file that was written while it was read is not remembered: its digest is of no file that ever was.
@@ -142,5 +148,10 @@ class _Remembered:
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump(self.digests | found, file)
-            os.replace(file.name, self._path)
+                made = Path(file.name)
+            try:
+                made.write_text(json.dumps(self.digests | found), "utf-8")
+                made.replace(self._path)
+            except BaseException:
+                made.unlink(missing_ok=True)
+                raise

@@ -78,10 +78,8 @@ class Move:
             return
         self._slots = rows.take(len(self.keys) - self.at, until)
         try:
-            if way is Way.OUT:
-                for index, row in zip(self.indices[self.at :], self._slots, strict=False):
-                    source.load(index, rows.memory[row])
-            self._call(pages, way, until)
+            if way is Way.IN or self._loaded(source):
+                self._call(pages, way, until)
         finally:
             if self._future is None:
                 rows.give_back(self._slots)
@@ -120,6 +118,16 @@ class Move:
             )
         except Unavailable as error:
             logger.warning("asynccache: pages of %s are not moved: %s", self.pool.name, error)
+
+    def _loaded(self, source: Copied) -> bool:
+        """Copy the pages into their rows; False if SGLang's pool does not give them: then none of them is moved."""
+        try:
+            for index, row in zip(self.indices[self.at :], self._slots, strict=False):
+                source.load(index, self.pool.rows.memory[row])
+        except Exception:
+            logger.exception("asynccache: SGLang's pool %s did not give its pages", self.pool.name)
+            return False
+        return True
 
     def _saved(self, source: Copied, row: int, index: int) -> Result:
         try:

@@ -138,7 +138,10 @@ class Tensors:
         row[:] = flat_bytes(self._tensors[index].contiguous())
 
     def save(self, row: Bytes, index: int) -> None:
-        flat_bytes(self._tensors[index])[:] = row
+        tensor = self._tensors[index]
+        if not tensor.is_contiguous():  # its flat form is a copy, which nobody would read
+            raise ValueError(f"page {index} is wanted in a tensor that is not contiguous")
+        flat_bytes(tensor)[:] = row
 
 
 def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Copied:

@@ -311,6 +311,11 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
         "capability": None if capability is None else str(capability), "fp8": str(fp8),
     }  # fmt: skip
     facts = {} if engine is None else naming.engine_facts(engine)
+    if engine is None:
+        _log.warning(
+            "asynccache: vLLM's configuration of the engine cannot be found. Its dtype, quantization and overrides are "
+            "not in the key of a chunk: let the namespace %r name them, too", options.namespace,
+        )  # fmt: skip
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
 
 
