@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
-from asynccache.storage import Attached, watch
+from asynccache.storage.tiers import Attached
+from asynccache.storage.watching import watch
 
 if TYPE_CHECKING:
     from asynccache.runtime.poolmap import PoolMap

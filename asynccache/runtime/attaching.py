@@ -20,15 +20,10 @@ from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
 from asynccache.runtime.saving import drain, unsaved
 from asynccache.runtime.together import on_all, together
-from asynccache.storage import (
-    Attached,
-    CheckedStore,
-    StorageBackend,
-    TieredStore,
-    close_unattached,
-    open_attached,
-    store_layout,
-)
+from asynccache.storage import CheckedStore, StorageBackend
+from asynccache.storage.attaching import close_unattached, open_attached
+from asynccache.storage.records import store_layout
+from asynccache.storage.tiers import Attached, TieredStore
 
 if TYPE_CHECKING:
     from asynccache.runtime.machine import Machine

@@ -39,16 +39,10 @@ from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import (
-    CheckedStore,
-    StorageBackend,
-    StoreOptions,
-    TieredStore,
-    completed,
-    open_all,
-    options_of,
-    store_layout,
-)
+from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, completed
+from asynccache.storage.attaching import open_all, options_of
+from asynccache.storage.records import store_layout
+from asynccache.storage.tiers import TieredStore
 
 if TYPE_CHECKING:
     from asynccache.memory.pools import DevicePool
@@ -368,10 +362,10 @@ class AsyncCache:
             ConfigError: the tokens are unusable.
         """
         machine = self._ready()
-        handle = machine.prefetch(machine.space(extra_key), as_key(tokens))
-        if handle.done():
-            handle.claim()
-        return handle
+        prefetch = machine.prefetch(machine.space(extra_key), as_key(tokens))
+        if prefetch.done():
+            prefetch.claim()
+        return PrefetchHandle(prefetch)
 
     def lease(
         self,

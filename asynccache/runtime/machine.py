@@ -39,7 +39,7 @@ from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.lockstep import Lockstep
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.poolmap import PoolMap
-from asynccache.runtime.prefetch import Cut, Held, PrefetchHandle
+from asynccache.runtime.prefetch import Cut, Held, Prefetch, PrefetchHandle, prefetch_of
 from asynccache.runtime.readiness import Readiness
 from asynccache.runtime.recorded import recorded
 from asynccache.runtime.stages.backlog import Backlog
@@ -52,7 +52,7 @@ from asynccache.runtime.stages.retire import RetireStage
 from asynccache.runtime.stats import Meter, StageStats
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.storage import Attached, TieredStore
+from asynccache.storage.tiers import Attached, TieredStore
 
 Task = asyncio.Task[object]
 OnEvent = Callable[[Notice], None]
@@ -161,7 +161,13 @@ class Machine:
             self.lockstep.storage_is_late = late
 
     def _tell_late(self, late: bool) -> None:
-        self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
+        """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are
+        told that are told why."""
+        try:
+            self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
+        except Exception:
+            if self.driver.closed is None:
+                raise
 
     # tasks
 
@@ -248,10 +254,9 @@ class Machine:
         if self.draining:
             raise CacheClosed("the cache is closing")
 
-    def own(self, handle: PrefetchHandle) -> None:
-        """Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
-        if not checks.instance("prefetch", handle, PrefetchHandle).belongs_to(self.claims):
-            raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
+    def own(self, handle: PrefetchHandle) -> Prefetch:
+        """Its prefetch. Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
+        return prefetch_of(handle, self.claims)
 
     def check_states(self, states: object) -> int:
         """``states`` as a count of MAMBA slots.
@@ -325,10 +330,10 @@ class Machine:
         for name, pool in self.mover.host_pools.items():
             attached.store.register(name, pool.memory)
 
-    def prefetch(self, space: bytes, key: bytes) -> PrefetchHandle:
-        """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
+    def prefetch(self, space: bytes, key: bytes) -> Prefetch:
+        """One whose work has begun, or that is over already because there is nothing worth fetching."""
         match = self.driver.unlocked(self.core.match, space, key)
-        handle = PrefetchHandle(
+        handle = Prefetch(
             space, key, Chain(space, self.config.page_size), Held(match.device, match.host), self.loop.time(),
             self.driver.prefetch_line.ticket(), self.check_thread, self.claims, self.driver.turns.wake,
         )  # fmt: skip
@@ -352,18 +357,18 @@ class Machine:
             return False
         return self.store.is_away(self.pools.key(self.pools.lead[-1].name, space))
 
-    def deadline(self, handle: PrefetchHandle) -> float:
+    def deadline(self, handle: Prefetch) -> float:
         """When the timeout policy stops ``handle``, in the loop's time."""
         config = self.config
         thousands = len(handle.key) / TOKEN_BYTES / 1024
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
-    def late(self, handle: PrefetchHandle) -> bool:
+    def late(self, handle: Prefetch) -> bool:
         """Whether ``handle`` has had the time that the policy gives it."""
         return self.config.prefetch_policy is PrefetchPolicy.TIMEOUT and self.loop.time() >= self.deadline(handle)
 
-    def may_stop(self, handle: PrefetchHandle) -> bool:
+    def may_stop(self, handle: Prefetch) -> bool:
         """Whether the policy lets a lease stop ``handle`` now."""
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             return self.lockstep is None and self.late(handle)  # several ranks stop it where they agree on the time

@@ -16,7 +16,8 @@ from asynccache.config import PoolSpec
 from asynccache.core.plan import Move
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.hashing import HASH_BYTES
-from asynccache.storage import PageKey, pool_digest, storage_key
+from asynccache.storage import PageKey
+from asynccache.storage.records import pool_digest, storage_key
 
 SLOT_BYTES = 4
 FULL = int(ComponentKind.FULL)

@@ -13,7 +13,7 @@ from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import announcing
 from asynccache.runtime.poolmap import PoolMap
-from asynccache.storage import pool_digest, store_layout
+from asynccache.storage.records import pool_digest, store_layout
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 
 ALL, TRAILING = HitPolicy

@@ -26,7 +26,7 @@ from asynccache.cli.serving import Server
 from asynccache.cli.session import Session, loop_factory
 from asynccache.cli.tally import Tally
 from asynccache.runtime.machine import Machine
-from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.prefetch import Prefetch
 from asynccache.storage import Breaker, BreakerState, Permit
 
 COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
@@ -60,7 +60,7 @@ class Moments:
                 self.changes.append(time.monotonic())
             return enter(breaker, state)
 
-        def fetching(machine: Machine, space: bytes, key: bytes) -> PrefetchHandle:
+        def fetching(machine: Machine, space: bytes, key: bytes) -> Prefetch:
             handle = prefetch(machine, space, key)
             self.fetched += bool(len(self.changes) % 2) and not handle.done()
             return handle

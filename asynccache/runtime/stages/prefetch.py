@@ -19,7 +19,7 @@ from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.line import Place
 from asynccache.runtime.poolmap import PoolMap
-from asynccache.runtime.prefetch import PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.prefetch import Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.stages.fetch import Fetch, Store
 from asynccache.runtime.stats import Meter
 
@@ -33,7 +33,7 @@ class PrefetchStage:
 
     def __init__(
         self, driver: Driver, store: Store, pools: PoolMap, threshold: int, spawn: Spawn, clock: Callable[[], float],
-        late: Callable[[PrefetchHandle], bool],
+        late: Callable[[Prefetch], bool],
     ) -> None:  # fmt: skip
         self._driver = driver
         self._store = store
@@ -43,7 +43,7 @@ class PrefetchStage:
         self._clock = clock
         self._late = late
         self._fetches: dict[int, Fetch] = {}
-        self.handles: dict[PrefetchHandle, None] = {}  # in order of their arrival: the same on every rank
+        self.handles: dict[Prefetch, None] = {}  # in order of their arrival: the same on every rank
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = Meter()
         self.completions = Completions(driver)
@@ -59,14 +59,14 @@ class PrefetchStage:
         """The fetches under way."""
         return tuple(self._fetches)
 
-    def start(self, handle: PrefetchHandle) -> None:
+    def start(self, handle: Prefetch) -> None:
         """Begin to serve ``handle``."""
         self.handles[handle] = None
         handle.began = self._clock()
         if self._spawn(self._driver.turns.play(partial(self._serve, handle)), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
-    def skip(self, handle: PrefetchHandle, reason: str) -> None:
+    def skip(self, handle: Prefetch, reason: str) -> None:
         """End ``handle`` before it began."""
         self.outcomes[PrefetchStatus.SKIPPED] += 1
         handle.finish(PrefetchStatus.SKIPPED, reason)
@@ -76,7 +76,7 @@ class PrefetchStage:
         for handle in self.handles:
             handle.fail(error)
 
-    async def _serve(self, handle: PrefetchHandle) -> None:
+    async def _serve(self, handle: Prefetch) -> None:
         try:
             status, reason = await self._work(handle)
         except BaseException:
@@ -84,7 +84,7 @@ class PrefetchStage:
             raise
         self._finish(handle, status, reason)
 
-    def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
+    def _finish(self, handle: Prefetch, status: PrefetchStatus, reason: str) -> None:
         self.meter.took(self._clock() - handle.began)
         if status is PrefetchStatus.CANCELLED:
             handle.unclaim()
@@ -96,7 +96,7 @@ class PrefetchStage:
         self.outcomes[handle.result.status] += 1
         self._driver.line.wake()  # the head may try loads now, and nothing need have been given back
 
-    async def _work(self, handle: PrefetchHandle) -> tuple[PrefetchStatus, str]:
+    async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
             answer = await self._open(handle)
             if isinstance(answer, Skip):
@@ -113,13 +113,13 @@ class PrefetchStage:
             return PrefetchStatus.CANCELLED, ""
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
-    def _came_meanwhile(self, handle: PrefetchHandle) -> None:
+    def _came_meanwhile(self, handle: Prefetch) -> None:
         """What there was nothing left to fetch of was fetched for somebody else between arrival and now."""
         host = self._driver.unlocked(self._driver.core.match, handle.space, handle.key).host
         if host > handle.arrival.host:
             handle.reach(host)
 
-    async def _own(self, handle: PrefetchHandle, fetch: Fetch) -> None:
+    async def _own(self, handle: Prefetch, fetch: Fetch) -> None:
         """See the fetch through, for everybody who shares it: also when its own handle does not want it any more."""
         try:
             await fetch.run(handle.chain, handle.key)
@@ -131,7 +131,7 @@ class PrefetchStage:
                 sharer.fetch = None
         self.meter.count(1, 0, 0, 0)
 
-    async def _share(self, handle: PrefetchHandle, op: int) -> None:
+    async def _share(self, handle: Prefetch, op: int) -> None:
         """Wait for somebody else's fetch, or until this handle wants no more of it."""
         fetch = self._fetches.get(op)
         if fetch is None:
@@ -140,7 +140,7 @@ class PrefetchStage:
         while op in self._driver.ops and handle.wish is not Wish.CANCEL:
             await self._asleep(handle, (op,))
 
-    async def _open(self, handle: PrefetchHandle) -> Opened | Join | Skip | None:
+    async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
         """Ask the core until it answers; None if the wish changed first."""
         line = self._driver.prefetch_line
         place: Place | None = None
@@ -168,7 +168,7 @@ class PrefetchStage:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: PrefetchHandle, begin: Begin) -> Opened | Join | Skip | Wait:
+    def _try(self, handle: Prefetch, begin: Begin) -> Opened | Join | Skip | Wait:
         """Under the lock, with no await."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
         if isinstance(answer, (Opened, Wait)):
@@ -183,7 +183,7 @@ class PrefetchStage:
             self._fetches[answer.op] = fetch
         return answer
 
-    def _give_way(self, handle: PrefetchHandle, place: Place | None, answer: Wait) -> Place | None:
+    def _give_way(self, handle: Prefetch, place: Place | None, answer: Wait) -> Place | None:
         """In line for what anybody may free; out of it while waiting for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
@@ -195,7 +195,7 @@ class PrefetchStage:
             line.leave(place)
         return None
 
-    async def _asleep(self, handle: PrefetchHandle, ops: tuple[int, ...]) -> None:
+    async def _asleep(self, handle: Prefetch, ops: tuple[int, ...]) -> None:
         """Return when one of ``ops`` has ended or the wish has changed."""
         waiter = self._driver.ops.watch(ops)
         if waiter is None:
@@ -207,7 +207,7 @@ class PrefetchStage:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: PrefetchHandle, place: Place, until: float) -> bool:
+    async def _in_line(self, handle: Prefetch, place: Place, until: float) -> bool:
         """Return when it was woken, or the wish has changed; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
@@ -219,7 +219,7 @@ class PrefetchStage:
         return True
 
 
-def _status(handle: PrefetchHandle, fetch: Fetch) -> PrefetchStatus:
+def _status(handle: Prefetch, fetch: Fetch) -> PrefetchStatus:
     if handle.wish is Wish.CANCEL:
         return PrefetchStatus.CANCELLED
     if not fetch.end:
