@@ -13,12 +13,13 @@ Laws:
   again, also not for the next slice of one that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
+flight), ``draining``, ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -73,7 +74,8 @@ class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
 
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
-    its own, the core bounds the operations in flight. ``closed``: why every call is refused, once the cache is closed.
+    its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
+    no new requests. ``closed``: why every call is refused, once the cache is closed.
     ``broken``: whether the core's books may be wrong.
     """
 
@@ -86,6 +88,7 @@ class Driver:
         self.ops = Operations(turns)
         self.line = Line(turns)
         self.prefetch_line = Line(turns)
+        self.draining = False
         self.closed: CacheClosed | None = None
         self.broken = False
         self.scheduler: asyncio.Task[Any] | None = None
@@ -99,6 +102,7 @@ class Driver:
         self._sinks: dict[type, Sink] = {}
         self.at_step: Callable[[], Awaitable[None]] = _nothing
         self.on_failure: Callable[[BaseException], None] = self.close
+        self._thread = threading.get_ident()
         core.world.may_split = False
 
     def __repr__(self) -> str:
@@ -408,6 +412,20 @@ class Driver:
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
         return error
+
+    def check_thread(self) -> None:
+        """Raises ``RuntimeError`` in any thread but the loop's."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
+
+    def check_ready(self) -> None:
+        """Whether a new call may be made. Raises ``CacheClosed`` if the cache is closed or about to be, and
+        ``RuntimeError`` in another thread."""
+        self.check_thread()
+        if self.closed is not None:
+            self.refuse()
+        if self.draining:
+            raise CacheClosed("the cache is closing")
 
     def check_open(self) -> None:
         """Raise why the cache is closed, if it is."""

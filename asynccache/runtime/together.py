@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from asynccache.errors import BackendError
 from asynccache.ranks import Ballot
 from asynccache.runtime.driver import Driver
-from asynccache.storage import settled
+from asynccache.settle import settled
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from asynccache.settle import completed, settled
 from asynccache.storage.attaching import close_unattached, open_all, open_attached, options_of
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import CheckedStore
@@ -33,7 +34,6 @@ from asynccache.storage.records import (
     verify,
 )
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
-from asynccache.storage.settle import completed, settled
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
 from asynccache.storage.watching import Reporting, Tell, Watchable, watch

@@ -25,7 +25,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.testing.simulated_backend import HONEST, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
-from tests.runtime.runtime_kit import PAGE, compute, machine, serve, settings, settled, text, turns
+from tests.runtime.runtime_kit import PAGE, compute, parts, serve, settings, settled, text, turns
 
 CORE = core_module.__file__.removesuffix("cache.py")
 POOLS = ("full", "swa")
@@ -184,9 +184,9 @@ async def look(cache: AsyncCache) -> str:
             await serve(cache, text(2, 70))
         return "closed" if "Injected" in cache.closed else f"closed without a reason: {cache.closed}"
     try:
-        machine(cache).claims.drop_all()
+        parts(cache).claims.drop_all()
         await settled(cache)
-        check(machine(cache).core, idle=True)
+        check(parts(cache).core, idle=True)
         for _ in range(2):
             await serve(cache, text(4, 70), POOLS)
     except Exception as error:
@@ -252,7 +252,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
         raise Injected("between two slices")
 
     cache = await AsyncCache(settings()).__aenter__()
-    driver = machine(cache).driver
+    driver = parts(cache).driver
     slices = asyncio.ensure_future(driver.transact(call))
     await turns(1)
     with pytest.raises(Injected):
@@ -260,7 +260,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
     with pytest.raises(CacheClosed, match="between two slices"):
         await slices
     assert asked == 1
-    machine(cache).driver.core = machine(cache).core = None  # type: ignore[assignment]  # whoever asks fails
+    parts(cache).driver.core = parts(cache).core = None  # type: ignore[assignment]  # whoever asks fails
     report = await cache.aclose()
     assert isinstance(report.error, Injected)
     assert report[:2] == (0, 0)

@@ -13,11 +13,11 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime.poolmap import PoolMap
+from asynccache.runtime import fetching as fetch
 from asynccache.runtime.prefetch import Wish
-from asynccache.runtime.stages import fetch
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
+from asynccache.worker.poolmap import PoolMap
 from tests.runtime.runtime_kit import settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
