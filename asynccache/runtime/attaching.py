@@ -158,7 +158,7 @@ class Stores:
 
     async def _save(self, deadline: float) -> None:
         try:
-            async with asyncio.timeout(None if self._driver.turns.lockstep else deadline):  # clocks differ
+            async with asyncio.timeout(None if self._driver.lockstep else deadline):  # clocks differ
                 await drain(self._driver)
         except TimeoutError:
             pass  # what is returned says what that leaves

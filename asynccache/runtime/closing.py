@@ -93,7 +93,7 @@ class Saving:
         handles = tuple(self._prefetching.handles)
         self._prefetching.cancel()
         for handle in handles:
-            while self._driver.turns.lockstep and not handle.done():
+            while self._driver.lockstep and not handle.done():
                 await self._driver.step()
             await handle
         self._claims.drop_all()

@@ -64,11 +64,6 @@ class Door:
             raise ConfigError(f"states={count}: there are no recurrent states in this cache")
         return count
 
-    def let_in(self, holder: object) -> None:
-        """``holder`` holds something from now on, on behalf of the current task."""
-        task = asyncio.current_task()
-        self.holders[holder] = None if task is None else weakref.ref(task)
-
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether ``task`` holds a lease. Asked by those who are about to wait; so it may look at all of them."""
         return any(holder is not None and holder() is task for holder in self.holders.values())

@@ -76,13 +76,14 @@ class Driver:
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
     its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
     no new requests. ``closed``: why every call is refused, once the cache is closed.
-    ``broken``: whether the core's books may be wrong.
+    ``broken``: whether the core's books may be wrong. ``lockstep``: whether there are several ranks.
     """
 
     def __init__(self, core: CacheCore, agreement: Agreement) -> None:
         self.core = core
         self.agreement = agreement
         self.turns = turns = agreement.turns
+        self.lockstep = turns.lockstep
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations(turns)
@@ -120,7 +121,7 @@ class Driver:
     def post(self, outcome: Outcome) -> None:
         """An operation's I/O has let go; the next one to take the lock applies it, or, with several ranks, the step in
         which all have said so."""
-        if self.turns.lockstep:
+        if self.lockstep:
             self.agreement.report((outcome,))
         else:
             self.acks.put_nowait(outcome)
@@ -226,7 +227,7 @@ class Driver:
 
     def _nudge(self) -> None:
         """Have the ack task take the lock and follow up, if nobody else comes first."""
-        if not self._nudged and not self.turns.lockstep:
+        if not self._nudged and not self.lockstep:
             self._nudged = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
@@ -253,14 +254,14 @@ class Driver:
             try:
                 await self._step()
             except asyncio.CancelledError:
-                if self.turns.lockstep and self.closed is None:  # what the others did in it this rank has not done
+                if self.lockstep and self.closed is None:  # what the others did in it this rank has not done
                     self.on_failure(RankFailure(self._cut))
                 raise
 
     def _check_turn(self) -> None:
         if self._last and asyncio.current_task() is not self.scheduler:
             raise CacheClosed("the cache is closing")
-        if self.turns.lockstep and self._one_step.locked():
+        if self.lockstep and self._one_step.locked():
             raise RuntimeError("step: another task of this rank is in a step; one task calls the cache")
 
     async def step_last(self, cut: str) -> None:
@@ -287,7 +288,7 @@ class Driver:
 
     def stepping(self) -> bool:
         """Whether this task is the one that steps: then waiting is stepping, and nobody else would."""
-        return self.turns.lockstep and asyncio.current_task() is self.scheduler
+        return self.lockstep and asyncio.current_task() is self.scheduler
 
     async def ended(self, ops: Sequence[int]) -> None:
         """Return when one of ``ops`` has ended. Cancelling it stops the waiting and nothing else."""

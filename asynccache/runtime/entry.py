@@ -61,7 +61,7 @@ def checked_terms(
         door.prefetching.own(prefetch)
     if timeout is not None:
         timeout = number("timeout", timeout, 0)
-        if door.driver.turns.lockstep:
+        if door.driver.lockstep:
             raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
     if states is not None:
         states = door.check_states(states)

@@ -220,7 +220,7 @@ class Fetch:
         """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got. One rank takes slots batch by
         batch, as it goes; several take them all when they have agreed."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
-        some = last if self._driver.turns.lockstep else _batch(self._pools.lead)
+        some = last if self._driver.lockstep else _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
             wanted = min(some, last - page)
             slots = await self._take_full(wanted, last - page - wanted)
@@ -305,7 +305,7 @@ class Fetch:
 
     async def _commit(self, end: int) -> None:
         commit = partial(self._try_to_commit, end)
-        if not self._driver.turns.lockstep:
+        if not self._driver.lockstep:
             await self._completions.committed(commit)
             return
         while blockers := await self._commit_in_turn(commit):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
+import weakref
 from concurrent.futures import Future as ThreadFuture
 from contextlib import suppress
 from enum import Enum
@@ -109,7 +110,7 @@ class Lease:
         self._publishing: Publishing | None = None
         self._waiting: WaitingEntry | None = None
         self._entering: asyncio.Task[object] | None = None
-        if parts.driver.turns.lockstep and terms.wait:
+        if parts.driver.lockstep and terms.wait:
             self._stand_in_line()
 
     def _stand_in_line(self) -> None:
@@ -188,14 +189,15 @@ class Lease:
         self._leave()
 
     def _leave(self) -> None:
-        if not self._parts.driver.turns.lockstep or self._parts.driver.stepping():
+        if not self._parts.driver.lockstep or self._parts.driver.stepping():
             self.release()
 
     def _granted(self, grant: Grant) -> None:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        self._parts.door.let_in(grant.lease)
+        task = asyncio.current_task()
+        self._parts.door.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -221,7 +223,7 @@ class Lease:
         """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
         what it holds. Several ranks collect garbage at different times, and keep it."""
         parts = self._parts
-        if self._state is not HELD or parts.driver.turns.lockstep or parts.driver.closed is not None:
+        if self._state is not HELD or parts.driver.lockstep or parts.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
@@ -509,7 +511,7 @@ class Lease:
         self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _one_rank(self, call: str) -> None:
-        if self._parts.driver.turns.lockstep:
+        if self._parts.driver.lockstep:
             raise RuntimeError(f"{call}: of several ranks only the task that steps may call, in one order on all")
 
     def _release_soon(self, after: object | None, ended: bool) -> None:

@@ -112,7 +112,7 @@ class Prefetching:
     def may_stop(self, handle: PrefetchHandle) -> bool:
         """Whether the policy lets a lease stop ``handle`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
-            return not self._driver.turns.lockstep and self.late(handle)  # ranks stop it where they agree on the time
+            return not self._driver.lockstep and self.late(handle)  # ranks stop it where they agree on the time
         return self.policy is PrefetchPolicy.BEST_EFFORT
 
     # those under way
@@ -129,7 +129,7 @@ class Prefetching:
 
     def _storage_is_away(self, space: bytes) -> bool:
         """One rank alone must not leave out what the others do."""
-        return not self._driver.turns.lockstep and self._worker.is_away(space)
+        return not self._driver.lockstep and self._worker.is_away(space)
 
     def _start(self, handle: PrefetchHandle) -> None:
         self.handles[handle] = None

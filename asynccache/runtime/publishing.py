@@ -132,7 +132,7 @@ class Publishing:
         driver, batches = self._publisher.driver, not_over(*self._ready, after)
         self._publisher.engine.fence(self._core, *batches)
         retire = bool(batches)
-        if driver.turns.lockstep:  # a batch may be over on one rank and not yet on another
+        if driver.lockstep:  # a batch may be over on one rank and not yet on another
             retire = after is not None or bool(self._ready)
         plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=retire)
         driver.perform(plan, self._retiring)

@@ -96,6 +96,8 @@ class Worker(Protocol):
 
     layers: int
     """How many the model has."""
+    has_stores: bool
+    """Whether any store is used. It is asked for every lease."""
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
@@ -187,10 +189,6 @@ class Worker(Protocol):
         """Whether there is a host tier, which stores need."""
         ...
 
-    @property
-    def has_stores(self) -> bool:
-        """Whether any store is used."""
-        ...
 
     @property
     def stores(self) -> tuple[StoreEntry, ...]:

@@ -124,6 +124,7 @@ class LocalWorker:
         self.mover = mover
         self.layers = mover.layers
         self.takes_stores = takes_stores
+        self.has_stores = bool(stores.tiers)
         self._device = device
         self._own_device = own_device
         self._map = pools
@@ -140,9 +141,7 @@ class LocalWorker:
         self.flush = stores.tiers.flush
         self.find_store = stores.find
         self.open_store = stores.open
-        self.use_store = stores.use
         self.drop_store = stores.drop
-        self.leave_store = stores.leave
         self.close_store = stores.close
         self.unwatch_store = stores.unwatch
 
@@ -228,14 +227,19 @@ class LocalWorker:
         return self._tiers.shut
 
     @property
-    def has_stores(self) -> bool:
-        """See ``Worker``."""
-        return bool(self._tiers)
-
-    @property
     def stores(self) -> tuple[StoreEntry, ...]:
         """See ``Worker``."""
         return self._stores.entries
+
+    def use_store(self, number: int, position: int | None) -> None:
+        """See ``Worker``."""
+        self._stores.use(number, position)
+        self.has_stores = True
+
+    def leave_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._stores.leave(number)
+        self.has_stores = bool(self._tiers)
 
     def watch_store(self, number: int) -> None:
         """See ``Worker``."""

@@ -186,7 +186,7 @@ async def test_ranks_find_garbage_at_different_times_and_keep_what_it_holds(monk
         lease = await cache.lease(text(8)).__aenter__()
         with warnings.catch_warnings(), monkeypatch.context() as patched:
             warnings.simplefilter("error")
-            patched.setattr(parts(cache).driver.turns, "lockstep", True)
+            patched.setattr(parts(cache).driver, "lockstep", True)
             del lease
             gc.collect()
             await turns()
