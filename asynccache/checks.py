@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from dataclasses import fields
 from enum import Enum
 from math import isfinite
@@ -80,10 +80,10 @@ def number(
     found = value if type(value) is float else _real(name, value)
     if not isfinite(found):
         raise _refused(name, value, "must be a finite number")
-    unmet = Bounds(minimum, maximum, above).unmet(found)
-    if unmet:
-        raise _refused(name, value, unmet)
-    return found
+    low, high = minimum is None or found >= minimum, maximum is None or found <= maximum
+    if low and high and (above is None or found > above):
+        return found
+    raise _refused(name, value, Bounds(minimum, maximum, above).unmet(found))
 
 
 def flag(name: str, value: object) -> bool:
@@ -119,6 +119,26 @@ def text(name: str, value: object, *, empty: bool = True) -> str:
     except UnicodeEncodeError:
         raise _refused(name, value, "is no text that has UTF-8") from None
     return value if type(value) is str else str.__str__(value)
+
+
+def integers(name: str, value: object) -> list[int]:
+    """``value``, a list or tuple of integers, as a list of ``int``.
+
+    Raises:
+        ConfigError: it is no such row.
+    """
+    row = instance(name, value, (list, tuple))
+    return list(row) if set(map(type, row)) <= {int} else [integer(name, one) for one in row]
+
+
+def names(name: str, value: object) -> tuple[str, ...]:
+    """``value``, a list, tuple, set or the keys of a mapping, all of them texts.
+
+    Raises:
+        ConfigError: it is no such collection.
+    """
+    kinds = (list, tuple, set, frozenset, Mapping, KeysView)
+    return tuple(text(name, one) for one in instance(name, value, kinds))
 
 
 def texts(name: str, value: object) -> dict[str, str]:

@@ -38,11 +38,11 @@ from asynccache.storage import (
     Result,
     StoreLayout,
     backend_class,
-    header_of,
     parse_size,
     parse_url,
     take_options,
 )
+from asynccache.storage.records import header_of
 
 __all__ = ["add_arguments", "run", "table"]
 

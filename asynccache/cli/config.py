@@ -123,7 +123,8 @@ def _storage_problems(loaded: Loaded) -> Iterator[str]:
 def _wrong_stores(config: CacheConfig) -> list[ConfigError]:
     if not config.stores:
         return []
-    from asynccache.storage import check_stores, store_layout  # loads what reads and writes pages
+    from asynccache.storage import check_stores
+    from asynccache.storage.records import store_layout
 
     return check_stores(config.stores, store_layout(config.pools()), config.storage_options)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asynccache.config import CacheConfig
 from asynccache.memory.faults import Faults
-from asynccache.storage import StorageBackend, backend_class, parse_url, store_layout, take_options
+from asynccache.storage import StorageBackend, backend_class, parse_url, take_options
+from asynccache.storage.records import store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 
 

@@ -31,8 +31,8 @@ from asynccache.storage import (
     StoreLayout,
     open_store,
     parse_url,
-    verify,
 )
+from asynccache.storage.records import verify
 from asynccache.storage.scrub import in_time, pause, scrub_listed, within
 
 PROBES = 5

@@ -116,9 +116,7 @@ class Explaining:
         kind, size = self._world.components[limit].kind, self._size
         if kind is ComponentKind.MAMBA:
             return kind, f"no state is kept at any position from {(end + 1) * size} to {full * size}"
-        hole = next((node for node in reversed(path) if self._lacks(node, limit) and node.end > end), None)
-        if hole is None or hole.parent is None:
-            return kind, f"no window is whole between {end * size} and {full * size}"
+        hole = next(node for node in reversed(path) if node.end > end and self._lacks(node, limit))
         return kind, f"a window that ends beyond {end * size} needs what is gone of {self._span(hole, full)}"
 
     def _span(self, node: Node, full: int) -> str:

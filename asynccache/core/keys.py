@@ -35,12 +35,10 @@ def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) 
     low, high = 0, min(stop - at, len(other)) // page_bytes
     if key.startswith(other[: high * page_bytes], at):
         return high
-    while low + 1 < high:
+    while low + 1 < high:  # the first ``low`` are common, the first ``high`` are not
         middle = (low + high) // 2
         if key.startswith(other[low * page_bytes : middle * page_bytes], at + low * page_bytes):
             low = middle
         else:
             high = middle
-    if low < high and key.startswith(other[low * page_bytes : high * page_bytes], at + low * page_bytes):
-        return high
     return low

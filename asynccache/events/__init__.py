@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any
 from asynccache.events.notices import Notice, Opened, StorageReport
 
 if TYPE_CHECKING:
-    from asynccache.events.announcer import Announcer
     from asynccache.events.mirror import Mirror
     from asynccache.events.publisher import ZmqPublisher
     from asynccache.events.subscriber import Received, Subscriber
     from asynccache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Layout
 
 __all__ = [
-    "AllBlocksCleared", "Announcer", "BlockRemoved", "BlockStored", "EventBatch", "Layout", "Mirror", "Notice",
-    "Opened", "Received", "StorageReport", "Subscriber", "ZmqPublisher",
+    "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "Layout", "Mirror", "Notice", "Opened",
+    "Received", "StorageReport", "Subscriber", "ZmqPublisher",
 ]  # fmt: skip
 
 _LAZY = {
-    "AllBlocksCleared": "wire", "Announcer": "announcer", "BlockRemoved": "wire", "BlockStored": "wire",
-    "EventBatch": "wire", "Layout": "wire", "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber",
-    "ZmqPublisher": "publisher",
+    "AllBlocksCleared": "wire", "BlockRemoved": "wire", "BlockStored": "wire", "EventBatch": "wire", "Layout": "wire",
+    "Mirror": "mirror", "Received": "subscriber", "Subscriber": "subscriber", "ZmqPublisher": "publisher",
 }  # fmt: skip
 
 

@@ -8,7 +8,10 @@ from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, B
 
 
 class Mirror:
-    """``blocks[medium]``: hashes on GPU, CPU and STORAGE, as far as the events that were applied tell."""
+    """``blocks[medium]``: hashes on GPU, CPU and STORAGE, as far as the events that were applied tell.
+
+    Events are values: what they hold is looked at where it is taken up, here, and where they are read from the wire.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium.value: set() for medium in Medium}
@@ -17,12 +20,27 @@ class Mirror:
         return f"Mirror({', '.join(f'{medium} {len(held)}' for medium, held in self.blocks.items())})"
 
     def apply(self, batch: EventBatch) -> None:
-        """Take note of one batch."""
-        for event in batch.events:
-            self.note(event)
+        """Take note of one batch.
+
+        Raises:
+            ConfigError: it is no batch, or one of its events is unusable; then none of them was noted.
+        """
+        events = checks.instance("batch: events", checks.instance("batch", batch, EventBatch).events, (list, tuple))
+        for event in events:
+            _check("batch: events", event)
+        for event in events:
+            self._note(event)
 
     def note(self, event: BlockEvent) -> None:
-        """Take note of one event."""
+        """Take note of one event.
+
+        Raises:
+            ConfigError: it is no event, or what it says of blocks and medium is unusable.
+        """
+        _check("event", event)
+        self._note(event)
+
+    def _note(self, event: BlockEvent) -> None:
         match event:
             case BlockStored():
                 self.blocks.setdefault(event.medium or "GPU", set()).update(event.block_hashes)
@@ -33,7 +51,20 @@ class Mirror:
                     held.clear()
 
     def prefix(self, hashes: list[int], medium: str = "GPU") -> int:
-        """How many of ``hashes``, a prompt's blocks from its start, are on ``medium``."""
+        """How many of ``hashes``, a prompt's blocks from its start, are on ``medium``.
+
+        Raises:
+            ConfigError: they are no list of integers, or there is no such medium.
+        """
+        hashes = checks.integers("hashes", hashes)
         checks.choice("medium", medium, self.blocks)
         held = self.blocks[medium]
         return next((i for i, block in enumerate(hashes) if block not in held), len(hashes))
+
+
+def _check(name: str, event: BlockEvent) -> None:
+    checks.instance(name, event, (BlockStored, BlockRemoved, AllBlocksCleared))
+    if not isinstance(event, AllBlocksCleared):
+        checks.integers(f"{name}: block_hashes", event.block_hashes)
+        if event.medium is not None:
+            checks.text(f"{name}: medium", event.medium)

@@ -25,13 +25,15 @@ from asynccache import checks
 from asynccache.core.plan import Cleared, Publish
 from asynccache.errors import ConfigError
 from asynccache.events.announcer import Announcer
-from asynccache.events.notices import Notice
+from asynccache.events.notices import Notice, Opened, StorageReport
 from asynccache.events.wire import AllBlocksCleared, BlockEvent, Encoder, EventBatch, Layout
 
 END = (-1).to_bytes(8, "big", signed=True)
 BATCH_EVENTS = 1024
 MOST_KEPT = 1 << 30
 MOST_GATHER = 60.0
+
+_NOTICES = (Publish, Cleared, StorageReport, Opened)
 
 
 class PublisherStats(NamedTuple):
@@ -120,7 +122,12 @@ class ZmqPublisher:
         return f"ZmqPublisher({self.endpoint!r}, {self._number} batches, {len(self._backlog)} notices wait)"
 
     def __call__(self, notice: Notice) -> None:
-        """Publish this soon. Never blocks, never raises."""
+        """Publish this soon. Never blocks, and raises for nothing that a cache tells.
+
+        Raises:
+            ConfigError: it is no notice.
+        """
+        checks.instance("notice", notice, _NOTICES)
         if self._closing or self.error is not None:
             self._lost += 1
             return

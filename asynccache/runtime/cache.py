@@ -299,10 +299,10 @@ class AsyncCache:
             ConfigError: the tokens are unusable.
         """
         parts = self._ready()
-        handle = parts.prefetching.begin(parts.namespaces.space(extra_key), as_key(tokens))
-        if handle.done():
-            handle.claim()
-        return handle
+        prefetch = parts.prefetching.begin(parts.namespaces.space(extra_key), as_key(tokens))
+        if prefetch.done():
+            prefetch.claim()
+        return PrefetchHandle(prefetch)
 
     def lease(
         self,

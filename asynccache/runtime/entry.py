@@ -20,7 +20,7 @@ from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
 from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Held, PrefetchHandle, Wish
+from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     tokens: Tokens
     new_tokens: int = 0
     extra_key: str | bytes | None = None
-    prefetch: PrefetchHandle | None = None
+    prefetch: Prefetch | None = None
     wait: bool = True
     timeout: float | None = None
     states: int | None = None
@@ -57,8 +57,7 @@ def checked_terms(
     """
     if extra_key is not None:
         namespace("extra_key", extra_key)
-    if prefetch is not None:
-        door.prefetching.own(prefetch)
+    own = None if prefetch is None else door.prefetching.own(prefetch)
     if timeout is not None:
         timeout = number("timeout", timeout, 0)
         if door.driver.lockstep:
@@ -70,7 +69,7 @@ def checked_terms(
     if swa_chunk is not None:
         swa_chunk = integer("swa_chunk", swa_chunk, 1)
     return Terms(
-        tokens, integer("new_tokens", new_tokens, 0), extra_key, prefetch, flag("wait", wait), timeout, states, chunk,
+        tokens, integer("new_tokens", new_tokens, 0), extra_key, own, flag("wait", wait), timeout, states, chunk,
         swa_chunk, flag("shorter", shorter),
     )  # fmt: skip
 
@@ -181,7 +180,7 @@ class Entry:
             if self._own_handle:
                 self.handle.give_up()
 
-    async def _beside(self, handle: PrefetchHandle) -> None:
+    async def _beside(self, handle: Prefetch) -> None:
         policy = self._door.prefetching.policy
         if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
             return
@@ -208,7 +207,7 @@ class Entry:
             elif self._place is not None:
                 await self._line.woken(self._place)
 
-    async def _stopped(self, handle: PrefetchHandle) -> None:
+    async def _stopped(self, handle: Prefetch) -> None:
         """Return when ``handle``, which was told to stop, has ended, or this lease has given it up: at once if the
         store is away, or those in line would wait for one call that hangs after the other."""
         try:
@@ -226,7 +225,7 @@ class Entry:
             return await self._probe(self.handle)
         return await self._try(granted)
 
-    async def _probe(self, handle: PrefetchHandle) -> Turn:
+    async def _probe(self, handle: Prefetch) -> Turn:
         """Could the pages be granted? Then the prefetch has had its time."""
         if not self._wait:
             if self._door.prefetching.may_stop(handle):

@@ -23,7 +23,7 @@ from asynccache.ranks import Phase
 from asynccache.runtime.completions import Commit, Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
-from asynccache.runtime.prefetch import Cut, PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.worker.contract import Asked, Read, Result
 from asynccache.worker.layout import FULL, Layout
 from asynccache.worker.stats import Meter
@@ -47,11 +47,11 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, worker: Reader, pools: Layout, meter: Meter, op: int, shape: Shape, threshold: int,
-        late: Callable[[PrefetchHandle], bool], completions: Completions,
+        late: Callable[[Prefetch], bool], completions: Completions,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
-        self.sharers: dict[PrefetchHandle, None] = {}
+        self.sharers: dict[Prefetch, None] = {}
         self.wish = Wish.RUN
         self.cut = Cut.NOTHING
         self.end = 0
@@ -71,19 +71,19 @@ class Fetch:
     def __repr__(self) -> str:
         return f"Fetch(op {self.op}, {self.shape.anchor}..{self.shape.length}, {len(self.sharers)} sharers)"
 
-    def join(self, handle: PrefetchHandle) -> None:
+    def join(self, handle: Prefetch) -> None:
         """Serve ``handle`` too."""
         self.sharers[handle] = None
         handle.fetch = self
 
-    def leave(self, handle: PrefetchHandle) -> None:
+    def leave(self, handle: Prefetch) -> None:
         """``handle`` has what it wants, or wants nothing any more."""
         self.sharers.pop(handle, None)
         handle.fetch = None
         if not self.sharers:
             self.wish = Wish.CANCEL
 
-    def told(self, handle: PrefetchHandle) -> None:
+    def told(self, handle: Prefetch) -> None:
         """A sharer changed its wish: a stop holds for all, a cancellation only if it is the last."""
         if handle.wish is Wish.CANCEL:
             self.leave(handle)

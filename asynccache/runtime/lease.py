@@ -32,7 +32,7 @@ from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
 from asynccache.runtime.entry import Entry, Terms, ask_for, enter_at_once
 from asynccache.runtime.handoff import hand_over
-from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.prefetch import Held, Prefetch
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.waiting import WaitingEntry
@@ -105,7 +105,7 @@ class Lease:
         self._ask: Ask
         self._resets: int
         self._core: CoreLease
-        self._handle: PrefetchHandle | None = None
+        self._handle: Prefetch | None = None
         self._arrival: Held | None = None
         self._publishing: Publishing | None = None
         self._waiting: WaitingEntry | None = None

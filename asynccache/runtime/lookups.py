@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from asynccache.core.ghosts import Gone
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import walk
-from asynccache.runtime.prefetch import Cut, PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Lookups:
             dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
         )  # fmt: skip
 
-    def count(self, lease: CoreLease, ask: Ask, hits: Hits, handle: PrefetchHandle | None) -> None:
+    def count(self, lease: CoreLease, ask: Ask, hits: Hits, handle: Prefetch | None) -> None:
         """A lease got in."""
         wanted = ask.limit // self._size * self._size
         device, host, storage = hits
@@ -110,7 +110,7 @@ class Lookups:
         path, _ = walk(core.world.roots[ask.space], ask.key, 0, core.world.page_bytes, full * TOKEN_BYTES)
         return _SHORT[core.explaining.limit(path, full // self._size)]
 
-    def _absent(self, lease: CoreLease, ask: Ask, handle: PrefetchHandle | None) -> Miss:
+    def _absent(self, lease: CoreLease, ask: Ask, handle: Prefetch | None) -> Miss:
         """The tree ends where the match did, or further on."""
         core, end = self._core, lease.hold.end
         page = core.world.page_bytes
@@ -118,7 +118,7 @@ class Lookups:
         gone = core.explaining.gone(path[-1] if path else end, ask.key, reached // page)
         return _GONE[gone] if handle is None else self._not_fetched(handle, gone)
 
-    def _not_fetched(self, handle: PrefetchHandle, gone: Gone) -> Miss:
+    def _not_fetched(self, handle: Prefetch, gone: Gone) -> Miss:
         if handle.cut is not Cut.NOTHING:
             return _CUT[handle.cut]
         if handle.wish is not Wish.RUN:

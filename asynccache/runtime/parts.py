@@ -129,7 +129,13 @@ class Parts:
             self.lockstep.storage_is_late = late
 
     def _tell_late(self, late: bool) -> None:
-        self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
+        """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are
+        told that are told why."""
+        try:
+            self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
+        except Exception:
+            if self.driver.closed is None:
+                raise
 
     # tasks
 

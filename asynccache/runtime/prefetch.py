@@ -1,9 +1,9 @@
-"""What a user holds of a prefetch: a handle that can be awaited by many, stopped by a lease, and cancelled.
+"""One request's prefetch: awaited by many, stopped by a lease, and cancelled. A user holds it by a ``PrefetchHandle``.
 
-Law: a handle states a *wish*; the fetch that serves it looks at the wish between two I/Os and acts then, so no buffer
+Law: a prefetch states a *wish*; the fetch that serves it looks at the wish between two I/Os and acts then, so no buffer
 is given back while I/O still owns it. Once it has ended it keeps a claim on what the host has, until its lease is
-granted. Handles that want the same cold pages share one fetch: any of them may stop it (it keeps what it has, and the
-others fetch the rest), only the last of them can cancel it.
+granted. Prefetches that want the same cold pages share one fetch: any of them may stop it (it keeps what it has, and
+the others fetch the rest), only the last of them can cancel it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol
 
+from asynccache import checks
+from asynccache.errors import ConfigError
 from asynccache.runtime.hashing import Chain
 
 
@@ -35,7 +37,7 @@ class PrefetchResult(NamedTuple):
 
 
 class Wish(IntEnum):
-    """What the holder of a handle wants of its fetch. Only ever rises."""
+    """What the holder of a prefetch wants of its fetch. Only ever rises."""
 
     RUN = 0
     STOP = 1
@@ -59,13 +61,13 @@ class Held(NamedTuple):
 
 
 class Shared(Protocol):
-    """The fetch that serves a handle now."""
+    """The fetch that serves a prefetch now."""
 
-    def told(self, handle: PrefetchHandle) -> None: ...
+    def told(self, handle: Prefetch) -> None: ...
 
 
 class Claiming(Protocol):
-    """The part of ``Claims`` that a handle uses."""
+    """The part of ``Claims`` that a prefetch uses."""
 
     def take(self, ticket: int, space: bytes, key: bytes, leases: int) -> None: ...
     def note(self, ticket: int, leases: int) -> None: ...
@@ -74,10 +76,9 @@ class Claiming(Protocol):
     def abandon(self, ticket: int) -> None: ...
 
 
-class PrefetchHandle:
-    """One request's interest in a stored prefix. ``await handle`` gives a ``PrefetchResult``.
-
-    Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
+class Prefetch:
+    """One request's interest in a stored prefix, as the stages and the leases know it: they tell it what has become of
+    it. Its user's handle and the stage that serves it share it; when neither has it any more its claim is dropped.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class PrefetchHandle:
 
     def __repr__(self) -> str:
         state = self.result.status.value if self.result else f"running, wish {self.wish.name}"
-        return f"PrefetchHandle({len(self.key) // 4} tokens, {state})"
+        return f"{len(self.key) // 4} tokens, {state}"
 
     def __await__(self) -> Generator[Any, None, PrefetchResult]:
         self._check()
@@ -128,8 +129,7 @@ class PrefetchHandle:
         return self.result is not None
 
     def cancel(self) -> None:
-        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it; what it brought may
-        be evicted."""
+        """``PrefetchHandle.cancel``."""
         self._check()
         self.give_up()
 
@@ -182,7 +182,7 @@ class PrefetchHandle:
         self._claims.abandon(self.ticket)
 
     def reach(self, end: int) -> None:
-        """A fetch that served this handle was committed up to ``end`` tokens."""
+        """A fetch that served it was committed up to ``end`` tokens."""
         self.reached = max(self.reached, end)
 
     def tokens(self) -> int:
@@ -208,3 +208,48 @@ class PrefetchHandle:
             for waiter in self._waiters:
                 if not waiter.done():
                     waiter.set_exception(error())
+
+
+class PrefetchHandle:
+    """What ``AsyncCache.prefetch`` gives. ``await handle`` returns a ``PrefetchResult`` when the prefetch has ended.
+
+    Cancelling a task that awaits it stops the waiting only; ``cancel()`` gives up the prefetch.
+    """
+
+    __slots__ = ("_prefetch",)
+
+    def __init__(self, prefetch: Prefetch) -> None:
+        """``AsyncCache.prefetch`` makes one."""
+        self._prefetch = checks.instance("prefetch", prefetch, Prefetch)
+
+    def __repr__(self) -> str:
+        return f"PrefetchHandle({self._prefetch!r})"
+
+    def __await__(self) -> Generator[Any, None, PrefetchResult]:
+        return self._prefetch.__await__()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._prefetch.done()
+
+    @property
+    def result(self) -> PrefetchResult | None:
+        """How it has ended; None before."""
+        return self._prefetch.result
+
+    def cancel(self) -> None:
+        """Give up. Its fetch is revoked after its I/O has let go, unless somebody else shares it; what it brought may
+        be evicted."""
+        self._prefetch.cancel()
+
+
+def prefetch_of(handle: PrefetchHandle, claims: Claiming) -> Prefetch:
+    """The prefetch that ``handle`` stands for.
+
+    Raises:
+        ConfigError: it is no handle, or one of another cache than that which has these claims.
+    """
+    prefetch = checks.instance("prefetch", handle, PrefetchHandle)._prefetch
+    if not prefetch.belongs_to(claims):
+        raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
+    return prefetch

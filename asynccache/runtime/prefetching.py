@@ -15,12 +15,10 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, Join, Opened, Skip
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
-from asynccache.errors import ConfigError
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.completions import Completions
@@ -28,7 +26,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.runtime.fetching import Fetch
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Cut, Held, PrefetchHandle, PrefetchStatus, Wish
+from asynccache.runtime.prefetch import Cut, Held, Prefetch, PrefetchHandle, PrefetchStatus, Wish, prefetch_of
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Worker
 from asynccache.worker.layout import Layout
@@ -56,7 +54,7 @@ class Prefetching:
         self._clock = clock
         self._time = asyncio.get_running_loop().time
         self._fetches: dict[int, Fetch] = {}
-        self.handles: dict[PrefetchHandle, None] = {}  # in order of their arrival: the same on every rank
+        self.handles: dict[Prefetch, None] = {}  # in order of their arrival: the same on every rank
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = Meter()
         self.completions = Completions(driver)
@@ -64,11 +62,11 @@ class Prefetching:
     def __repr__(self) -> str:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
 
-    def begin(self, space: bytes, key: bytes) -> PrefetchHandle:
-        """A handle whose work has begun, or that is over already because there is nothing worth fetching."""
+    def begin(self, space: bytes, key: bytes) -> Prefetch:
+        """One whose work has begun, or that is over already because there is nothing worth fetching."""
         driver, size = self._driver, self._config.page_size
         match = driver.unlocked(driver.core.match, space, key)
-        handle = PrefetchHandle(
+        handle = Prefetch(
             space, key, Chain(space, size), Held(match.device, match.host), self._time(),
             driver.prefetch_line.ticket(), driver.check_thread, self._claims, driver.turns.wake,
         )  # fmt: skip
@@ -86,10 +84,9 @@ class Prefetching:
             self._start(handle)
         return handle
 
-    def own(self, handle: PrefetchHandle) -> None:
-        """Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
-        if not checks.instance("prefetch", handle, PrefetchHandle).belongs_to(self._claims):
-            raise ConfigError(f"prefetch={handle!r} is a handle of another cache")
+    def own(self, handle: PrefetchHandle) -> Prefetch:
+        """Its prefetch. Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
+        return prefetch_of(handle, self._claims)
 
     # the policy
 
@@ -98,18 +95,18 @@ class Prefetching:
         """What a lease does with a prefetch that has not ended."""
         return self._config.prefetch_policy
 
-    def deadline(self, handle: PrefetchHandle) -> float:
+    def deadline(self, handle: Prefetch) -> float:
         """When the timeout policy stops ``handle``, in the loop's time."""
         config = self._config
         thousands = len(handle.key) / TOKEN_BYTES / 1024
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
-    def late(self, handle: PrefetchHandle) -> bool:
+    def late(self, handle: Prefetch) -> bool:
         """Whether ``handle`` has had the time that the policy gives it."""
         return self.policy is PrefetchPolicy.TIMEOUT and self._time() >= self.deadline(handle)
 
-    def may_stop(self, handle: PrefetchHandle) -> bool:
+    def may_stop(self, handle: Prefetch) -> bool:
         """Whether the policy lets a lease stop ``handle`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
             return not self._driver.lockstep and self.late(handle)  # ranks stop it where they agree on the time
@@ -131,13 +128,13 @@ class Prefetching:
         """One rank alone must not leave out what the others do."""
         return not self._driver.lockstep and self._worker.is_away(space)
 
-    def _start(self, handle: PrefetchHandle) -> None:
+    def _start(self, handle: Prefetch) -> None:
         self.handles[handle] = None
         handle.began = self._clock()
         if self._spawn(self._driver.turns.play(partial(self._serve, handle)), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
-    def _skip(self, handle: PrefetchHandle, reason: str) -> None:
+    def _skip(self, handle: Prefetch, reason: str) -> None:
         self.outcomes[PrefetchStatus.SKIPPED] += 1
         handle.finish(PrefetchStatus.SKIPPED, reason)
 
@@ -152,7 +149,7 @@ class Prefetching:
         for handle in self.handles:
             handle.fail(error)
 
-    async def _serve(self, handle: PrefetchHandle) -> None:
+    async def _serve(self, handle: Prefetch) -> None:
         try:
             status, reason = await self._work(handle)
         except BaseException:
@@ -160,7 +157,7 @@ class Prefetching:
             raise
         self._finish(handle, status, reason)
 
-    def _finish(self, handle: PrefetchHandle, status: PrefetchStatus, reason: str) -> None:
+    def _finish(self, handle: Prefetch, status: PrefetchStatus, reason: str) -> None:
         self.meter.took(self._clock() - handle.began)
         if status is PrefetchStatus.CANCELLED:
             handle.unclaim()
@@ -172,7 +169,7 @@ class Prefetching:
         self.outcomes[handle.result.status] += 1
         self._driver.line.wake()  # the head may try loads now, and nothing need have been given back
 
-    async def _work(self, handle: PrefetchHandle) -> tuple[PrefetchStatus, str]:
+    async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
             answer = await self._open(handle)
             if isinstance(answer, Skip):
@@ -189,13 +186,13 @@ class Prefetching:
             return PrefetchStatus.CANCELLED, ""
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
-    def _came_meanwhile(self, handle: PrefetchHandle) -> None:
+    def _came_meanwhile(self, handle: Prefetch) -> None:
         """What there was nothing left to fetch of was fetched for somebody else between arrival and now."""
         host = self._driver.unlocked(self._driver.core.match, handle.space, handle.key).host
         if host > handle.arrival.host:
             handle.reach(host)
 
-    async def _own(self, handle: PrefetchHandle, fetch: Fetch) -> None:
+    async def _own(self, handle: Prefetch, fetch: Fetch) -> None:
         """See the fetch through, for everybody who shares it: also when its own handle does not want it any more."""
         try:
             await fetch.run(handle.chain, handle.key)
@@ -207,7 +204,7 @@ class Prefetching:
                 sharer.fetch = None
         self.meter.count(1, 0, 0, 0)
 
-    async def _share(self, handle: PrefetchHandle, op: int) -> None:
+    async def _share(self, handle: Prefetch, op: int) -> None:
         """Wait for somebody else's fetch, or until this handle wants no more of it."""
         fetch = self._fetches.get(op)
         if fetch is None:
@@ -216,7 +213,7 @@ class Prefetching:
         while op in self._driver.ops and handle.wish is not Wish.CANCEL:
             await self._asleep(handle, (op,))
 
-    async def _open(self, handle: PrefetchHandle) -> Opened | Join | Skip | None:
+    async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
         """Ask the core until it answers; None if the wish changed first."""
         line = self._driver.prefetch_line
         place: Place | None = None
@@ -244,7 +241,7 @@ class Prefetching:
             if place is not None:
                 line.leave(place)
 
-    def _try(self, handle: PrefetchHandle, begin: Begin) -> Opened | Join | Skip | Wait:
+    def _try(self, handle: Prefetch, begin: Begin) -> Opened | Join | Skip | Wait:
         """Under the lock, with no await."""
         answer = self._driver.locked(self._driver.core.prefetch_open, handle.space, handle.key, begin)
         if isinstance(answer, (Opened, Wait)):
@@ -259,7 +256,7 @@ class Prefetching:
             self._fetches[answer.op] = fetch
         return answer
 
-    def _give_way(self, handle: PrefetchHandle, place: Place | None, answer: Wait) -> Place | None:
+    def _give_way(self, handle: Prefetch, place: Place | None, answer: Wait) -> Place | None:
         """In line for what anybody may free; out of it while waiting for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
@@ -271,7 +268,7 @@ class Prefetching:
             line.leave(place)
         return None
 
-    async def _asleep(self, handle: PrefetchHandle, ops: tuple[int, ...]) -> None:
+    async def _asleep(self, handle: Prefetch, ops: tuple[int, ...]) -> None:
         """Return when one of ``ops`` has ended or the wish has changed."""
         waiter = self._driver.ops.watch(ops)
         if waiter is None:
@@ -283,7 +280,7 @@ class Prefetching:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: PrefetchHandle, place: Place, until: float) -> bool:
+    async def _in_line(self, handle: Prefetch, place: Place, until: float) -> bool:
         """Return when it was woken, or the wish has changed; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
@@ -295,7 +292,7 @@ class Prefetching:
         return True
 
 
-def _status(handle: PrefetchHandle, fetch: Fetch) -> PrefetchStatus:
+def _status(handle: Prefetch, fetch: Fetch) -> PrefetchStatus:
     if handle.wish is Wish.CANCEL:
         return PrefetchStatus.CANCELLED
     if not fetch.end:

@@ -14,7 +14,7 @@ from asynccache.core.cache import Ask, Grant
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import AsyncCacheError, CacheFull
 from asynccache.runtime.entry import GRACE, Entry, Granted, Terms, Turn
-from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from asynccache.runtime.door import Door
@@ -49,7 +49,7 @@ class WaitingEntry(Entry):
                 self._join()
         return self.over
 
-    def _give_up_in_time(self, handle: PrefetchHandle) -> None:
+    def _give_up_in_time(self, handle: Prefetch) -> None:
         """As ``Entry._stopped``, in the time that steps make."""
         turns = self._door.driver.turns
         if self._until is None:

@@ -48,6 +48,9 @@ class Breaker:
     """All of its mutable state is its own; it belongs to one store.
 
     ``jitter``: a factor for each back-off, so that those who share a store do not come back all at once.
+
+    In its methods ``now`` is in seconds, of one clock that never goes back; ``permit`` is what ``allow`` returned;
+    ``kind`` is any text. What is none of that is refused with ``ConfigError``, and nothing has changed.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Breaker:
 
     def allow(self, now: float) -> Permit:
         """A permit for one call, to be handed to one of success, failure, abandon when it is over; or REFUSED."""
+        now = checks.number("now", now)
         if self.state is BreakerState.CLOSED:
             return self._era
         if self.state is BreakerState.OPEN and now >= self._retry_at:
@@ -86,6 +90,8 @@ class Breaker:
 
     def success(self, permit: Permit, now: float | None = None, kind: str = "") -> None:
         """The call came back. ``now`` is for ``shut_for`` only; not given, the probe took no time."""
+        permit, now = _permit(permit), None if now is None else checks.number("now", now)
+        kind = checks.text("kind", kind)
         if permit != self._era:
             return
         if self.state is BreakerState.HALF_OPEN:
@@ -99,6 +105,7 @@ class Breaker:
 
     def failure(self, permit: Permit, now: float, kind: str = "") -> None:
         """The call failed as a whole, or took too long."""
+        permit, now, kind = _permit(permit), checks.number("now", now), checks.text("kind", kind)
         if permit != self._era:
             return
         if self.state is BreakerState.HALF_OPEN:
@@ -116,11 +123,12 @@ class Breaker:
 
     def abandon(self, permit: Permit) -> None:
         """The call was cancelled: nothing was learnt."""
-        if permit == self._era and self.state is BreakerState.HALF_OPEN:
+        if _permit(permit) == self._era and self.state is BreakerState.HALF_OPEN:
             self._open(self._retry_at)
 
     def shut_for(self, now: float) -> float:
         """Seconds that it was not closed, in all."""
+        now = checks.number("now", now)
         return self._shut_for + (0.0 if self.state is BreakerState.CLOSED else now - self._shut_at)
 
     def _shut(self, now: float) -> None:
@@ -140,6 +148,10 @@ class Breaker:
         self.state = state
         self._era = Permit(self._era + 1)
         return self._era
+
+
+def _permit(permit: Permit) -> Permit:
+    return Permit(checks.integer("permit", permit, 0))
 
 
 class Hearing:

@@ -23,7 +23,7 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.settle import settled
 from asynccache.storage.breaker import Breaker
-from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, StoreLayout
+from asynccache.storage.contract import KEY_BYTES, PageKey, Record, Result, StorageBackend, StoreLayout, check_layout
 from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.options import MOST_CALLS
@@ -63,7 +63,7 @@ class CheckedStore:
         headers: int = 2048,
     ) -> None:
         self.backend = checks.provider("backend", backend, StorageBackend)  # type: ignore[type-abstract]
-        self.layout = checks.instance("layout", layout, StoreLayout)
+        self.layout = check_layout(layout)
         self.breaker = Breaker() if breaker is None else checks.instance("breaker", breaker, Breaker)
         if clock is not None:
             checks.function("clock", clock)
@@ -92,8 +92,11 @@ class CheckedStore:
         """Store each payload; HIT where a later ``get`` may find it.
 
         Cancelling it returns after the backend has let go of the payloads; what was stored by then stays stored.
+
+        Raises:
+            ConfigError: a key or payload is unusable, or there is not one payload of its pool's size for each key.
         """
-        self._check(keys, payloads)
+        self._check(keys, payloads, writable=False)
         results: list[Result] = []
         for part in self._parts(len(keys)):
             results += await self._put(keys[part], payloads[part])
@@ -103,9 +106,10 @@ class CheckedStore:
     async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
         """Fill each payload. HIT: the bytes are there and are the ones that were stored; otherwise they are undefined.
 
-        Cancelling it returns after backend and checksums have let go of the payloads.
+        Cancelling it returns after backend and checksums have let go of the payloads. Raises as ``put``, also for a
+        payload that is read-only.
         """
-        self._check(keys, payloads)
+        self._check(keys, payloads, writable=True)
         results: list[Result] = []
         for part in self._parts(len(keys)):
             results += await self._get(keys[part], payloads[part])
@@ -114,11 +118,17 @@ class CheckedStore:
         return results
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key as the backend says, FAILED where it cannot be known. Cancelling it changes nothing."""
+        """HIT or MISS per key as the backend says, FAILED where it cannot be known. Cancelling it changes nothing.
+
+        Raises:
+            ConfigError: a key is unusable.
+        """
+        _check_keys(keys)
         return await self._guard.answers(Call.ASK, keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key. Cancelling it may leave any of them deleted."""
+        """Forget each key. Cancelling it may leave any of them deleted. Raises as ``exists``."""
+        _check_keys(keys)
         return await self._guard.answers(Call.PUT, keys, self.backend.delete)
 
     async def clear(self) -> None:
@@ -166,7 +176,8 @@ class CheckedStore:
         return done
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether calls are refused now. A probe may be begun, for ``key``."""
+        """Whether calls are refused now. A probe may be begun, for ``key``. Raises as ``exists``."""
+        _check_key(key, "key")
         return self._guard.refuses((key,))
 
     def register(self, pool: str, memory: memoryview) -> None:
@@ -247,14 +258,56 @@ class CheckedStore:
         step = max(1, self._headers.count // 2)
         return (slice(at, at + step) for at in range(0, count, step))
 
-    def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> None:
+    def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
+        """Whether there is a good payload for each key. A shortcut for good ones, and what names the others."""
         sizes = self.layout.page_bytes
-        if len(keys) != len(payloads):
+        _check_list("keys", keys)
+        _check_list("payloads", payloads)
+        try:
+            for key, payload in zip(keys, payloads, strict=True):
+                name = key.key
+                if type(name) is not bytes or len(name) != KEY_BYTES or sizes.get(key.pool) != payload.nbytes:
+                    break
+                if not payload.c_contiguous or (writable and payload.readonly):
+                    break
+            else:
+                return
+        except Exception:  # whatever they are, keys and payloads they are not
+            pass
+        for key in keys:
+            _check_key(key)
+        if len(payloads) != len(keys):
             raise ConfigError(f"payloads: there are {len(payloads)} for {len(keys)} keys")
         for key, payload in zip(keys, payloads, strict=True):
-            if sizes.get(key.pool) != payload.nbytes:
-                expected = sizes.get(key.pool)
-                raise ConfigError(f"pool {key.pool!r}: a payload has {payload.nbytes} bytes, expected {expected}")
+            self._check_payload(key.pool, payload, writable)
+
+    def _check_payload(self, pool: str, payload: memoryview, writable: bool) -> None:
+        size = self.layout.page_bytes.get(pool)
+        if not isinstance(payload, memoryview) or not payload.c_contiguous:
+            raise ConfigError(f"payloads: {checks.shown(payload)} is no memoryview of bytes in a row")
+        if payload.nbytes != size:
+            raise ConfigError(f"payloads: one of pool {pool!r} has {payload.nbytes} bytes, expected {size}")
+        if writable and payload.readonly:
+            raise ConfigError("payloads: one is read-only, and pages are read into it")
+
+
+def _check_list(name: str, values: object) -> None:
+    if type(values) is not list:
+        checks.instance(name, values, (list, tuple))
+
+
+def _check_keys(keys: Sequence[PageKey]) -> None:
+    _check_list("keys", keys)
+    for key in keys:
+        if type(key) is not PageKey or type(key.key) is not bytes or len(key.key) != KEY_BYTES:
+            _check_key(key)
+
+
+def _check_key(key: PageKey, name: str = "keys") -> None:
+    if not isinstance(key, PageKey) or not isinstance(key.pool, str) or not isinstance(key.key, bytes):
+        raise ConfigError(f"{name}: {checks.shown(key)} is no PageKey of a text and bytes")
+    if len(key.key) != KEY_BYTES:
+        raise ConfigError(f"{name}: {checks.shown(key)} has {len(key.key)} bytes, expected {KEY_BYTES}")
 
 
 COUNTERS = ("put_pages", "get_pages", "corrupt_pages")

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
+from asynccache import checks
+
 HEADER_BYTES = 64
 KEY_BYTES = 32
 
@@ -47,6 +49,21 @@ class StoreLayout(NamedTuple):
 
     page_bytes: Mapping[str, int]
     schema: bytes
+
+
+def check_layout(layout: object) -> StoreLayout:
+    """``layout`` as it is.
+
+    Raises:
+        ConfigError: it is no layout of pools that have names, with 1 or more bytes a page, and of a digest.
+    """
+    found = checks.instance("layout", layout, StoreLayout)
+    sizes = checks.instance("layout: page_bytes", found.page_bytes, Mapping)
+    for pool, size in sizes.items():
+        checks.integer(f"layout: page_bytes of {checks.shown(pool)}", size, 1)
+        checks.text("layout: page_bytes: a pool", pool)
+    checks.instance("layout: schema", found.schema, bytes)
+    return found
 
 
 class StorageBackend(Protocol):

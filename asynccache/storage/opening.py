@@ -13,7 +13,7 @@ from asynccache.errors import ConfigError
 from asynccache.redaction import redacted
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.checked import CheckedStore
-from asynccache.storage.contract import StorageBackend, StoreLayout
+from asynccache.storage.contract import StorageBackend, StoreLayout, check_layout
 from asynccache.storage.options import StoreOptions, check_name, take_options
 from asynccache.storage.url import ParsedUrl, parse_url
 
@@ -58,7 +58,7 @@ async def open_store(
     Cancelling it leaves nothing open.
     """
     parsed = parse_url(url, options)
-    checks.instance("layout", layout, StoreLayout)
+    check_layout(layout)
     if timeout is not None:
         timeout = checks.number("timeout", timeout, above=0)
     if parsed.scheme == "none":
@@ -91,7 +91,7 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
         ConfigError: the URL is wrong, or no installed backend serves its scheme.
     """
     parsed = parse_url(url, options)
-    checks.instance("layout", layout, StoreLayout)
+    check_layout(layout)
     if parsed.scheme == "none":
         return None
     common, own = take_options(parsed)
@@ -112,7 +112,7 @@ def check_stores(
 ) -> list[ConfigError]:
     """What is wrong with ``urls``, which are to be used together, in their order; see ``check_store``. The first of
     these errors is the one that opening them would raise."""
-    checks.instance("layout", layout, StoreLayout)
+    check_layout(layout)
     checks.instance("urls", urls, (list, tuple))
     errors: list[ConfigError] = []
     names: list[str] = []

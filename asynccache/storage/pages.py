@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 from asynccache import checks
@@ -56,6 +55,13 @@ class _Pool(NamedTuple):
     digest: bytes
 
 
+class Opened(NamedTuple):
+    """What ``Pages.open`` has made ready."""
+
+    serving: Serving
+    pools: Mapping[str, _Pool]
+
+
 class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
@@ -68,10 +74,9 @@ class Pages:
     A fork copies an instance into a process where its thread is not. There each call raises ``Unavailable``.
     """
 
-    def __init__(self, serving: Serving, pools: Mapping[str, _Pool]) -> None:
+    def __init__(self, opened: Opened) -> None:
         """``Pages.open`` makes one."""
-        self._serving = serving
-        self._pools = pools
+        self._serving, self._pools = checks.instance("opened", opened, Opened)
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -101,7 +106,7 @@ class Pages:
             Unavailable: a store cannot be opened now.
         """
         try:
-            return cls(*_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
+            return cls(_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
         except BaseException as error:
             forget_frames(error)  # whoever keeps it may want to close the memory
             raise
@@ -155,6 +160,18 @@ class Pages:
         return self._serving.submit(call)
 
     # the whole
+
+    def clear(self, *, timeout: float | None = None) -> Future[None]:
+        """Forget everything under the URL of each store: also pages of other namespaces and pools, and those that
+        other processes put there. What is being put meanwhile may be there afterwards.
+
+        ``timeout``: seconds, from now, after which the stores are told to give up. The future's exception is
+        ``BackendError`` (``Timeout``, ``Unavailable``) if one of them could not; the others were cleared. Cancelling
+        the future may leave any of them cleared. Raises as ``exists``.
+        """
+        left = None if timeout is None else checks.number("timeout", timeout, above=0)
+        self._check_process()
+        return self._serving.clear(left)
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -229,7 +246,7 @@ class Pages:
             return next(iter(self._pools.values()))
         found = self._pools.get(name) if isinstance(name, str) else None
         if found is None:
-            raise ConfigError(f"pool={name!r}: name one of {', '.join(map(repr, self._pools))}")
+            raise ConfigError(f"pool={checks.shown(name)}: name one of {', '.join(map(repr, self._pools))}")
         return found
 
     def _moving(
@@ -254,21 +271,19 @@ def _page_keys(keys: Iterable[bytes], pool: _Pool) -> list[PageKey]:
     with another pool's."""
     keys = keys if isinstance(keys, (list, tuple)) else _listed("keys", keys)
     name, digest, sha256 = pool.rows.pool, pool.digest, hashlib.sha256
-    try:
-        made = [PageKey(name, sha256(key + digest).digest()) for key in keys]
-    except TypeError:
-        made = []
-    if len(made) != len(keys) or not all(keys):
-        at = next((i for i, key in enumerate(keys) if not isinstance(key, bytes) or not key), 0)
-        raise ConfigError(f"keys[{at}]={keys[at]!r}: a key is one or more bytes")
-    return made
+    if not set(map(type, keys)) <= {bytes} or not all(keys):
+        for at, key in enumerate(keys):
+            if not isinstance(key, bytes) or not key:
+                raise ConfigError(f"keys[{at}]={checks.shown(key)}: a key is one or more bytes")
+    return [PageKey(name, sha256(key + digest).digest()) for key in keys]
 
 
 def _slots(slots: Iterable[SupportsIndex], rows: Rows) -> list[int]:
     try:
-        found = list(map(index, slots))
-    except TypeError:
-        raise ConfigError(f"slots={slots!r}: give a whole number for each key") from None
+        given = _listed("slots", slots)  # a copy: the caller may change its own
+        found = given if set(map(type, given)) <= {int} else [checks.integer("slots", slot) for slot in given]
+    except ConfigError as error:
+        raise ConfigError(f"slots={checks.shown(slots)}: give a whole number for each key") from error
     if found and not 0 <= min(found) <= max(found) < rows.count:
         bad = next(slot for slot in found if not 0 <= slot < rows.count)
         raise ConfigError(f"slots: {bad} is none of pool {rows.pool!r}, which has the slots 0 to {rows.count - 1}")
@@ -278,8 +293,8 @@ def _slots(slots: Iterable[SupportsIndex], rows: Rows) -> list[int]:
 def _listed(name: str, values: Any) -> list[Any]:
     try:
         return list(values)
-    except TypeError:
-        raise ConfigError(f"{name}={values!r}: give a sequence, with one for each page") from None
+    except Exception as error:  # whatever it is, nothing can be had of it one after another
+        raise ConfigError(f"{name}={checks.shown(values)}: give a sequence, with one for each page") from error
 
 
 def _storages(storage: Any) -> list[str | StorageBackend]:
@@ -287,36 +302,42 @@ def _storages(storage: Any) -> list[str | StorageBackend]:
     if not storages:
         raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=10GiB")
     for one in storages:
-        if not isinstance(one, str) and not hasattr(one, "exists"):
-            raise ConfigError(f"storage={one!r}: give a URL, as in file:/var/kv?capacity=10GiB")
+        if isinstance(one, str):
+            continue
+        try:
+            checks.provider("storage", one, StorageBackend)  # type: ignore[type-abstract]
+        except ConfigError as error:
+            raise ConfigError(
+                f"storage={checks.shown(one)}: give a URL, as in file:/var/kv?capacity=10GiB"
+            ) from error
     return storages
 
 
 def _options(options: Any) -> dict[str, str]:
     given = {} if options is None else options
     if not isinstance(given, Mapping) or not all(isinstance(text, str) for pair in given.items() for text in pair):
-        raise ConfigError(f"options={options!r}: give names and texts, as in {{'timeout': '2.5'}}")
+        raise ConfigError(f"options={checks.shown(options)}: give names and texts, as in {{'timeout': '2.5'}}")
     return dict(given)
 
 
 def _namespace(namespace: Any) -> bytes:
-    data = namespace.encode() if isinstance(namespace, str) else namespace
+    data = checks.text("namespace", namespace).encode() if isinstance(namespace, str) else namespace
     if not isinstance(data, bytes) or not data:
         raise ConfigError(
-            f"namespace={namespace!r}: give text or bytes that name the model, its weights, the layout and all else "
-            f"that must match"
+            f"namespace={checks.shown(namespace)}: give text or bytes that name the model, its weights, the layout and "
+            f"all else that must match"
         )
     return data
 
 
 def _opened(
     storages: Sequence[str | StorageBackend], memory: Any, page_bytes: Any, namespace: bytes, options: Mapping[str, str]
-) -> tuple[Serving, Mapping[str, _Pool]]:
+) -> Opened:
     pools = _pools(memory, page_bytes, namespace)
     layout = StoreLayout({name: pool.rows.page_bytes for name, pool in pools.items()}, RECORD_SCHEMA)
     serving = Serving("asynccache-pages")
     serving.start(storages, layout, options, [pool.rows for pool in pools.values()])
-    return serving, pools
+    return Opened(serving, pools)
 
 
 def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:
@@ -328,10 +349,15 @@ def _pools(memory: Any, page_bytes: Any, namespace: bytes) -> dict[str, _Pool]:
         raise ConfigError(f"page_bytes names the pools {list(sizes)}, and memory {list(buffers)}: name both alike")
     pools = {}
     for name, buffer in buffers.items():
-        size = sizes[name]
         if not isinstance(name, str) or not name or name.startswith("#"):
-            raise ConfigError(f"memory: a pool cannot be called {name!r}: give it a name that does not begin with '#'")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigError(f"page_bytes={size!r} of pool {name!r} must be a whole number of bytes, 1 or more")
+            called = checks.shown(name)
+            raise ConfigError(f"memory: a pool cannot be called {called}: give it a name that does not begin with '#'")
+        checks.text("memory: the name of a pool", name)
+        try:
+            size = checks.integer("page_bytes", sizes[name], 1)
+        except ConfigError as error:
+            raise ConfigError(
+                f"page_bytes={checks.shown(sizes[name])} of pool {name!r} must be a whole number of bytes, 1 or more"
+            ) from error
         pools[name] = _Pool(Rows(name, buffer, size), page_digest(namespace, name, size))
     return pools

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_128_digest
 
-from asynccache import checks
 from asynccache.config import PoolSpec
 from asynccache.storage.contract import HEADER_BYTES, PageKey, Record, StoreLayout
 
@@ -73,10 +72,8 @@ def pool_digest(
     Which of the model's layers they are, too. ``shard`` names this rank's part of every page, the default: what the
     spec says. Neither what indexes the pool nor how many pages it has changes the bytes.
     """
-    page_size = checks.integer("page_size", page_size, 1)
-    covers = ",".join(map(str, checks.instance("spec", spec, PoolSpec).model_layers))
-    part = spec.shard if shard is None else checks.text("shard", shard)
-    checks.text("layout", layout)
+    covers = ",".join(map(str, spec.model_layers))
+    part = spec.shard if shard is None else shard
     fields = (spec.name, spec.dtype, layout, part, str(page_size), str(spec.bytes_per_page), covers)
     digest = hashlib.sha256(RECORD_SCHEMA)
     for field in fields:

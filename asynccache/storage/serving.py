@@ -25,7 +25,7 @@ from functools import partial
 from threading import TIMEOUT_MAX, Event, Lock, Thread, current_thread
 from typing import TypeVar
 
-from asynccache.errors import ConfigError, Unavailable, forget_frames
+from asynccache.errors import ConfigError, Timeout, Unavailable, forget_frames
 from asynccache.storage.attaching import open_all
 from asynccache.storage.contract import PageKey, Result, StorageBackend, StoreLayout
 from asynccache.storage.rows import Loan, Rows
@@ -146,6 +146,16 @@ class Serving:
                 self._loop.call_soon_threadsafe(self._take_up)
         return call.future
 
+    def clear(self, seconds: float | None) -> Future[None]:
+        """Clear the stores, within so many seconds; the future is done when that is over.
+
+        Raises:
+            Unavailable: the stores are closed, or being closed.
+        """
+        with self._lock:
+            self._check_open()
+            return asyncio.run_coroutine_threadsafe(self._clear(seconds), self._loop)
+
     def ask(self, question: Callable[[], _T]) -> _T:
         """What ``question`` returns on the loop. Returns when the loop gets to it.
 
@@ -265,6 +275,13 @@ class Serving:
             if call.verb is Verb.EXISTS:
                 self._answer(call, call.so_far())
             self._end(call)
+
+    async def _clear(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.tiers.clear()
+        except TimeoutError:
+            raise Timeout(f"the stores were not cleared within {seconds} s") from None
 
     # calls
 

@@ -22,9 +22,6 @@ from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
-from asynccache.storage.workers import MOST_THREADS
-
-MOST_ROOM = 1 << 40
 
 Call = Callable[[CheckedStore], Awaitable[list[Result]]]
 
@@ -37,9 +34,9 @@ class Attached:
     once it was detached."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
-        self.store = checks.instance("store", store, CheckedStore)
-        self.options = checks.instance("options", options, StoreOptions)
-        self.owned = checks.flag("owned", owned)
+        self.store = store
+        self.options = options
+        self.owned = owned
         self.there = True
         self.told = False
         self._calls = 0
@@ -88,7 +85,6 @@ class TieredStore:
     """
 
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
-        threads, room = checks.integer("threads", threads, 0, MOST_THREADS), checks.integer("room", room, 1, MOST_ROOM)
         self.promotions = Promotions(room=room, threads=threads)
         self._stores: tuple[Attached, ...] = ()
         self._leaving: dict[Attached, None] = {}
@@ -136,7 +132,6 @@ class TieredStore:
         Raises:
             ConfigError: the name is taken, or there is no such position.
         """
-        checks.instance("options", options, StoreOptions)
         check_name(options.name, self.names)
         if position is not None:
             checks.integer("position", position, 0, len(self._stores))
@@ -147,7 +142,7 @@ class TieredStore:
         Raises:
             ConfigError: as ``check``; then nothing was changed.
         """
-        self.check(checks.instance("attached", attached, Attached).options, position)
+        self.check(attached.options, position)
         position = None if position is None else checks.integer("position", position)
         self._stores = self.introduce(attached, position)
 
@@ -164,7 +159,7 @@ class TieredStore:
 
     def detach(self, attached: Attached) -> None:
         """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""
-        if checks.instance("attached", attached, Attached).there:
+        if attached.there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None

@@ -23,6 +23,7 @@ _PERMISSIONS = re.compile(r"0?7[0-7]{2}")
 _PLACE = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,63}")
 _LONGEST_NAME = 253
+_OWNER, _EVERYBODY = 0o700, 0o777
 
 
 def parse_size(name: str, text: str) -> int:
@@ -96,20 +97,24 @@ class ParsedUrl:
         return f"ParsedUrl({str(self)!r})"
 
     def allow_only(self, names: Collection[str]) -> None:
-        """Raises ConfigError if there is an option that is not one of ``names``."""
+        """Raises ConfigError if there is an option that is not one of ``names``, a collection of texts."""
+        names = checks.names("names", names)
         for name in self.options:
             if name not in names:
                 where = redacted(f"{self.scheme}:{self.path}")  # no options: one may be a misspelt password
                 raise ConfigError(f"storage={where!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
 
     def size(self, name: str, default: int) -> int:
-        """An option that is a size in bytes."""
-        text = self.options.get(name)
+        """An option that is a size in bytes; ``default`` if it is not given."""
+        text = self.options.get(checks.text("name", name))
+        default = checks.integer("default", default, 0, MOST_SIZE)
         return default if text is None else parse_size(f"storage option {name}", text)
 
     def permissions(self, name: str, default: int) -> int:
-        """An option that is the permissions of a folder, in octal as ``chmod`` has them; its owner has all."""
-        text = self.options.get(name)
+        """An option that is the permissions of a folder, in octal as ``chmod`` has them; its owner has all.
+        ``default``, if it is not given."""
+        text = self.options.get(checks.text("name", name))
+        default = checks.integer("default", default, _OWNER, _EVERYBODY)
         if text is None:
             return default
         if _PERMISSIONS.fullmatch(text) is None:
@@ -119,7 +124,10 @@ class ParsedUrl:
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """An option that is one of ``choices``, the first by default."""
-        value = self.options.get(name, choices[0])
+        choices = checks.names("choices", checks.instance("choices", choices, (list, tuple)))
+        if not choices:
+            raise ConfigError("choices: there is none")
+        value = self.options.get(checks.text("name", name), choices[0])
         if value not in choices:
             raise ConfigError(f"storage option {name}={value!r}: one of {', '.join(choices)}")
         return value

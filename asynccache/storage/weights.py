@@ -6,6 +6,8 @@ the weights by what their files contain, not by their folder's name.
 The files are read whole, several at a time, once: digests are remembered in the user's cache folder, by each file's
 identity and times, so that only a file that has changed is read again. A file of a Hugging Face cache that is a link to
 a blob named by its SHA-256 is not read at all.
+
+A model may be named as on the Hugging Face hub: then its folder is the snapshot in the local cache. Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -29,28 +31,62 @@ READERS = 4
 CHUNK = 8 << 20
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def weights_digest(model: str | os.PathLike[str]) -> str:
+def weights_digest(
+    model: str | os.PathLike[str], *, revision: str | None = None, cache: str | os.PathLike[str] | None = None
+) -> str:
     """A digest of a model's weights and of its ``config.json``, as 32 hexadecimal digits. Blocks while it reads.
 
-    ``model``: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files), or one such
-    file. Two models have the same digest if files of the same names have the same contents, wherever they lie. Adapters
-    and quantization that an engine adds when it loads the weights are not part of it.
+    Two models have the same digest if files of the same names have the same contents, wherever they lie. Adapters and
+    quantization that an engine adds when it loads the weights are not part of it.
+
+    Args:
+        model: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files), one such file,
+            or the name of a model on the Hugging Face hub that is in the local cache already.
+        revision: the branch, tag or commit of a model named as on the hub; its main branch if None or empty.
+        cache: the folder of the local Hugging Face cache; the user's own (``HF_HUB_CACHE``) if None or empty.
 
     Raises:
-        ConfigError: there are no weights, or they cannot be read.
+        ConfigError: there are no such weights here, or they cannot be read.
     """
-    folder = Path(checks.text("model", os.fspath(model) if isinstance(model, os.PathLike) else model, empty=False))
+    name = checks.text("model", _path("model", model), empty=False)
+    where = _model_path(name, revision, cache)
     try:
-        files = [folder] if folder.is_file() else _files(folder)
+        files = [where] if where.is_file() else _files(where)
         if not any(file.suffix in WEIGHTS for file in files):
-            raise ConfigError(f"model={str(model)!r}: there are no weights ({', '.join(sorted(WEIGHTS))})")
+            raise ConfigError(f"model={name!r}: there are no weights ({', '.join(sorted(WEIGHTS))}) in {where}")
         digests = _digests(files)
     except OSError as error:
-        raise ConfigError(f"model={str(model)!r}: its weights cannot be read: {error}") from error
+        raise ConfigError(f"model={name!r}: its weights cannot be read: {error}") from error
     whole = json.dumps([[file.name, digests[file]] for file in files])
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+def _path(name: str, value: object) -> str:
+    return checks.text(name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+
+
+def _model_path(name: str, revision: str | None, cache: str | os.PathLike[str] | None) -> Path:
+    """Where the weights of ``name`` lie: that path itself if it exists, else a snapshot in the local cache."""
+    revision = None if revision is None else checks.text("revision", revision)
+    folder = None if cache is None else _path("cache", cache)
+    here = Path(name)
+    if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
+        return here
+    try:
+        from huggingface_hub import snapshot_download  # only where a model is named so; the engine that did so has it
+    except ImportError:
+        raise ConfigError(
+            f"model={name!r} is no path, and to look for it in the Hugging Face cache needs huggingface_hub: install "
+            f"it, or give the folder"
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision or None, cache_dir=folder or None, local_files_only=True))
+    except (OSError, ValueError) as error:  # whatever the library raises derives from one of them
+        at = "" if not revision else f" at revision {revision!r}"
+        raise ConfigError(f"model={name!r} is no path, and is not in the Hugging Face cache{at}: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:

@@ -48,8 +48,10 @@ class Workers:
         """``function`` in a thread. Cancelling the future does not stop it: who lent it buffers waits by ``settled``.
 
         Raises:
+            ConfigError: ``function`` cannot be called.
             Unavailable: ``close`` was called.
         """
+        checks.function("function", function)
         if not self._threads:
             self._start()
         future: asyncio.Future[T] = self._loop.create_future()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asynccache.config import CacheConfig
-from asynccache.storage import options_of
+from asynccache.storage.attaching import options_of
 from asynccache.worker.contract import Device, Storage, StoreOptions
 
 MOMENT = 1.0

@@ -19,7 +19,8 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
 from asynccache.memory.naming import parse_device
 from asynccache.settle import completed
-from asynccache.storage import TieredStore, store_layout
+from asynccache.storage.records import store_layout
+from asynccache.storage.tiers import TieredStore
 from asynccache.worker.batches import LocalBatch, LocalBatches
 from asynccache.worker.contract import Reports, StoreEntry, Work
 from asynccache.worker.given import MOMENT, Given

@@ -11,7 +11,8 @@ from asynccache.config import PoolSpec
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import Move
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.storage import PageKey, pool_digest, storage_key
+from asynccache.storage import PageKey
+from asynccache.storage.records import pool_digest, storage_key
 from asynccache.worker.layout import FULL, Layout
 
 Entry = tuple[PageKey, memoryview]

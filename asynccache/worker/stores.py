@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from asynccache.storage import Attached, StoreLayout, TieredStore, close_unattached, open_all, open_attached, watch
+from asynccache.storage import StoreLayout
+from asynccache.storage.attaching import close_unattached, open_all, open_attached
+from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.watching import watch
 from asynccache.worker.contract import Storage, StoreEntry
 
 Told = Callable[[int, bool, Sequence[bytes]], None]

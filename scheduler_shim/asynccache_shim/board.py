@@ -14,7 +14,7 @@ from asynccache.checks import settle_fields, within
 from asynccache_shim.admission import Shape, Slots, shape_of
 from asynccache_shim.job import Job
 from asynccache_shim.planning import by_rank
-from asynccache_shim.request import Finish, State
+from asynccache_shim.request import Finish, State, end_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Board:
 
     def drop(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
         """It is over: nothing of it stays."""
-        job.request.end(finish, error)
+        end_request(job.request, finish, error)
         if job.handle is not None:
             job.handle.cancel()
         job.give_way()

@@ -8,7 +8,7 @@ import numpy as np
 
 from asynccache import Lease, PrefetchHandle
 from asynccache_shim.model import Checkpoint, Pages, Work
-from asynccache_shim.request import Request, State, Tokens
+from asynccache_shim.request import Request, State, Tokens, add_token
 
 
 class Job:
@@ -102,7 +102,7 @@ class Job:
         """One more token of output."""
         self._buffer[self.length] = token
         self.length += 1
-        self.request.put(token)
+        add_token(self.request, token)
 
     def work(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Work:
         """Its part of a step, up to ``stop``."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from asynccache import Adapter, RankFailure
 from asynccache_shim.model import Sampling
-from asynccache_shim.request import ExtraKey, Limits, Request, Terms
+from asynccache_shim.request import ExtraKey, Limits, Request, Terms, fix_terms
 
 _LENGTH = 4
 
@@ -148,7 +148,7 @@ class Desk:
         """
         arrival = Arrival(number, request)
         ((_, elsewhere),) = decode(encode(Order((arrival,)))).arrivals
-        request.sent(elsewhere.terms)
+        fix_terms(request, elsewhere.terms)
         self._arrivals.append(arrival)
 
     def abort(self, number: int) -> Request | None:

@@ -130,7 +130,7 @@ class Request:
         if self.finish is not None:
             return
         if self._aborted is None:
-            self.end(Finish.ABORTED)
+            end_request(self, Finish.ABORTED)
         else:
             self._aborted()
 
@@ -161,8 +161,6 @@ class Request:
             await self._news()
         return self.output[index]
 
-    # for the scheduler
-
     @property
     def terms(self) -> Terms:
         """As they were submitted; before, as they are.
@@ -177,29 +175,6 @@ class Request:
             as_extra_key(self.extra_key), as_sampling(self.sampling), flag("request: ended", self.ended),
         )  # fmt: skip
 
-    def submitted(self, aborted: Callable[[], None]) -> None:
-        """It is a scheduler's from now on, which is told if it is to be aborted, and ends it."""
-        if self.state is not State.NEW:
-            raise ConfigError("request: it is submitted once")
-        self._terms = self.terms
-        self.state = State.WAITING
-        self._aborted = aborted
-
-    def sent(self, terms: Terms) -> None:
-        """This is what other ranks are told, and act on; so does this one."""
-        self._terms = terms
-
-    def put(self, token: int) -> None:
-        """One more token for the readers."""
-        self.output.append(token)
-        self._wake()
-
-    def end(self, finish: Finish, error: BaseException | None = None) -> None:
-        """There will be no more tokens. The first end counts."""
-        if self.finish is None:
-            self.finish, self.error, self.state = finish, error, State.FINISHED
-            self._wake()
-
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -210,6 +185,40 @@ class Request:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
+
+
+# what becomes of a request: for the scheduler alone, and no part of what a caller holds
+
+
+def enlist(request: Request, aborted: Callable[[], None]) -> None:
+    """It is a scheduler's from now on, which is told if it is to be aborted, and ends it.
+
+    Raises:
+        ConfigError: it was submitted before, or an attribute was set to what is unusable.
+    """
+    if request.state is not State.NEW:
+        raise ConfigError("request: it is submitted once")
+    request._terms = request.terms
+    request.state = State.WAITING
+    request._aborted = aborted
+
+
+def fix_terms(request: Request, terms: Terms) -> None:
+    """These terms are what other ranks are told, and act on; so does this one."""
+    request._terms = terms
+
+
+def add_token(request: Request, token: int) -> None:
+    """One more token for the readers."""
+    request.output.append(token)
+    request._wake()
+
+
+def end_request(request: Request, finish: Finish, error: BaseException | None = None) -> None:
+    """There will be no more tokens. The first end counts."""
+    if request.finish is None:
+        request.finish, request.error, request.state = finish, error, State.FINISHED
+        request._wake()
 
 
 class _Reader:

@@ -28,7 +28,7 @@ from asynccache_shim.board import Board, Settings
 from asynccache_shim.job import Job
 from asynccache_shim.model import NO_TOKEN, Batch, Model, Sampling, Work
 from asynccache_shim.orders import Desk, Order, Orders, decode, encode
-from asynccache_shim.request import MAX_TOKEN, Finish, Request
+from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
 from asynccache_shim.running import finish_step, grow_all, plan_admitted, works_of
 from asynccache_shim.thread import ModelThread, returned
 
@@ -153,11 +153,11 @@ class Scheduler:
         number = self._count
         if self._orders is not None:
             request.sampling = _seeded(request.sampling)
-            request.submitted(lambda: self._abort_everywhere(number))
+            enlist(request, lambda: self._abort_everywhere(number))
             self._submit_everywhere(number, request)
             return request
         job = Job(request, number)
-        request.submitted(lambda: self._aborted(job))
+        enlist(request, lambda: self._aborted(job))
         try:
             arrive(self._board, job)
         except Exception as error:
@@ -169,7 +169,7 @@ class Scheduler:
         try:
             self._desk.submit(number, request)
         except Exception as error:
-            request.end(Finish.FAILED, error)
+            end_request(request, Finish.FAILED, error)
             raise
         self._board.bell.set()
 
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _aborted(self, job: Job) -> None:
         """Who waits leaves at once; who holds pages, when no step uses them."""
-        job.request.end(Finish.ABORTED)
+        end_request(job.request, Finish.ABORTED)
         if job.id in self._board.waiting:
             self._board.drop(job, Finish.ABORTED)
         self._board.bell.set()
@@ -188,7 +188,7 @@ class Scheduler:
     def _abort_everywhere(self, number: int) -> None:
         request = self._desk.abort(number)
         if request is not None:
-            request.end(Finish.ABORTED)
+            end_request(request, Finish.ABORTED)
         self._board.bell.set()
 
     # the loop
@@ -217,7 +217,7 @@ class Scheduler:
         for job in self._board.jobs():
             self._board.drop(job, finish, self._failure)
         for request in self._desk.left():
-            request.end(finish, self._failure)
+            end_request(request, finish, self._failure)
 
     # several ranks
 
@@ -262,7 +262,7 @@ class Scheduler:
         self._failure = self._failure or failure
         self._closing = True
         for request in [*(job.request for job in self._board.jobs()), *self._desk.left()]:
-            request.end(Finish.FAILED, self._failure)
+            end_request(request, Finish.FAILED, self._failure)
         self._board.bell.set()
 
     # one step

@@ -27,7 +27,7 @@ from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
 from tests.stores.server import required
 
-PYTHON = all_blocks("python")
+PYTHON = [block for block in all_blocks("python") if block.reason is None]
 SHELL = [block for block in all_blocks("console", "sh") if block.reason is None]
 SETTINGS = all_blocks("toml")
 READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
@@ -37,6 +37,15 @@ EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
     ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
+    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment; brings no vLLM. "
+                             "From a clone: '.[vllm]'"),
+    ("docs/engines/vllm.md", "from vllm import LLM"),
+    ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
+                            "--batches 128     # make test-sglang makes build/sglang"),
+    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; brings no SGLang. "
+                               "From a clone: '.[sglang]'"),
+    ("README.md", "pip install '.[vllm]'                 # in the environment of the vLLM that is there"),
+    ("README.md", "pip install '.[sglang]'               # in the environment of the SGLang that is there"),
 }
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -178,6 +178,7 @@ class World:
         self._stack = AsyncExitStack()
         self._device = CpuDevice()
         self._requests = 0
+        self._once: dict[str, Any] = {}
 
     async def open(self) -> None:
         config = settings(device=16, host=32, swa=14, mamba=8, storage="memory:?name=own", close_deadline=0.5)
@@ -187,11 +188,18 @@ class World:
     async def reopen(self) -> None:
         """The cache was closed, with all that it had."""
         await self._stack.aclose()
+        self._once.clear()
         await self.open()
 
     async def close(self) -> None:
         await self._stack.aclose()
         await self._device.aclose()
+
+    def once(self, name: str, made: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """What ``made`` gives, entered when it is first asked for and left with this world."""
+        if name not in self._once:
+            self._once[name] = self._stack.enter_context(made())
+        return self._once[name]
 
     def prompt(self, number: int = 0) -> list[int]:
         """One of six, of 3 to 5 pages and a token."""

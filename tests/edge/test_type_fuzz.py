@@ -38,7 +38,8 @@ def _of_member(name: str, member: Any) -> Iterator[tuple[str, set[str]]]:
     if inspect.isclass(member):
         for method, function in inspect.getmembers(member, _is_method):
             inherited = issubclass(member, str) and hasattr(str, method)
-            if not method.startswith("_") and not inherited and (params := _parameters(function) - {"self"}):
+            called = method == "__call__" or not method.startswith("_")
+            if called and not inherited and (params := _parameters(function) - {"self"}):
                 yield f"{name}.{method}", params
 
 
@@ -123,6 +124,11 @@ REMOVED = [
     ("integer", "checkpoint: position", "asynccache.Lease.commit (checkpoint)"),
     ("integer", "page_size", "asynccache.CacheConfig"),
     ("number", "timeout", "asynccache.storage.CheckedStore"),
+    ("integer", "page_bytes", "asynccache.storage.Pages.open"),
+    ("integer", "permit", "asynccache.storage.Breaker.failure"),
+    ("instance", "payloads", "asynccache.storage.CheckedStore.put"),
+    ("integers", "event: block_hashes", "asynccache.events.Mirror.note (event)"),
+    ("instance", "prefetch", "asynccache.PrefetchHandle"),
 ]
 
 

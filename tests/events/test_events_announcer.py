@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 from asynccache.core.plan import Cleared, Medium, Publish
-from asynccache.events import AllBlocksCleared, Announcer, BlockRemoved, BlockStored, Opened, StorageReport
-from asynccache.events.announcer import block_hash
+from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, Opened, StorageReport
+from asynccache.events.announcer import Announcer, block_hash
 
 SPACE = b"n" * 32
 PAGES = [sha256(bytes([i])).digest() for i in range(6)]

@@ -17,10 +17,11 @@ from asynccache.config import CacheConfig
 from asynccache.core.plan import Medium
 from asynccache.core.states import PRESENT
 from asynccache.core.tree import Node
-from asynccache.events import Announcer, Mirror, Notice, StorageReport
-from asynccache.events.announcer import block_hash
+from asynccache.events import Mirror, Notice, StorageReport
+from asynccache.events.announcer import Announcer, block_hash
 from asynccache.memory.cpu import CpuDevice
-from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url, store_layout
+from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_url
+from asynccache.storage.records import store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import PAGE, compute, parts, serve, settings, settled, text

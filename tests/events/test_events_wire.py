@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from asynccache import Adapter, AsyncCache
-from asynccache.events import AllBlocksCleared, Announcer, BlockRemoved, BlockStored, EventBatch, Layout, Notice
+from asynccache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Layout, Notice
+from asynccache.events.announcer import Announcer
 from asynccache.events.wire import Decoder, Encoder
 from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import compute, settings, text

@@ -161,6 +161,8 @@ case "$1" in
     test) echo 'a dot'; echo '3 passed, 1 skipped in 0.01s'; exit $TESTS ;;
     build/kernels/.installed) exit $DOWNLOAD ;;
     test-kernels) echo '2 passed in 9.99s'; exit $KERNELS ;;
+    build/vllm/.installed) exit $NO_VLLM ;;
+    test-vllm-tier) echo '4 passed in 8.88s'; exit $TIER ;;
     lint) exit $LINT ;;
 esac
 """
@@ -169,7 +171,7 @@ esac
 @pytest.mark.parametrize(("bad", "status", "closing"), [
     ("", 0, "3 passed, 1 skipped in 0.01s"), ("TESTS", 1, "3 passed, 1 skipped in 0.01s"),
     ("KERNELS", 1, "3 passed, 1 skipped in 0.01s"), ("DOWNLOAD", 0, "3 passed, 1 skipped in 0.01s"),
-    ("LINT", 1, None),
+    ("NO_VLLM", 0, "3 passed, 1 skipped in 0.01s"), ("TIER", 1, "3 passed, 1 skipped in 0.01s"), ("LINT", 1, None),
 ])  # fmt: skip
 def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, closing: str | None, tmp_path: Path) -> None:
     programs = tmp_path / "programs"
@@ -180,7 +182,8 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, closing: s
     (tmp_path / ".ci").mkdir()
     script = Path(shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci"))
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}",
-                   **{name: str(int(name == bad)) for name in ("TESTS", "DOWNLOAD", "KERNELS", "LINT")}}
+                   **{name: str(int(name == bad))
+                      for name in ("TESTS", "DOWNLOAD", "KERNELS", "NO_VLLM", "TIER", "LINT")}}
     done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == status, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -188,3 +191,5 @@ def test_ci_ends_with_the_summary_of_the_tests(bad: str, status: int, closing: s
         assert lines[-1] == closing
         assert ("2 passed in 9.99s" in lines) == (bad != "DOWNLOAD")
         assert ("the CUDA kernel was not compiled" in done.stdout) == (bad == "DOWNLOAD")
+        assert ("4 passed in 8.88s" in lines) == (bad != "NO_VLLM")
+        assert ("our tier was not tried under vLLM" in done.stdout) == (bad == "NO_VLLM")

@@ -16,7 +16,8 @@ from asynccache.ranks import Topology
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.prefetch import PrefetchStatus
 from asynccache.runtime.tokens import as_key
-from asynccache.storage import PageKey, pool_digest, storage_key
+from asynccache.storage import PageKey
+from asynccache.storage.records import pool_digest, storage_key
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from tests.ranks.cache_world import Member
 from tests.ranks.still_world import Pages, Served, StillWorld, publish, serve, text_of

@@ -16,8 +16,9 @@ from asynccache.config import CacheConfig
 from asynccache.core.audit import check
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.runtime import attaching
-from asynccache.storage import CheckedStore, PageKey, Record, Result, store_layout
+from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage import opening as opening_module
+from asynccache.storage.records import store_layout
 from tests.runtime.runtime_kit import PAGE, opened, parts, push_out, serve, settings, settled, text, turns, until
 
 

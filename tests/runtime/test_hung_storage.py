@@ -12,7 +12,8 @@ import pytest
 from asynccache import AsyncCache
 from asynccache.core.audit import check
 from asynccache.runtime.entry import GRACE
-from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled, store_layout
+from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled
+from asynccache.storage.records import store_layout
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate

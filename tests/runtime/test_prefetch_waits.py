@@ -27,7 +27,7 @@ async def test_a_handle_that_is_told_while_it_waits_for_the_lock_fetches_nothing
         async with parts(cache).driver.lock:
             handle = cache.prefetch(text(6))
             await turns()
-            handle.tell(wish)
+            parts(cache).prefetching.own(handle).tell(wish)
         await turns()
         ended, result = handle.done(), handle.result
         storage.let()
@@ -48,7 +48,7 @@ async def test_a_handle_that_is_stopped_while_it_waits_for_the_lock_stops_nobody
         async with parts(cache).driver.lock:
             second = cache.prefetch(text(6))
             await turns()
-            second.tell(Wish.STOP)
+            parts(cache).prefetching.own(second).tell(Wish.STOP)
         await turns()
         ended = second.done()
         storage.let()

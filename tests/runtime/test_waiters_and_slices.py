@@ -18,7 +18,7 @@ from asynccache.runtime import hashing
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
-from asynccache.runtime.prefetch import Held, PrefetchHandle
+from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle
 from asynccache.runtime.saving import unsaved
 from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
@@ -26,7 +26,8 @@ from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, setti
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
     claims = Claims(Driver(CacheCore(settings().core()), SingleRank()))
-    handle = PrefetchHandle(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims, lambda waiter: None)
+    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims, lambda waiter: None)
+    handle = PrefetchHandle(prefetch)
 
     async def wait() -> PrefetchResult:
         return await handle
@@ -37,7 +38,7 @@ async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told(
     await turns(3)
     assert one.cancelled()
     assert not two.done(), "the other one's future is its own"
-    handle.finish(PrefetchStatus.MISS)
+    prefetch.finish(PrefetchStatus.MISS)
     assert await asyncio.wait_for(two, 60) == PrefetchResult(PrefetchStatus.MISS, 0)
 
 

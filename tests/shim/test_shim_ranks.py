@@ -28,6 +28,7 @@ from asynccache_shim import (
     scheduler,
 )
 from asynccache_shim.board import Board
+from asynccache_shim.request import end_request
 
 from asynccache import CacheFull, ConfigError, Lease, RankDivergence, RankFailure
 from asynccache.memory.faults import Faults
@@ -402,7 +403,7 @@ def test_an_abort_that_only_its_own_rank_hears_of_is_seen(monkeypatch: pytest.Mo
     def abort(self: Scheduler, number: int) -> None:
         job = self._board.waiting.get(number) or self._board.held.get(number)
         if job is not None:
-            job.request.end(Finish.ABORTED)
+            end_request(job.request, Finish.ABORTED)
 
     monkeypatch.setattr(Scheduler, "_abort_everywhere", abort)
     diverges(PP2)

@@ -11,7 +11,7 @@ from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Si
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
-from asynccache.storage import pool_digest, store_layout
+from asynccache.storage.records import pool_digest, store_layout
 from asynccache.worker.poolmap import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 

@@ -18,7 +18,7 @@ from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from asynccache.worker.poolmap import PoolMap
-from tests.runtime.runtime_kit import settled
+from tests.runtime.runtime_kit import parts, settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
     deepseek,
@@ -346,7 +346,7 @@ async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
         async with opened(config, storage=backend) as cache:
             handle = cache.prefetch(prompt)
             await held.reached.wait()
-            handle.tell(Wish.STOP)
+            parts(cache).prefetching.own(handle).tell(Wish.STOP)
             held.go.set()
             assert (await handle).tokens == pages * config.page_size
             assert (await cache.match(prompt)).host == pages * config.page_size

@@ -19,7 +19,8 @@ from asynccache.cli.bench_meter import Meter, summary
 from asynccache.cli.bench_raw import CopyClient
 from asynccache.cli.main import main
 from asynccache.errors import BackendError, ConfigError
-from asynccache.storage import RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, checked, open_store, seal
+from asynccache.storage import RECORD_SCHEMA, PageKey, Record, Result, StoreLayout, checked, open_store
+from asynccache.storage.records import seal
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,8 @@ import pytest
 from asynccache import AsyncCache
 from asynccache.errors import Timeout
 from asynccache.runtime.saving import HOPELESS_ROUNDS
-from asynccache.storage import CheckedStore, PageKey, Record, Result, store_layout
+from asynccache.storage import CheckedStore, PageKey, Record, Result
+from asynccache.storage.records import store_layout
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate

@@ -21,7 +21,6 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache
 from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import (
-    Attached,
     CheckedStore,
     PageKey,
     Record,
@@ -29,11 +28,11 @@ from asynccache.storage import (
     StorageBackend,
     StoreLayout,
     StoreOptions,
-    TieredStore,
     completed,
     parse_url,
-    store_layout,
 )
+from asynccache.storage.records import store_layout
+from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import parts, serve, settings, text
 

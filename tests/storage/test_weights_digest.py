@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,54 @@ def test_what_has_no_weights_is_refused_by_name(tmp_path: Path, broken: str) -> 
 def test_what_is_no_path_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="model"):
         weights_digest(value)  # type: ignore[arg-type]
+
+
+def hub_cache(folder: Path, name: str, **more: bytes) -> Path:
+    """A Hugging Face cache with one model: its snapshot has links to blobs, as the hub's own client makes them."""
+    repo = folder / ("models--" + name.replace("/", "--"))
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text("c" * 40)
+    blobs, snapshot = repo / "blobs", repo / "snapshots" / ("c" * 40)
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for file, content in ({"config.json": b"{}", "a.safetensors": b"a" * 3_000_000} | more).items():
+        blob = blobs / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        (snapshot / file).symlink_to(blob)
+    return folder
+
+
+def test_a_model_of_the_hub_is_its_snapshot_in_the_local_cache(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    cache = hub_cache(tmp_path / "hub", "some/model")
+    snapshot = cache / "models--some--model/snapshots" / ("c" * 40)
+    assert weights_digest("some/model", cache=cache) == weights_digest(snapshot)
+    assert weights_digest("some/model", cache=cache, revision="main") == weights_digest(snapshot)
+    assert weights_digest("some/model", cache=cache, revision="c" * 40) == weights_digest(snapshot)
+    other = hub_cache(tmp_path / "other", "some/model", **{"a.safetensors": b"b"})
+    assert weights_digest("some/model", cache=other) != weights_digest("some/model", cache=cache)
+
+
+@pytest.mark.parametrize("named", [{"model": "some/other"}, {"model": "some/model", "revision": "v2"}])
+def test_what_is_not_in_the_local_cache_is_refused_by_name_and_not_fetched(
+    tmp_path: Path, named: dict[str, str]
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    cache = hub_cache(tmp_path / "hub", "some/model")
+    with pytest.raises(ConfigError, match=f"model='{named['model']}' is no path, and is not in the Hugging Face cache"):
+        weights_digest(named["model"], revision=named.get("revision"), cache=cache)
+
+
+def test_without_the_hubs_client_a_name_is_refused_and_a_path_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match="needs huggingface_hub: install it, or give the folder"):
+        weights_digest("some/model")
+    assert weights_digest(model(tmp_path / "here"))
+
+
+def test_a_folder_that_has_the_name_of_a_model_is_that_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model(tmp_path / "some/model")
+    monkeypatch.chdir(tmp_path)
+    assert weights_digest("some/model") == weights_digest(tmp_path / "some/model")

@@ -25,7 +25,7 @@ from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session, loop_factory
 from asynccache.cli.tally import Tally
-from asynccache.runtime.prefetch import PrefetchHandle
+from asynccache.runtime.prefetch import Prefetch
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.storage import Breaker, BreakerState, Permit
 
@@ -60,7 +60,7 @@ class Moments:
                 self.changes.append(time.monotonic())
             return enter(breaker, state)
 
-        def fetching(prefetching: Prefetching, space: bytes, key: bytes) -> PrefetchHandle:
+        def fetching(prefetching: Prefetching, space: bytes, key: bytes) -> Prefetch:
             handle = prefetch(prefetching, space, key)
             self.fetched += bool(len(self.changes) % 2) and not handle.done()
             return handle

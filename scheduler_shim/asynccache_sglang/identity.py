@@ -1,0 +1,107 @@
+"""What must be equal for a stored page to be the right one, and the keys of pages do not say.
+
+SGLang's keys are hashes of tokens (with what it calls ``extra_key`` and ``cache_salt``): of the model, its weights, the
+dtype, the layout and the ranks they know nothing. The namespace has what is one for all pools of a process; a suffix of
+every key has what is a pool's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from asynccache.errors import ConfigError
+from asynccache.storage import weights_digest
+from asynccache_sglang.options import Options
+
+SUFFIX_BYTES = 16
+
+
+class Server(NamedTuple):
+    """What the server was started with, as far as its pages depend on it. None: not known."""
+
+    sglang: str
+    model_path: str | None = None
+    revision: str | None = None
+    cache: str | None = None
+    load_format: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+
+
+class Shard(NamedTuple):
+    """Which part of the model's KV this process has. ``replicated``: every rank of a tensor parallel group has all."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    dcp_rank: int
+    dcp_size: int
+    replicated: bool
+
+
+class Kind(NamedTuple):
+    """How a pool's page looks. ``parts``: bytes of its parts, in their order. ``sharded``: each rank of a tensor
+    parallel group has pages of its own."""
+
+    layout: str
+    dtype: str
+    page_size: int
+    parts: tuple[int, ...]
+    sharded: bool
+
+
+def weights(options: Options, server: Server) -> str:
+    """What stands for the weights: the user's namespace, or a digest of the weights' files. Blocks while it reads.
+
+    Raises:
+        ConfigError: neither can be had.
+    """
+    if options.namespace is not None:
+        return f"namespace {options.namespace}"
+    model = options.model or server.model_path
+    why = ""
+    if model is None:
+        why = "the server's model path is not known"
+    elif server.load_format == "dummy" and options.model is None:
+        why = "the server runs with --load-format dummy, so its weights are in no file"
+    else:
+        try:
+            hub = (server.revision, server.cache) if options.model is None else (None, server.cache)
+            return f"digest {weights_digest(model, revision=hub[0], cache=hub[1])}"
+        except ConfigError as error:
+            why = str(error)
+    raise ConfigError(
+        f'which weights stored pages belong to cannot be told: {why}. Set "model" in the extra config to the folder '
+        f'of the weights, or "namespace" to a text that you change whenever the weights change'
+    )
+
+
+def namespace(weights: str, model_name: str | None, server: Server, shard: Shard) -> str:
+    """The namespace of all pages of this process, as text that a person can read."""
+    return json.dumps({
+        "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
+        "quantization": server.quantization, "kv_cache_dtype": server.kv_cache_dtype,
+        "pp": [shard.pp_rank, shard.pp_size], "cp": [shard.cp_rank, shard.cp_size],
+        "dcp": [shard.dcp_rank, shard.dcp_size], "replicated": shard.replicated,
+    }, sort_keys=True)  # fmt: skip
+
+
+def suffix(kind: Kind, shard: Shard) -> bytes:
+    """What is put behind every key of a pool."""
+    tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
+    return _digest([kind.layout, kind.dtype, kind.page_size, kind.parts, tp])
+
+
+def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:
+    """The stores' keys of SGLang's."""
+    return [key.encode() + behind for key in keys]
+
+
+def _digest(fields: list[Any]) -> bytes:
+    return hashlib.sha256(json.dumps(fields).encode()).digest()[:SUFFIX_BYTES]

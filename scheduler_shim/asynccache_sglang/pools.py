@@ -1,0 +1,237 @@
+"""Where the pages of one of SGLang's host pools lie, and how they are copied if that is in several places.
+
+A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is asked about the first, the second and the
+last page; if the parts of a page lie at equal distances from those of the next, all others are known. A page in one
+part that follows the page before it needs no copy: the stores read and write the pool itself (``Direct``). A page in
+several parts (K and V, a layer each) is copied to and from a row, so that it is one record in the stores (``Parts``).
+A pool that does not say is asked for copies of its pages by ``get_data_page`` (``Whole``). A pool without bytes, as
+DeepSeek-V4's anchor is, has a mark stored for each page, so that it is known which there are (``Mark``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asynccache.errors import ConfigError
+
+Bytes = npt.NDArray[np.uint8]
+
+MARK = b"asynccache page\n"
+
+
+class Source(Protocol):
+    """The pages of a pool. A page is named by the first of its host indices.
+
+    ``page_size``: host indices a page. ``parts``: bytes of a page's parts. ``how``: in what order a stored page has
+    them, for keys: the same pool may be read in ways that give the same bytes in another order.
+    """
+
+    @property
+    def how(self) -> str: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def parts(self) -> tuple[int, ...]: ...
+
+
+class Copied(Source, Protocol):
+    """Pages that are copied on their way."""
+
+    def load(self, index: int, row: Bytes) -> None:
+        """Copy the page to ``row``."""
+        ...
+
+    def save(self, row: Bytes, index: int) -> None:
+        """Copy ``row`` to the page."""
+        ...
+
+
+class Direct:
+    """Pages that lie one behind the other in ``memory``: page ``index // page_size`` is its slot."""
+
+    how = "parts"
+
+    def __init__(self, memory: Bytes, page_bytes: int, page_size: int) -> None:
+        self.memory = memory
+        self.page_size = page_size
+        self.parts = (page_bytes,)
+
+
+class Parts:
+    """Pages of several parts. ``views[i][n]`` is part ``i`` of page ``n``."""
+
+    how = "parts"
+
+    def __init__(self, views: Sequence[Bytes], page_size: int) -> None:
+        self.page_size = page_size
+        self.parts = tuple(int(view.shape[1]) for view in views)
+        ends = np.cumsum(self.parts).tolist()
+        self._places = [(view, end - size, end) for view, size, end in zip(views, self.parts, ends, strict=True)]
+
+    def load(self, index: int, row: Bytes) -> None:
+        page = index // self.page_size
+        for view, start, end in self._places:
+            row[start:end] = view[page]
+
+    def save(self, row: Bytes, index: int) -> None:
+        page = index // self.page_size
+        for view, start, end in self._places:
+            view[page] = row[start:end]
+
+
+class Whole:
+    """Pages of which SGLang's pool makes copies and takes copies back."""
+
+    how = "flat"
+
+    def __init__(self, host_pool: Any) -> None:
+        self._pool = host_pool
+        self.page_size = page_size_of(host_pool)
+        self._template = host_pool.get_dummy_flat_data_page()
+        self.parts = (int(self._template.numel() * self._template.element_size()),)
+        found = flat_bytes(host_pool.get_data_page(0, flat=True)).size
+        if found != self.parts[0]:
+            raise ValueError(f"a page has {found} bytes, and is taken back if it has {self.parts[0]}")
+
+    def load(self, index: int, row: Bytes) -> None:
+        row[:] = flat_bytes(self._pool.get_data_page(index, flat=True))
+
+    def save(self, row: Bytes, index: int) -> None:
+        page = self._template.clone()
+        flat_bytes(page)[:] = row
+        self._pool.set_from_flat_data_page(index, page)
+
+
+class Mark:
+    """Pages without bytes."""
+
+    how = "mark"
+
+    def __init__(self, host_pool: Any) -> None:
+        self.page_size = page_size_of(host_pool)
+        self.parts = (len(MARK),)
+
+    def load(self, index: int, row: Bytes) -> None:
+        row[:] = np.frombuffer(MARK, np.uint8)
+
+    def save(self, row: Bytes, index: int) -> None:
+        pass
+
+
+class Tensors:
+    """Pages that SGLang made copies of itself, or wants copies of: page ``index`` is ``tensors[index]``."""
+
+    how = "flat"
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._tensors = tensors
+        self.page_size = 1
+        self.parts = (int(tensors[0].numel() * tensors[0].element_size()),) if tensors else (0,)
+
+    def load(self, index: int, row: Bytes) -> None:
+        row[:] = flat_bytes(self._tensors[index].contiguous())
+
+    def save(self, row: Bytes, index: int) -> None:
+        flat_bytes(self._tensors[index])[:] = row
+
+
+def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Copied:
+    """How the pages of ``host_pool`` are reached. ``zero_copy``: false if SGLang hands over copies of them itself.
+
+    Raises:
+        ConfigError: in no way.
+    """
+    if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
+        return Mark(host_pool)
+    source = (_by_parts(host_pool) if zero_copy else None) or _whole(name, host_pool)
+    if not sum(source.parts):
+        raise ConfigError(f"host pool {name!r} ({type(host_pool).__name__}) has pages without bytes")
+    return source
+
+
+def _whole(name: str, host_pool: Any) -> Whole:
+    try:
+        return Whole(host_pool)
+    except Exception as error:
+        layout = getattr(host_pool, "layout", None)
+        raise ConfigError(
+            f"host pool {name!r} ({type(host_pool).__name__}, layout {layout!r}) neither says where its pages lie nor "
+            f"gives copies of them: {error!r}. Use --hicache-mem-layout page_first"
+        ) from error
+
+
+def page_size_of(host_pool: Any) -> int:
+    """Host indices a page."""
+    return int(getattr(host_pool, "page_size", 1) or 1)
+
+
+def flat_bytes(tensor: Any) -> Bytes:
+    """The bytes of a contiguous tensor, which they are part of."""
+    import torch
+
+    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _by_parts(host_pool: Any) -> Direct | Parts | None:
+    page_size, pages = page_size_of(host_pool), _page_count(host_pool)
+    try:
+        metas = [_meta(host_pool, page * page_size, page_size) for page in (0, min(1, pages - 1), pages - 1)]
+    except Exception:  # NotImplementedError, ValueError, TypeError...: by design it says no, in many ways
+        return None
+    (first, sizes), (second, _), (last, _) = metas
+    if not first or any(len(pointers) != len(first) or found != sizes for pointers, found in metas):
+        return None
+    strides = [after - before for before, after in zip(first, second, strict=True)] if pages > 1 else list(sizes)
+    if any(end != start + stride * (pages - 1) for start, stride, end in zip(first, strides, last, strict=True)):
+        return None
+    views: list[Bytes] = []
+    for pointer, size, stride in zip(first, sizes, strides, strict=True):
+        view = _view(host_pool, pointer, size, stride, pages)
+        if view is None:
+            return None
+        views.append(view)
+    if len(views) == 1 and views[0].flags.c_contiguous:
+        return Direct(views[0].reshape(-1), sizes[0], page_size)
+    return Parts(views, page_size)
+
+
+def _page_count(host_pool: Any) -> int:
+    count = getattr(host_pool, "page_num", None)
+    return int(host_pool.size) // page_size_of(host_pool) if count is None else int(count)
+
+
+def _meta(host_pool: Any, index: int, page_size: int) -> tuple[list[int], list[int]]:
+    import torch
+
+    pointers, sizes = host_pool.get_page_buffer_meta(torch.arange(index, index + page_size))
+    found = [(int(pointer), int(size)) for pointer, size in zip(pointers, sizes, strict=True) if size]
+    return [pointer for pointer, _ in found], [size for _, size in found]
+
+
+def _view(host_pool: Any, pointer: int, size: int, stride: int, pages: int) -> Bytes | None:
+    """``pages`` rows of ``size`` bytes, ``stride`` bytes apart, from ``pointer`` on in one of the pool's tensors. None
+    if they do not lie in any, so that nobody else's memory is ever read or written."""
+    if stride >= size > 0:
+        for whole in _storages(host_pool):
+            at = pointer - whole.ctypes.data
+            if at >= 0 and at + stride * (pages - 1) + size <= whole.nbytes:
+                return np.lib.stride_tricks.as_strided(whole[at:], (pages, size), (stride, 1))
+    return None
+
+
+def _storages(host_pool: Any) -> Iterator[Bytes]:
+    """The bytes behind each tensor that the pool has."""
+    import torch
+
+    for value in vars(host_pool).values():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.untyped_storage().nbytes():
+                whole: Bytes = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+                yield whole

@@ -1,0 +1,426 @@
+"""The class that SGLang loads, builds and calls.
+
+``--hicache-storage-backend dynamic`` imports ``AsyncCacheStorage`` from here. SGLang hands over its host pools, then
+its prefetch and backup threads call, each of them one batch at a time, and wait for the answer. Every call has a
+deadline; what is not known by then is a miss. No call raises for a store's sake.
+
+Mutable state: the pools that SGLang registered, and the stores that were opened for them, behind ``_lock``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from threading import RLock
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from asynccache.errors import BackendError, ConfigError, Unavailable
+from asynccache.storage import Pages, Result
+from asynccache_sglang import identity
+from asynccache_sglang.hits import Asked, fold, leading
+from asynccache_sglang.moving import Move, Pool, Way, move
+from asynccache_sglang.options import placed, resolve
+from asynccache_sglang.pools import Copied, Direct, Tensors, Whole, source_of
+from asynccache_sglang.rows import StagingRows
+
+logger = logging.getLogger(__name__)
+
+KV = PoolName.KV.value
+MOST_ROWS = 256
+WARN_EVERY = 10.0
+CLOSE_DEADLINE = 10.0
+MOST_SAMPLES = 4096
+
+
+class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
+    """SGLang's L3 on asynccache's stores.
+
+    Raises on construction and when the pools are registered, which fails the attaching:
+        ConfigError: an option is unusable, or it cannot be told which weights the pages belong to.
+        Unavailable: a store cannot be opened now.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Called by SGLang; ``kwargs`` is empty in the versions that this was tested with."""
+        self.options = resolve(storage_config.extra_config)
+        self.shard = _shard(storage_config)
+        server = _server()
+        self.namespace = identity.namespace(
+            identity.weights(self.options, server), storage_config.model_name, server, self.shard
+        )
+        ranks = {
+            "tp_rank": storage_config.tp_rank, "pp_rank": storage_config.pp_rank,
+            "dp_rank": storage_config.dp_rank, "cp_rank": storage_config.attn_cp_rank,
+        }  # fmt: skip
+        self._urls = placed(self.options.storage, ranks, self.shard.replicated and self.shard.tp_size > 1)
+        self._writes = storage_config.is_storage_writer
+        self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
+        self._lock = RLock()
+        self._host_pools: dict[str, Any] = {}
+        self._pools: dict[str, Pool] = {}
+        self._pages: Pages | None = None
+        self._closed = False
+        self._warned: dict[str, float] = {}
+
+    # SGLang's pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of full attention's KV, or the anchor that stands for it."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """One more pool; one that is there already may be named again. If the stores are open they are opened anew."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(str(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the stores, so that what is wrong with them fails the attaching."""
+        self._opened()
+
+    # KV pages
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many of the KV pages are stored, from the first on."""
+        return leading(self._there(keys, [KV])[KV])
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Read KV pages; of each, whether it is there now."""
+        return self._move(Way.IN, [(KV, keys, host_indices)])[0]
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Store KV pages; of each, whether it is stored."""
+        return self._move(Way.OUT, [(KV, keys, host_indices)])[0]
+
+    # pages of several pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:  # fmt: skip
+        """Which prefixes of ``keys`` can be restored, see ``hits``."""
+        transfers = pool_transfers or []
+        there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
+        asked = [Asked(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
+        hits = fold(KV, there[KV], asked)
+        return PoolTransferResult(hits.pages, hits.by_pool, hits.restorable)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Read pages of each pool; by its name, of each page whether it is there now."""
+        return self._move_transfers(Way.IN, transfers)
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store pages of each pool; by its name, of each page whether it is stored."""
+        return self._move_transfers(Way.OUT, transfers)
+
+    # copies of KV pages, for an SGLang that was not told "interface_v1": 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Fill ``target_location``, a flat page as the KV pool makes them; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Fill each target; of each, itself or None."""
+        done = self._move_tensors(Way.IN, keys, target_locations)
+        targets = target_locations or [None] * len(keys)
+        return [target if hit else None for target, hit in zip(targets, done, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Store ``value``, a flat page as the KV pool makes them. Returns whether it is stored."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store them; whether all are stored."""
+        return all(self._move_tensors(Way.OUT, keys, values))
+
+    def exists(self, key: str) -> bool:
+        """Whether the KV page is stored."""
+        return self.batch_exists([key]) == 1
+
+    # the whole
+
+    def clear(self) -> bool:
+        """Forget all pages under the stores' URLs, also those of other ranks, models and processes. Returns whether
+        every store could, within ``timeout`` seconds."""
+        try:
+            self._opened().clear(timeout=self.options.timeout).result()
+        except BackendError as error:
+            logger.error("asynccache: the stores were not cleared: %s", error)
+            return False
+        logger.info("asynccache: cleared %s", ", ".join(self._opened().stores))
+        return True
+
+    def get_stats(self) -> Any:
+        """What SGLang's metrics take, since the last call: pages and GiB/s of each batch of KV pages. None without
+        metrics."""
+        return None if self._metrics is None else self._metrics.take()
+
+    def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
+        """What each store counts, by its name."""
+        return self._opened().store_stats()
+
+    def close(self) -> None:
+        """Let calls under way end, and close the stores. Calls that come later are misses. Twice is fine."""
+        with self._lock:
+            self._closed = True
+            self._close_pages()
+
+    # within
+
+    def _register(self, name: str, host_pool: Any) -> None:
+        with self._lock:
+            if self._host_pools.get(name) is not host_pool:
+                self._host_pools[name] = host_pool
+                self._close_pages()
+
+    def _close_pages(self) -> None:
+        pages, self._pages, self._pools = self._pages, None, {}
+        if pages is None:
+            return
+        try:
+            closed = pages.close(CLOSE_DEADLINE)
+        except BackendError as error:
+            logger.error("asynccache: %s", error)
+            return
+        if closed.held:
+            logger.warning("asynccache: closed, but a store holds on to %d pages of SGLang's pools", closed.held)
+
+    def _opened(self) -> Pages:
+        """The stores, opened for the pools that are registered.
+
+        Raises:
+            ConfigError, Unavailable: see the class.
+        """
+        if self._pages is not None:
+            return self._pages
+        with self._lock:
+            if self._closed:
+                raise Unavailable("asynccache: the storage backend was closed")
+            if self._pages is None:
+                pools = {name: self._pool(name, host_pool) for name, host_pool in self._host_pools.items()}
+                if not pools:
+                    raise Unavailable("asynccache: SGLang has registered no host pool yet")
+                memory = {
+                    name: pool.source.memory if isinstance(pool.source, Direct) else pool.rows.memory
+                    for name, pool in pools.items()
+                }
+                sizes = {name: sum(pool.source.parts) for name, pool in pools.items()}
+                options = self.options.store_options
+                self._pages = Pages.open(self._urls, memory, sizes, self.namespace, options=options)
+                self._pools = pools
+                self._tell_opened(self._pages)
+            return self._pages
+
+    def _pool(self, name: str, host_pool: Any) -> Pool:
+        sharded = not self.shard.replicated or _is_sharded(name, host_pool)
+        source = source_of(name, host_pool, zero_copy=name != KV or self.options.interface_v1)
+        page_bytes = sum(source.parts)
+        rows = 0 if isinstance(source, Direct) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
+        layout, dtype = f"{getattr(host_pool, 'layout', None)} {source.how}", str(getattr(host_pool, "dtype", None))
+        kind = identity.Kind(layout, dtype, source.page_size, source.parts, sharded)
+        return Pool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
+
+    def _tell_opened(self, pages: Pages) -> None:
+        if not self.options.interface_v1:
+            logger.warning(
+                'asynccache: set "interface_v1": 1 in the extra config; without it SGLang copies every page twice'
+            )
+        logger.info("asynccache: stores %s, nearest first, namespace %s", ", ".join(pages.stores), self.namespace)
+        for pool in self._pools.values():
+            how = "in place" if isinstance(pool.source, Direct) else f"by {len(pool.rows.memory)} rows of staging"
+            logger.info(
+                "asynccache: pool %s: %d bytes a page, moved %s, %s", pool.name, sum(pool.source.parts), how,
+                "each rank's own" if pool.sharded else "one rank writes for all",
+            )  # fmt: skip
+
+    def _there(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
+        """Of each pool, which of the pages are stored."""
+        found = {name: [False] * len(keys) for name in names}
+        if not keys:
+            return found
+        asked: dict[str, Future[list[Result]]] = {}
+        try:
+            pages = self._opened()
+            for name in found:
+                pool = self._pools.get(name)
+                if pool is None:
+                    self._warn(name, f"pool {name} was not registered: its pages are misses")
+                    continue
+                asked[name] = pages.exists(
+                    identity.page_keys(keys, pool.behind), pool=name, timeout=self.options.lookup_timeout
+                )
+        except Unavailable as error:
+            self._warn("exists", f"nothing is looked up: {error}")
+        for name, future in asked.items():
+            found[name] = [result is Result.HIT for result in self._known("look up", name, future.result())]
+        return found
+
+    def _move_transfers(self, way: Way, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        wanted = [(str(one.name), one.keys or [], one.host_indices) for one in transfers]
+        done = self._move(way, wanted)
+        return {one.name: moved for one, moved in zip(transfers, done, strict=True)}
+
+    def _move(self, way: Way, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]) -> list[list[bool]]:
+        """Move pages of several pools; of each page, whether it was moved."""
+        done = [[False] * len(keys) for _, keys, _ in wanted]
+        try:
+            pages = self._opened()
+        except Unavailable as error:
+            self._warn(way.value, f"nothing is moved {way.value}: {error}")
+            return done
+        moves: dict[int, Move] = {}
+        for at, (name, keys, host_indices) in enumerate(wanted):
+            pool = self._pools.get(name)
+            if pool is None:
+                self._warn(name, f"pool {name} was not registered: its pages are not moved")
+            elif way is Way.OUT and not pool.sharded and not self._writes:
+                done[at] = [True] * len(keys)  # the first rank writes them
+            elif host_indices is None or host_indices.numel() != len(keys) * pool.source.page_size:
+                count = 0 if host_indices is None else host_indices.numel()
+                logger.error(
+                    "asynccache: %d host indices for %d pages of %d in pool %s: nothing is moved",
+                    count, len(keys), pool.source.page_size, name,
+                )  # fmt: skip
+            else:
+                indices = host_indices[:: pool.source.page_size].tolist()
+                moves[at] = Move(pool, identity.page_keys(keys, pool.behind), indices)
+        self._run(pages, way, list(moves.values()))
+        for at, one in moves.items():
+            done[at] = one.done
+        return done
+
+    def _move_tensors(self, way: Way, keys: list[str], tensors: Any) -> list[bool]:
+        """The same for flat copies of KV pages."""
+        missed = [False] * len(keys)
+        if not keys or tensors is None or any(tensor is None for tensor in tensors):
+            return missed
+        try:
+            pages, pool = self._opened(), self._pools.get(KV)
+        except Unavailable as error:
+            self._warn(way.value, f"nothing is moved {way.value}: {error}")
+            return missed
+        if pool is None or not isinstance(pool.source, Whole):
+            self._warn("copies", 'copies of KV pages are taken only without "interface_v1": 1')
+            return missed
+        if way is Way.OUT and not pool.sharded and not self._writes:
+            return [True] * len(keys)
+        copies: Copied = Tensors(tensors)
+        if any(tensor.numel() * tensor.element_size() != pool.source.parts[0] for tensor in tensors):
+            self._warn("size", f"a page of the KV pool has {pool.source.parts[0]} bytes; another size is not moved")
+            return missed
+        one = Move(pool, identity.page_keys(keys, pool.behind), list(range(len(keys))), copies)
+        self._run(pages, way, [one])
+        return one.done
+
+    def _run(self, pages: Pages, way: Way, moves: list[Move]) -> None:
+        began = time.perf_counter()
+        move(pages, way, moves, self.options.timeout)
+        seconds = time.perf_counter() - began
+        for one in moves:
+            if failed := one.failed:
+                self._warn(f"{way.value} {one.pool.name}", f"{failed} of {len(one.keys)} pages of pool "
+                           f"{one.pool.name} were not moved {way.value}{_why(pages)}")  # fmt: skip
+            if self._metrics is not None and one.pool.name == KV and any(one.done):
+                self._metrics.add(way, one.done.count(True), sum(one.source.parts), seconds)
+
+    def _known(self, act: str, name: str, results: list[Result]) -> list[Result]:
+        failed = results.count(Result.FAILED)
+        if failed and self._pages is not None:
+            self._warn(f"{act} {name}", f"of {failed} of {len(results)} pages of pool {name} it is not known whether "
+                       f"they are stored{_why(self._pages)}")  # fmt: skip
+        return results
+
+    def _warn(self, about: str, text: str) -> None:
+        """Once in a while: a store that is away is away for every call."""
+        now = time.monotonic()
+        if now - self._warned.get(about, -WARN_EVERY) >= WARN_EVERY:
+            self._warned[about] = now
+            logger.warning("asynccache: %s", text)
+
+
+class _Metrics:
+    """Samples for SGLang's metrics. Its threads add, its scheduler takes."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[Way, int, float]] = deque(maxlen=MOST_SAMPLES)
+
+    def add(self, way: Way, pages: int, page_bytes: int, seconds: float) -> None:
+        self._samples.append((way, pages, pages * page_bytes / (1 << 30) / max(seconds, 1e-9)))
+
+    def take(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        made = StorageMetrics()
+        while self._samples:
+            way, pages, rate = self._samples.popleft()
+            (made.prefetch_pgs if way is Way.IN else made.backup_pgs).append(pages)
+            (made.prefetch_bandwidth if way is Way.IN else made.backup_bandwidth).append(rate)
+        return made
+
+
+def _shard(config: HiCacheStorageConfig) -> identity.Shard:
+    return identity.Shard(
+        config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size,
+        config.dcp_rank, config.dcp_size, config.is_mla_model,
+    )  # fmt: skip
+
+
+def _server() -> identity.Server:
+    """What SGLang was started with; only its version, where its arguments are not there."""
+    from sglang.srt.runtime_context import get_server_args
+
+    try:
+        args = get_server_args()
+    except Exception:
+        args = None
+    if args is None:
+        return identity.Server(sglang.__version__)
+    names = ("model_path", "revision", "download_dir", "load_format", "quantization", "kv_cache_dtype")
+    found = [getattr(args, name, None) for name in names]
+    return identity.Server(sglang.__version__, *(None if value is None else str(value) for value in found))
+
+
+def _is_sharded(name: str, host_pool: Any) -> bool:
+    """Whether a pool of a model with replicated KV is sharded all the same: recurrent states, and drafts of K and V."""
+    kinds = {one.__name__ for one in type(host_pool).__mro__}
+    return name == PoolName.MAMBA.value or "MHATokenToKVPoolHost" in kinds
+
+
+def _window(transfer: PoolTransfer) -> int | None:
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return None
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return max(1, len(transfer.keys or ()))
+    raise ConfigError(f"hit_policy={transfer.hit_policy} of pool {transfer.name} is none that this backend knows")
+
+
+def _why(pages: Pages) -> str:
+    errors = "; ".join(f"{name}: {error}" for name, error in pages.last_errors.items())
+    return f" ({errors})" if errors else ""

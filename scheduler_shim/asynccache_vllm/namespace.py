@@ -1,0 +1,190 @@
+"""Everything that must be equal for a stored chunk to be the right one, and that vLLM's keys do not say.
+
+vLLM's key of a chunk is a hash of the tokens up to its end (with an adapter's name and path, the hashes of images, a
+cache salt) and the number of its KV group. All else is named here: which weights computed it, how, and how it lies in
+memory. Objects of vLLM are only read, by their attributes, so that this works on any object that has them.
+
+A store's chunk is never taken for another's because a fact is missing here, as long as ``facts`` are told apart. So
+rather one fact too many: what differs for no reason is a miss, what is equal for no reason is wrong tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asynccache.errors import ConfigError
+from asynccache.storage import weights_digest
+
+FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "pt", "npcache", "fastsafetensors", "instanttensor", "mistral", "gguf",
+     "bitsandbytes", "sharded_state"}
+)  # fmt: skip
+"""The ``load_format``s that read the model's own files, whole."""
+
+IGNORED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+"""What a model's configuration says of where it came from."""
+
+LONG = ('"longrope"', '"su"', '"dynamic"')
+"""Kinds of position encoding that depend on the longest request that the engine accepts."""
+
+
+def layout_facts(config: Any, canonical_format: str | None) -> dict[str, Any]:
+    """How a chunk lies in memory, by vLLM's ``OffloadingConfig``. ``canonical_format``: the identity of vLLM's
+    canonical layout, which does not depend on how the model is split; None where the layout is another.
+
+    vLLM calls some other layouts "parallelism agnostic", too. They are not: ranks lie one after the other in a chunk,
+    each with all of its layers, so that another number of ranks reads other bytes.
+    """
+    groups = [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups]
+    parallel = config.parallel
+    facts = {
+        "cache dtype": config.model.dtype,
+        "tokens of a hash": config.cache.tokens_per_hash,
+        "blocks of a chunk": config.cache.blocks_per_chunk,
+        "groups": groups,
+        "layout": config.kv_cache_layout,
+        "one copy for all ranks": bool(config.replicated_layout),
+    }
+    if canonical_format is not None and parallel.is_parallelism_agnostic:
+        return {**facts, "canonical format": canonical_format}
+    return {
+        **facts,
+        "canonical format": canonical_format,
+        "bytes of a block": config.worker_kv_bytes_per_block,
+        "ranks": parallel.world_size,
+        "tp": parallel.tp_size,
+        "pp": parallel.pp_size,
+        "pcp": parallel.pcp_size,
+        "dcp": parallel.dcp_size,
+    }
+
+
+def engine_facts(engine: Any) -> dict[str, Any]:
+    """What of vLLM's ``VllmConfig`` changes the values that the weights compute, or where they lie in a block."""
+    model, cache = engine.model_config, engine.cache_config
+    config = _plain(_dictionary(getattr(model, "hf_config", None)))
+    facts = {
+        "dtype": str(model.dtype),
+        "quantization": _plain(getattr(model, "quantization", None)),
+        "quantization options": _plain(_dictionary(getattr(model, "quantization_config", None))),
+        "implementation": _plain(getattr(model, "model_impl", None)),
+        "sliding window": not getattr(model, "disable_sliding_window", False),
+        "model configuration": _digest(config),
+        "images": _plain(getattr(getattr(model, "multimodal_config", None), "mm_processor_kwargs", None)),
+        "kv dtype": _plain(getattr(cache, "cache_dtype", None)),
+        "kv dtype skips": _plain(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "kv scales": _plain(getattr(cache, "calculate_kv_scales", None)),
+        "hash": _plain(getattr(cache, "prefix_caching_hash_algo", None)),
+        "attention": _plain(getattr(getattr(engine, "attention_config", None), "backend", None)),
+        "runner": _plain(getattr(engine, "use_v2_model_runner", None)),
+        "draft": _draft(getattr(engine, "speculative_config", None)),
+    }
+    if any(kind in json.dumps(config) for kind in LONG):
+        facts["longest request"] = model.max_model_len
+    return facts
+
+
+def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
+    """Which weights: the user's ``namespace``, with the model's name, or else a digest of the weights' files. Reading
+    them takes as long as it takes, once a machine.
+
+    Raises:
+        ConfigError: there is no ``namespace`` and the weights cannot be known by files; the message says why.
+    """
+    if namespace is not None:
+        return {"namespace": namespace, "model": None if engine is None else str(engine.model_config.model)}
+    if engine is None:
+        raise _unknown("vLLM's configuration of the model cannot be found")
+    if getattr(engine, "lora_config", None) is not None:
+        raise _unknown("vLLM's keys name a LoRA adapter by its name and path only, and not by what is in its files")
+    return {"weights": weights_digest(weights_folder(engine))}
+
+
+def weights_folder(engine: Any) -> Path:
+    """Where the weights that vLLM loads lie on this machine: a folder, or a file.
+
+    Raises:
+        ConfigError: they do not come from files here.
+    """
+    model, load = engine.model_config, engine.load_config
+    load_format = _plain(load.load_format)
+    if load_format not in FORMATS:
+        raise _unknown(f"load_format={load_format!r} does not load the files of the model as they are")
+    name = str(getattr(model, "model_weights", None) or model.model)
+    path = Path(name)
+    if path.exists():
+        return path
+    if "://" in name:
+        raise _unknown(f"the weights of {name!r} are not on this machine")
+    found = _cached(name, getattr(load, "download_dir", None), getattr(model, "revision", None))
+    if found is None:
+        raise _unknown(f"the files of {name!r} are not in the cache of the Hugging Face hub on this machine")
+    return found
+
+
+def namespace_of(*facts: Mapping[str, Any]) -> str:
+    """One text that is equal if and only if all facts are."""
+    merged: dict[str, Any] = {}
+    for some in facts:
+        merged.update(some)
+    return json.dumps(merged, sort_keys=True, separators=(",", ":"))
+
+
+def short(namespace: str) -> str:
+    """Eight digits to tell namespaces apart in logs."""
+    return _digest(namespace)[:8]
+
+
+def _cached(name: str, folder: str | None, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", cache_dir=folder, revision=revision)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _unknown(why: str) -> ConfigError:
+    return ConfigError(
+        f"namespace: {why}, so that nobody can tell by their files which weights computed a stored chunk: name them "
+        f"yourself, as in namespace='llama-3.1-8b 2026-11-01', and change the name whenever weights or adapters change"
+    )
+
+
+def _draft(speculative: Any) -> Any:
+    if speculative is None:
+        return None
+    return [_plain(getattr(speculative, "method", None)), _plain(getattr(speculative, "model", None))]
+
+
+def _dictionary(config: Any) -> Any:
+    make = getattr(config, "to_dict", None)
+    return make() if callable(make) else config
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it, equal in each process. What has no text that is, is named by its type."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items() if str(key) not in IGNORED}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(one), sort_keys=True) for one in value)
+    if hasattr(value, "value") and hasattr(value, "name"):  # of an enumeration
+        return str(value.name)
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: _plain(getattr(value, name, None)) for name in value.__dataclass_fields__}
+    text = str(value)
+    return text if " at 0x" not in text else type(value).__qualname__
+
+
+def _digest(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

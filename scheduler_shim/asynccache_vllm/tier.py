@@ -1,0 +1,319 @@
+"""The tier itself, as vLLM's ``TieringOffloadingManager`` uses it: in the scheduler's process, one call after another.
+
+Nothing here waits for a store but ``drain_jobs`` and ``shutdown``, which end. What a store fails at is a miss for
+exactly its chunks, and is computed again.
+
+Importing this imports vLLM, and raises ImportError where its interface is not the one that this was written for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
+from asynccache.storage import RECORD_SCHEMA, Pages, Result, StoreLayout, check_stores
+from asynccache_vllm import namespace as naming
+from asynccache_vllm.finding import engine_config
+from asynccache_vllm.lookups import Answer, Lookups, Question
+from asynccache_vllm.options import TierOptions
+from asynccache_vllm.registering import check_installed, check_interface, unsuitable
+from asynccache_vllm.tallying import DESCRIPTIONS, DROPPED, LOADED, LOOKUPS, STORED, Tally
+from asynccache_vllm.transfers import STORE_TIMEOUT, Transfer, Transfers
+
+check_installed()
+try:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        RequestOffloadingContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+except ImportError as error:
+    raise ImportError(unsuitable(f"{error}")) from error
+
+check_interface(
+    SecondaryTierManager,
+    {one.__name__: one for one in (TransferJob, JobResult, ScheduleEndContext, LookupResult)},
+)
+
+CLOSE_DEADLINE = 3.0
+LETTING_GO = 5.0
+"""Seconds beyond the deadline of what is under way that ``drain_jobs`` waits for a store to let go of memory."""
+
+_ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.LATER: LookupResult.RETRY}
+
+_log = init_logger("vllm.asynccache")
+
+
+class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may not be there for mypy
+    """Stores, nearest first, below vLLM's host memory. ``TierOptions`` says what can be configured."""
+
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
+        **given: Any,
+    ) -> None:  # fmt: skip
+        """Called by vLLM. Opens the stores. If that fails nothing is left, and vLLM gives its memory back.
+
+        Raises:
+            ConfigError: a value in the tier's entry of ``secondary_tiers`` is unusable, or the weights cannot be known.
+            Unavailable: a store cannot be opened now.
+        """
+        options = TierOptions.parse(given)
+        chunks, page_bytes = primary_kv_view.shape or (0, 0)
+        for wrong in check_stores(options.storage, StoreLayout({"pages": page_bytes}, RECORD_SCHEMA), options.options):
+            raise wrong
+        namespace, engine = _namespace(offloading_spec, options)
+        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.options)
+        try:
+            super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        except BaseException:
+            pages.close(0)
+            raise
+        self.locality = None if options.locality is None else Locality(options.locality)
+        self._pages = pages
+        self._stores = ", ".join(pages.stores)
+        self._timeout = options.lookup_timeout
+        self._lookups = Lookups(options.lookup_timeout)
+        self._answers: deque[tuple[Question, list[Result], float]] = deque()
+        self._transfers = Transfers(pages, page_bytes, chunks, options.lookup_timeout)
+        self._tally = Tally(time.monotonic())
+        self._over = self._closed = False
+        self._events: list[Any] | None = None
+        if options.events:
+            self._begin_events(offloading_spec)
+        _log.info(
+            "asynccache: %s for %d chunks of %d bytes, namespace %s of %s", self._stores, chunks, page_bytes,
+            naming.short(namespace), namespace,
+        )  # fmt: skip
+        _warn_of_hashes(engine)
+
+    # lookups
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """HIT, MISS or RETRY. Waits for nothing."""
+        if self._over:
+            return LookupResult.MISS
+        if self._answers:
+            self._take_answers()
+        return _ANSWERS[self._lookups.ask(key, req_context.req_id, time.monotonic())]
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """No wish of its own about what is stored."""
+        self._lookups.begin(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request."""
+        self._lookups.end(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        """The keys of this step are asked of the stores, in one call."""
+        now = time.monotonic()
+        self._take_answers()
+        self._lookups.begin_again(context.preempted_req_ids)
+        self._lookups.tidy(now)
+        question = self._lookups.take(now)
+        if question is not None:
+            self._ask(question)
+        self._tell(now)
+
+    def _ask(self, question: Question) -> None:
+        if self._over or self._transfers.stuck:
+            self._answers.append((question, [Result.FAILED] * len(question.keys), question.sent))
+            return
+        try:
+            future = self._pages.exists(question.keys, timeout=self._timeout)
+        except AsyncCacheError as error:  # a fork, or the stores' thread was ended by an error
+            self._broken(error)
+            self._answers.append((question, [Result.FAILED] * len(question.keys), question.sent))
+            return
+        future.add_done_callback(partial(self._answered, question))
+
+    def _answered(self, question: Question, future: Future[list[Result]]) -> None:
+        """In the stores' thread."""
+        failed = future.cancelled() or future.exception() is not None
+        results = [Result.FAILED] * len(question.keys) if failed else future.result()
+        self._answers.append((question, results, time.monotonic()))
+
+    def _take_answers(self) -> None:
+        while self._answers:
+            question, results, arrived = self._answers.popleft()
+            self._lookups.answer(question, results, arrived, time.monotonic())
+            self._tally.add(LOOKUPS, results)
+
+    # jobs
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begin to store chunks; those that are there already keep what they have."""
+        transfer = _transfer(job_metadata, loading=False, patience=STORE_TIMEOUT)
+        if not self._transfers.store(transfer):
+            self._tally.add(STORED, [DROPPED] * len(transfer.keys))
+            transfer.results = []
+
+    def submit_load(self, job_metadata: Any, **_: Any) -> None:
+        """Begin to load chunks. Each part of a load has ``lookup_timeout`` seconds; what arrived in time is kept."""
+        patience = self._lookups.left(job_metadata.keys)
+        self._transfers.load(_transfer(job_metadata, loading=True, patience=patience))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """The jobs that ended since the last call."""
+        now = time.monotonic()
+        finished = [self._finished(transfer, now) for transfer in self._transfers.ended()]
+        if finished:
+            self._tell(now)
+        return finished
+
+    def _finished(self, transfer: Transfer, now: float) -> Any:
+        hits = [key for key, result in zip(transfer.keys, transfer.results, strict=False) if result is Result.HIT]
+        success = len(hits) == len(transfer.keys)
+        if transfer.loading:
+            self._tally.add(LOADED, transfer.results)
+            if not success:
+                here = set(hits)
+                self._lookups.lost([key for key in transfer.keys if key not in here], transfer.request, now)
+                corrupt = [k for k, r in zip(transfer.keys, transfer.results, strict=True) if r is Result.CORRUPT]
+                self._event(corrupt, removed=True)
+        else:
+            self._tally.add(STORED, transfer.results)
+            self._lookups.stored(hits)
+            self._event(hits, removed=False)
+        return JobResult(
+            job_id=transfer.job_id,
+            success=success,
+            successful_keys=tuple(hits) if hits and transfer.loading and not success else None,
+            transfer_time=transfer.seconds,
+            transfer_bytes=len(hits) * self.block_size_bytes,
+        )
+
+    def drain_jobs(self) -> None:
+        """Wait until no store has any of the region: the loads and stores that began end by their deadlines.
+
+        Raises:
+            RuntimeError: a store does not let go. vLLM must not use that memory for anything else, so the reset that
+                asked for this fails, and can be tried again.
+        """
+        held = self._transfers.drain(max(self._timeout, STORE_TIMEOUT) + LETTING_GO)
+        if held:
+            raise RuntimeError(
+                f"asynccache: a store ({self._stores}) hangs and has the memory of {held} chunks, which cannot be "
+                f"reset before it lets go{self._why()}"
+            )
+
+    def shutdown(self) -> None:
+        """End everything within ``CLOSE_DEADLINE`` and ``LETTING_GO`` seconds, and close the stores. Twice is fine."""
+        if self._closed:
+            return
+        self._over = self._closed = True
+        self._transfers.refuse()
+        now = time.monotonic()
+        if rest := self._tally.rest(now):
+            _log.info("asynccache: %s", rest)
+        try:
+            closed = self._pages.close(CLOSE_DEADLINE)
+        except AsyncCacheError as error:
+            _log.error("asynccache: %s", error)
+            forget_frames(error)
+            return
+        stores = [transfer for transfer in self._transfers.ended() if not transfer.loading]
+        if lost := sum(result is not Result.HIT for transfer in stores for result in transfer.results):
+            _log.warning("asynccache: %d chunks were not stored before the end", lost)
+        if not closed.over:
+            _log.error("asynccache: a store (%s) hangs with the memory of %d chunks; it ends with this process",
+                       self._stores, closed.held)  # fmt: skip
+
+    # events, metrics, log
+
+    def take_events(self) -> Iterable[Any]:
+        """Which chunks were stored, and which were deleted as corrupt, if ``enable_kv_events`` is set."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Counters of chunks, by ``result``."""
+        return {
+            name: OffloadingCounterMetadata(documentation=text, labelnames=("result",))
+            for name, text in DESCRIPTIONS.items()
+        }
+
+    def get_stats(self) -> Any | None:
+        """What was counted since the last call."""
+        counts = self._tally.take()
+        if not counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for (metric, result), count in counts.items():
+            stats.increase_counter(metric, count, (result,))
+        return stats
+
+    def _begin_events(self, spec: Any) -> None:
+        if spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+        else:
+            _log.warning("asynccache: enable_kv_events is set, and vLLM publishes no KV events (kv_events_config)")
+
+    def _event(self, keys: Sequence[bytes], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(
+                OffloadingEvent(keys=list(keys), medium=self.medium, removed=removed, locality=self.locality)
+            )
+
+    def _tell(self, now: float) -> None:
+        if complaint := self._tally.complaint(now):
+            _log.warning("asynccache: %s%s", complaint, self._why())
+        if summary := self._tally.summary(now):
+            _log.info("asynccache: %s", summary)
+
+    def _why(self) -> str:
+        errors: Mapping[str, Exception] = self._pages.last_errors
+        return "".join(f" ({name}: {error})" for name, error in errors.items())
+
+    def _broken(self, error: AsyncCacheError) -> None:
+        _log.error("asynccache: the stores are used no longer: %s", error)
+        forget_frames(error)
+        self._over = True
+
+
+def _transfer(job: Any, *, loading: bool, patience: float) -> Transfer:
+    slots = [int(chunk) for chunk in job.chunk_ids]
+    return Transfer(job.job_id, job.req_context.req_id, job.keys, slots, loading=loading, patience=patience)
+
+
+def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
+    config = spec.config
+    engine = engine_config(config.extra_config)
+    if config.canonical_layout and config.kv_cache_layout is None:
+        raise ConfigError("canonical_layout: vLLM does not say which layout its KV cache has")
+    canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
+    weights = naming.weights_fact(engine, options.namespace)
+    where = {"vllm": vllm.__version__, "device": current_platform.device_type}
+    facts = {} if engine is None else naming.engine_facts(engine)
+    return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
+
+
+def _warn_of_hashes(engine: Any | None) -> None:
+    algorithm = "" if engine is None else str(engine.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        _log.warning(
+            "asynccache: prefix_caching_hash_algo=%r gives chunks other keys in each process: what this one stores no "
+            "other finds. Use 'sha256', or set PYTHONHASHSEED to one value everywhere", algorithm,
+        )  # fmt: skip

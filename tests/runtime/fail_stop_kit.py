@@ -1,0 +1,183 @@
+"""The core with a point after each of its statements: what a world reaches is noted there, or an exception is raised.
+
+The functions of the core are compiled again with a call at every statement, and given back their own code at the end.
+The call stands after a statement that is simple; behind the value of a ``return``; and before what has no after, or no
+single one: ``raise``, ``continue``, ``break``, and statements that have statements in them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import isclass, unwrap
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from asynccache import core
+
+_CALL = "_at_point"
+_VALUE = "_returned"
+_NOT_CALLED = ("asynccache.core.audit",)
+"""Modules that no call of the cache runs."""
+
+_BEFORE = (
+    ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.FunctionDef, ast.Raise, ast.Continue, ast.Break,
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A statement of the core: its file in the core's folder, the function that it stands in, its line, its source
+    (of what has statements in it the first line)."""
+
+    file: str
+    function: str
+    line: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}: {self.source}"
+
+
+class Injected(Exception):
+    """What a statement of the core raises here."""
+
+
+class Injector:
+    """Notes the points that are passed while it is ``armed``, and raises where ``target`` is passed first."""
+
+    def __init__(self, target: int | None = None, clock: Callable[[], int] = int) -> None:
+        self.target = target
+        self.clock = clock
+        self.seen: dict[int, int] = {}
+        self.fired = False
+
+    def at(self, point: int) -> None:
+        """The core passes this point."""
+        if self.target is None:
+            self.seen.setdefault(point, self.clock())
+        elif point == self.target and not self.fired:
+            self.fired = True
+            raise Injected(str(POINTS[point]))
+
+
+POINTS: list[Point] = []
+"""Every statement of the core that is within a function, by number. Docstrings are none."""
+
+
+@contextmanager
+def points() -> Iterator[None]:
+    """The core has points meanwhile. They do nothing unless ``armed``."""
+    before: list[tuple[FunctionType, CodeType]] = []
+    POINTS.clear()
+    try:
+        for module in _modules():
+            assert module.__file__ is not None
+            with open(module.__file__, encoding="utf-8") as file:
+                tree = ast.parse(file.read())
+            _Pointing(module.__name__.removeprefix(core.__name__ + ".")).visit(tree)
+            codes = dict(_codes(compile(ast.fix_missing_locations(tree), module.__file__, "exec")))
+            setattr(module, _CALL, _nothing)
+            for function in _functions(module):
+                if function.__qualname__ in codes:
+                    before.append((function, function.__code__))
+                    function.__code__ = codes.pop(function.__qualname__)
+            left = [name for name, code in codes.items() if "<" not in name and code.co_flags & 1]
+            assert not left, f"{module.__name__}: nothing has the code of {left}"
+        yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+
+
+@contextmanager
+def armed(injector: Injector) -> Iterator[None]:
+    """Whatever passes a point tells ``injector``."""
+    _set(injector.at)
+    try:
+        yield
+    finally:
+        _set(_nothing)
+
+
+def _set(call: Callable[[int], None]) -> None:
+    for module in _modules():
+        setattr(module, _CALL, call)
+
+
+def _nothing(point: int) -> None:
+    pass
+
+
+def _modules() -> list[ModuleType]:
+    found = pkgutil.walk_packages(core.__path__, core.__name__ + ".")
+    return [importlib.import_module(module.name) for module in found if module.name not in _NOT_CALLED]
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant.co_qualname, constant
+            yield from _codes(constant)
+
+
+def _functions(holder: Any) -> Iterator[FunctionType]:
+    """The functions that a module or a class defines."""
+    name = holder.__name__ if not isclass(holder) else holder.__module__
+    for value in list(vars(holder).values()):
+        function = unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+        if isinstance(function, FunctionType) and function.__module__ == name:
+            yield function
+        elif isclass(value) and value.__module__ == name and not (isclass(holder) and value is holder):
+            yield from _functions(value)
+
+
+class _Pointing(ast.NodeTransformer):
+    """Adds the calls, and notes the points."""
+
+    def __init__(self, module: str) -> None:
+        self._file = module.replace(".", "/") + ".py"
+        self._within: list[str] = []
+        self._in_function = False
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self._within.append(node.name)
+        self.generic_visit(node)
+        self._within.pop()
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        assert not self._in_function, f"{node.name}: a function in a function has no place here yet"
+        self._within.append(node.name)
+        self._in_function = True
+        documented = ast.get_docstring(node) is not None
+        node.body = node.body[:documented] + self._block(node.body[documented:])
+        self._in_function = False
+        self._within.pop()
+        return node
+
+    def _block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        return [made for statement in body for made in self._statement(statement)]
+
+    def _statement(self, statement: ast.stmt) -> list[ast.stmt]:
+        call = self._call(statement)
+        for field in ("body", "orelse", "finalbody"):
+            if block := getattr(statement, field, None):
+                setattr(statement, field, self._block(block))
+        for case in [*getattr(statement, "cases", ()), *getattr(statement, "handlers", ())]:
+            case.body = self._block(case.body)
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            keep = ast.Assign([ast.Name(_VALUE, ast.Store())], statement.value)
+            made = [keep, call, ast.Return(ast.Name(_VALUE, ast.Load()))]
+        elif isinstance(statement, (*_BEFORE, ast.Return)):
+            made = [call, statement]
+        else:
+            made = [statement, call]
+        return [ast.copy_location(each, statement) for each in made]
+
+    def _call(self, statement: ast.stmt) -> ast.stmt:
+        source = ast.unparse(statement).split("\n")[0]
+        POINTS.append(Point(self._file, ".".join(self._within), statement.lineno, source))
+        return ast.Expr(ast.Call(ast.Name(_CALL, ast.Load()), [ast.Constant(len(POINTS) - 1)], []))

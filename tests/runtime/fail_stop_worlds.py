@@ -1,0 +1,615 @@
+"""Small worlds whose calls together run every statement of the core; see ``test_fail_stop``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from asynccache import (
+    Adapter,
+    AsyncCache,
+    AsyncCacheError,
+    CacheClosed,
+    CacheConfig,
+    CacheFull,
+    ConfigError,
+    LoadFailed,
+    Mamba,
+    SlidingWindow,
+)
+from asynccache.core import backfilling, eviction, invalidation, slots, surveys, transfers
+from asynccache.core.audit import check
+from asynccache.core.plan import Outcome, Status
+from asynccache.core.settings import CoreConfig
+from asynccache.memory.faults import Faults
+from asynccache.runtime import parts as parts_module
+from asynccache.runtime.driver import Driver
+from asynccache.runtime.lease import Lease
+from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
+from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
+from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
+from tests.runtime.fail_stop_kit import Injected, Injector, armed
+from tests.runtime.runtime_kit import (
+    PAGE,
+    assert_cached_bytes,
+    compute,
+    page_hashes,
+    parts,
+    serve,
+    settings,
+    settled,
+    text,
+)
+
+STEPS = 50_000
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a scenario has."""
+
+    cache: AsyncCache
+    config: CacheConfig
+    device: SimulatedDevice
+    backend: SimulatedBackend
+    posts: Posts
+    loop: SimulatedLoop
+    random: Random
+
+    @property
+    def checked(self) -> tuple[str, ...]:
+        """The pools whose bytes are compared."""
+        return tuple(name for name in self.cache.pools if name != "mamba")
+
+    @property
+    def window(self) -> int:
+        return next((c.window for c in self.config.components if isinstance(c, SlidingWindow)), 0)
+
+
+Scenario = Callable[[Here], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What happens in a world, on which device, with which store and which settings. ``grain``: long calls have slices
+    of so many steps, heaps are swept and runs of slots cut as early. ``late``: outcomes come in any order."""
+
+    scenario: Scenario
+    shape: Mapping[str, Any]
+    faults: Faults = field(default_factory=Faults)
+    hostility: Hostility = HONEST
+    stored: bool = True
+    events: bool = False
+    grain: int = 0
+    late: bool = False
+    order: Order = Order.FIFO
+    seed: int = 1
+
+
+# what requests do
+
+
+async def everybody(*work: Coroutine[Any, Any, object]) -> None:
+    """Until all have ended; then the first error that is none of a cancellation."""
+    for outcome in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+async def ask(here: Here, tokens: list[int], **terms: Any) -> None:
+    """A request that is served, if there is room."""
+    pools = here.checked
+    with suppress(CacheFull, LoadFailed, TimeoutError):
+        async with here.cache.lease(tokens, **terms) as lease:
+            await lease.loaded()
+            assert_cached_bytes(here.cache, lease, tokens, pools, here.window)
+            compute(here.cache, lease, tokens, pools)
+            await lease.commit(tokens)
+
+
+def prompt(random: Random, pages: int = 8) -> list[int]:
+    """Few conversations, which part at any page."""
+    books = random.choice((1, 2, 3))
+    common = random.choice((random.randint(0, pages), pages - 1, pages))
+    return text(common, books) + text(random.randint(0, pages - common), 10 + random.randrange(3), random.randint(1, 3))
+
+
+async def request(here: Here) -> None:
+    """A request with everything that a lease has calls for."""
+    random, cache = here.random, here.cache
+    tokens = prompt(random)
+    pools = here.checked
+    key: Any = random.choice((None, None, None, "tenant", Adapter("lora", "name", 3)))
+    handle = cache.prefetch(tokens, extra_key=key) if random.random() < 0.4 else None
+    if handle is not None:
+        if random.random() < 0.6:
+            await asyncio.sleep(random.choice((0.0, 0.005, 0.03)))
+        if random.random() < 0.2:
+            handle.cancel()
+    terms: dict[str, Any] = {"new_tokens": random.choice((0, PAGE, 3 * PAGE)), "extra_key": key, "prefetch": handle}
+    if random.random() < 0.3:
+        terms[random.choice(("chunk", "swa_chunk"))] = random.choice((1, PAGE, 2 * PAGE))
+    terms["wait"] = random.random() < 0.8
+    terms["timeout"] = random.choice((None, 0.05, 1.0)) if terms["wait"] else None
+    terms["shorter"] = random.random() < 0.8
+    with suppress(CacheFull, LoadFailed, TimeoutError):
+        async with cache.lease(tokens, **terms) as lease:
+            if random.random() < 0.85:
+                await lease.loaded()
+                assert_cached_bytes(cache, lease, tokens, pools, here.window)
+            else:
+                await asyncio.sleep(0.001)
+            await _run(here, lease, tokens, pools)
+
+
+async def _run(here: Here, lease: Lease, tokens: list[int], pools: tuple[str, ...]) -> None:
+    random = here.random
+    for _ in range(random.randint(0, 3)):
+        match random.randrange(8):
+            case 0 | 1 | 2 | 3:
+                await _commit(here, lease, tokens, pools)
+            case 4:
+                with suppress(CacheFull):
+                    more = random.choice((PAGE, 4 * PAGE))
+                    await lease.extend(more, states=random.choice((0, 1)) * bool(len(lease.states)), wait=False)
+            case 5:
+                lease.advance(random.randint(0, lease._core.reserved))
+            case 6:
+                lease.truncate(random.randint(lease._core.length, lease._core.length + 4 * PAGE))
+            case _:
+                await asyncio.sleep(random.choice((0.0, 0.002, 0.02)))
+    if random.random() < 0.8:
+        lease.release(after=gate(here), ended=random.random() < 0.4)
+
+
+def gate(here: Here) -> SimulatedGate | None:
+    """Sometimes the engine is not through yet."""
+    if here.random.random() < 0.6:
+        return None
+    made = here.device.gate()
+    here.loop.call_later(here.random.choice((0.002, 0.03, 0.1)) * here.random.random(), made.open)
+    return made
+
+
+async def _commit(here: Here, lease: Lease, tokens: list[int], pools: tuple[str, ...]) -> None:
+    cache, random = here.cache, here.random
+    reserved = len(lease.pages) * PAGE
+    stop = min(len(tokens), reserved)
+    if stop < lease._core.length or lease.cached > stop:
+        return
+    stop = random.randint(max(lease.cached, lease._core.length), stop)
+    compute(cache, lease, tokens[:stop], pools)
+    checkpoint = None
+    if len(lease.states) > 1 and stop >= PAGE:
+        checkpoint = (random.randint(1, stop // PAGE) * PAGE, int(lease.states[-1]))
+        if random.random() < 0.1:
+            for wrong in ((3, checkpoint[1]), (checkpoint[0], 99), (1, 2, 3)):
+                with pytest.raises(ConfigError):
+                    await lease.commit(tokens[:stop], checkpoint=wrong)  # type: ignore[arg-type]
+    await lease.commit(tokens[:stop], ready=gate(here), checkpoint=checkpoint)
+
+
+async def anything(here: Here) -> None:
+    """Requests, a few at a time, and whatever else an embedder may do."""
+    random = here.random
+    for _ in range(random.randint(3, 8)):
+        tasks = [asyncio.ensure_future(request(here)) for _ in range(random.randint(2, 6))]
+        tasks += [asyncio.ensure_future(disturb(here)) for _ in range(random.randint(0, 1))]
+        for task in tasks:
+            if random.random() < 0.1:
+                here.loop.cancel_at(task, random.randint(1, 30))
+        await everybody(*map(_await, tasks))
+        if random.random() < 0.3:
+            await asyncio.sleep(0.05)
+
+
+async def _await(task: asyncio.Future[None]) -> None:
+    await task
+
+
+async def fetches(here: Here) -> None:
+    """What storage has is wanted by several at once, while some of it comes from elsewhere or is forgotten."""
+    cache, random = here.cache, here.random
+    for _ in range(random.randint(2, 4)):
+        wanted = [prompt(random) for _ in range(3)]
+        for tokens in wanted:
+            await ask(here, tokens)
+        await cache.flush()
+        if random.random() < 0.5:
+            await cache.invalidate()
+        else:
+            await ask(here, text(8, 77))
+        handles = [cache.prefetch((tokens + text(2, 33))[: random.randint(1, 9) * PAGE]) for tokens in wanted]
+        await asyncio.sleep(random.choice((0.0, 0.002, 0.01, 0.04)))
+        if random.random() < 0.3:
+            await cache.invalidate()
+        work: list[Coroutine[Any, Any, object]] = [ask(here, tokens, prefetch=None) for tokens in wanted]
+        work += [request(here) for _ in range(random.randint(0, 2))]
+        work += [disturb(here) for _ in range(random.randint(0, 1))]
+        work += [ask(here, tokens + text(1, 50), prefetch=handle)
+                 for tokens, handle in zip(wanted, handles, strict=True)
+                 if random.random() < 0.4]
+        await everybody(*random.sample(work, len(work)))
+        for handle in handles:
+            handle.cancel()
+
+
+class Posts:
+    """How outcomes get to the core: at once, in any order (``late``), or when a scenario says so (``held``)."""
+
+    def __init__(self, loop: SimulatedLoop, late: bool) -> None:
+        self._loop = loop
+        self._random = loop.entropy("outcomes")
+        self._late = late
+        self._post = Driver.post
+        self.held: list[tuple[Driver, Outcome]] | None = None
+
+    def take(self, driver: Driver, outcome: Outcome) -> None:
+        """Instead of ``Driver.post``."""
+        if self.held is not None:
+            self.held.append((driver, outcome))
+        elif self._late:
+            self._loop.call_later(self._random.choice((0.0, 0.0, 0.001, 0.02)), self._post, driver, outcome)
+        else:
+            self._post(driver, outcome)
+
+    def let_go(self, count: int) -> None:
+        """The first so many are posted, the very first one as a failure, and nothing if there are no more."""
+        assert self.held is not None
+        now, self.held = self.held[:count], self.held[count:]
+        for driver, outcome in now:
+            self._post(driver, outcome)
+
+    def fail_one(self) -> None:
+        assert self.held
+        driver, outcome = self.held.pop(0)
+        self._post(driver, outcome._replace(status=Status.FAILED))
+
+
+@asynccontextmanager
+async def holding(here: Here) -> AsyncIterator[Posts]:
+    """Outcomes are held meanwhile."""
+    posts = here.posts
+    posts.held = []
+    try:
+        yield posts
+    finally:
+        posts.let_go(len(posts.held))
+        posts.held = None
+
+
+async def copied() -> None:
+    """Whatever can be copied now has been."""
+    await asyncio.sleep(0.2)
+
+
+async def doomed(here: Here) -> None:
+    """What hangs below a copy that failed has not let go of its pages yet, to the host and back."""
+    cache = here.cache
+    async with cache.lease(text(6)) as lease, holding(here) as posts:
+        compute(cache, lease, text(6))
+        for pages in (2, 4):
+            await lease.commit(text(pages))
+            await copied()
+        posts.fail_one()
+        await lease.commit(text(6))
+    for pages in (2, 6):
+        await ask(here, text(pages, 3))
+        await settled(cache)
+    await ask(here, text(14, 7))
+    await settled(cache)
+    async with holding(here) as posts, cache.lease(text(2, 3) + text(1, 9)) as first:
+        await copied()
+        async with cache.lease(text(7, 3)) as second:
+            await copied()
+            posts.fail_one()
+            await copied()
+            await cache.explain(text(6, 3))
+            posts.let_go(9)
+            for each in (first, second):
+                with suppress(LoadFailed):
+                    await each.loaded()
+
+
+async def loading(here: Here) -> None:
+    """Pages are committed that are being loaded for somebody else."""
+    cache = here.cache
+    async with cache.lease(text(4) + text(1, 8)) as mine:
+        await ask(here, text(4))
+        await settled(cache)
+        await ask(here, text(9, 7))
+        await settled(cache)
+        async with holding(here) as posts, cache.lease(text(4) + text(1, 9)):
+            await copied()
+            compute(cache, mine, text(4))
+            commit = asyncio.ensure_future(mine.commit(text(4)))
+            await copied()
+            posts.let_go(9)
+            await commit
+
+
+async def forgotten(here: Here) -> None:
+    """Namespaces are forgotten one after another, while leases hold something of them; one is given back twice."""
+    cache = here.cache
+    driver, core = parts(cache).driver, parts(cache).core
+    async with cache.lease(text(3), extra_key="tenant") as first, cache.lease(text(3)) as second:
+        for lease in (first, second):
+            compute(cache, lease, text(3))
+            await lease.commit(text(3))
+        await cache.explain(text(3))
+        await cache.invalidate("tenant")
+        await cache.reset()
+        driver.perform(driver.give_back(core.release, first._core))
+    await settled(cache)
+
+
+async def push_away(here: Here) -> None:
+    """What was cached is in storage alone."""
+    for seed in (60, 61, 62):
+        await ask(here, text(9, seed))
+        await here.cache.flush()
+
+
+async def fetching(here: Here) -> None:
+    """Pages are fetched that come from elsewhere meanwhile, that are forgotten, and whose store goes."""
+    cache = here.cache
+    for seed in (1, 2):
+        await ask(here, text(4, seed))
+    await cache.flush()
+    await push_away(here)
+    for seed in (1, 2):
+        async with holding(here) as posts:
+            handle = cache.prefetch(text(4, seed) + text(1, 9))
+            await asyncio.sleep(0.001)
+            async with cache.lease(text(7, seed), wait=False) as lease:
+                compute(cache, lease, text(7, seed), here.checked)
+                lease.advance(7 * PAGE)
+                await lease.commit(text(7, seed))
+                await copied()
+                forget = asyncio.ensure_future(cache.invalidate()) if seed == 2 else None
+                await copied()
+            posts.let_go(9)
+            await handle
+            if forget is not None:
+                await forget
+    gone = cache.prefetch(text(7, 3))
+    await asyncio.sleep(0.001)
+    late = cache.prefetch(text(7, 4))
+    await cache.detach_storage(drain=False)
+    for each in (gone, late):
+        with suppress(AsyncCacheError):
+            await each
+
+
+async def windows(here: Here) -> None:
+    """A window is fetched slot by slot; a page of it is spoilt, so that an earlier one is fetched; and there is no room
+    for another one."""
+    cache = here.cache
+    for seed in (1, 2):
+        for pages in (2, 4):
+            await ask(here, text(pages, seed))
+            await cache.flush()
+    stored = dict(here.backend.pages)
+    await cache.reset()
+    here.backend.pages.update(stored)
+    spoilt = parts(cache).worker._map.key("swa", page_hashes(text(4, 1))[3])
+    here.backend.pages[spoilt] = here.backend.pages[spoilt][0], b""
+    for seed in range(60, 66):
+        await ask(here, text(1, seed))
+        await cache.flush()
+    await cache.prefetch(text(4, 1))
+    async with cache.lease(text(5, 5)) as lease, holding(here):
+        compute(cache, lease, text(5, 5), here.checked)
+        for pages in (3, 5):
+            await lease.commit(text(pages, 5))
+            await copied()
+        await cache.prefetch(text(4, 2))
+
+
+async def small(here: Here) -> None:
+    """A host that is smaller than a request, a checkpoint where no window is, and backups of what is forgotten."""
+    cache = here.cache
+    async with cache.lease(text(6)) as lease:
+        compute(cache, lease, text(6), here.checked)
+        lease.advance(5 * PAGE)
+        await lease.commit(text(6), checkpoint=(PAGE, int(lease.states[-1])))
+    async with cache.lease(text(2, 1)) as lease:
+        compute(cache, lease, text(2, 1), here.checked)
+        await lease.commit(text(1, 1))
+        await cache.invalidate()
+        await lease.commit(text(2, 1))
+    await settled(cache)
+    await ask(here, text(6, 5))
+    async with cache.lease(text(2, 1)) as lease, holding(here):
+        compute(cache, lease, text(2, 1), here.checked)
+        for pages in (1, 2):
+            await lease.commit(text(pages, 1))
+        forget = asyncio.ensure_future(cache.invalidate())
+        await copied()
+    await forget
+
+
+async def filling(here: Here) -> None:
+    """A store is attached, and what it is to be told of splits meanwhile."""
+    for seed in range(3):
+        await ask(here, text(4, seed))
+    await everybody(
+        here.cache.attach_storage("memory:", name="other", backfill=True),
+        *(ask(here, text(2, seed) + text(1, 9)) for seed in range(3)),
+    )
+
+
+async def disturb(here: Here) -> None:
+    cache, random = here.cache, here.random
+    await asyncio.sleep(random.random() * 0.02)
+    match random.randrange(9):
+        case 0 | 1:
+            await cache.invalidate(random.choice((None, "tenant")))
+        case 2:
+            await cache.flush()
+        case 3:
+            kept = await cache.keep(prompt(random), ttl=0.02)
+            await asyncio.sleep(0.03)
+            kept.release()
+        case 4 | 5:
+            for _ in range(4):
+                await cache.explain(prompt(random))
+                assert (await cache.match(prompt(random))).needs_load_back in (False, True)
+                await asyncio.sleep(0.001)
+        case 6 | 7:
+            if "other" in cache.stores:
+                await cache.detach_storage("other", drain=random.random() < 0.5)
+            elif here.config.pools()[0].host_pages:
+                await cache.attach_storage("memory:", name="other", options={"write": random.choice(("yes", "no"))},
+                                           backfill=random.random() < 0.7)
+        case _:
+            cache.statistics()
+            await cache.reset()
+
+
+def drawn(seed: int) -> Play:
+    """A world that this seed decides all about."""
+    random = Random(seed)
+    host = random.choice((0, 4, 6, 8, 12, 20))
+    shape: dict[str, Any] = {
+        "device": random.choice((8, 10, 14)), "host": host,
+        "swa": random.choice((0, 5, 10)), "window": random.choice((1, 6, 8, 20)), "mamba": random.choice((0, 4, 8)),
+        "write_policy": random.choice(("write_through", "write_through", "write_back", "write_through_selective")),
+        "max_backup_ops": random.choice((1, 2, 256)), "load_back_threshold": random.choice((0, 0, 12)),
+        "write_back_watermark": random.choice((0.1, 0.6)), "prefetch_quota": random.choice((0.3, 1.0)),
+        "prefetch_policy": random.choice(("best_effort", "wait_complete", "timeout")),
+        "prefetch_timeout_base": 0.02, "aux_host": random.choice((0.3, 1, 2)),
+    }  # fmt: skip
+    faults = Faults(seed=seed, failing=random.choice((0.0, 0.0, 0.1, 0.4, 0.7)), delayed=0.2)
+    hostility = Hostility(delay=random.choice((0.0, 0.001, 0.01, 0.05)), failed=random.choice((0.0, 0.1, 0.4)),
+                          vanished=random.choice((0.0, 0.1)), unavailable=random.choice((0.0, 0.1)))
+    return Play(scenario=random.choice((anything, fetches)), late=random.random() < 0.3, shape=shape, faults=faults,
+                hostility=hostility, stored=bool(host) and random.random() < 0.8,
+                events=random.random() < 0.5, grain=random.choice((0, 1, 2)),
+                order=random.choice((Order.FIFO, Order.SHUFFLED)), seed=seed)
+
+
+SEEDS = (1159, 835, 1137, 536, 841, 961, 504, 1112, 1017, 658, 1281, 545, 1215, 757, 945, 13, 44)
+PLAIN = {"device": 14, "host": 20}
+PLAYS: dict[str, Play] = {
+    "loading": Play(scenario=loading, shape=PLAIN),
+    "doomed": Play(scenario=doomed, shape={"device": 14, "host": 40}),
+    "forgotten": Play(scenario=forgotten, shape=PLAIN, events=True),
+    "fetching": Play(scenario=fetching, shape={**PLAIN, "swa": 10}),
+    "windows": Play(scenario=windows, shape={"device": 14, "host": 12, "swa": 10, "aux_host": 0.5}, grain=1),
+    "small": Play(scenario=small, shape={"device": 14, "host": 4, "swa": 10, "window": 4, "mamba": 8,
+                                         "max_backup_ops": 1}),
+    "filling": Play(scenario=filling, shape=PLAIN, grain=1),
+    "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
+    **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
+}
+
+
+# a world
+
+
+def configured(shape: Mapping[str, Any]) -> CacheConfig:
+    """Of these ``settings``. ``aux_host``: how much the host has of what is not FULL, as a share of the device's."""
+    terms = {"close_deadline": 5.0, **shape}
+    share = terms.pop("aux_host", 2)
+    config = settings(**terms)
+    components: list[Any] = [config.components[0]]
+    for component in config.components[1:]:
+        if isinstance(component, SlidingWindow) and component.host_tokens:
+            component = replace(component, host_tokens=max(1, int(share * terms["swa"])) * PAGE)
+        elif isinstance(component, Mamba) and component.host_states:
+            component = replace(component, host_states=max(1, int(share * terms["mamba"])))
+        components.append(component)
+    return replace(config, components=tuple(components))
+
+
+async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:
+    """Play a world; what became of the cache, in a word: ``closed``, ``whole``, or what is wrong with it."""
+    injector.clock = lambda: loop.steps
+    backend = SimulatedBackend(loop.entropy("backend"), play.hostility, {})
+    device = SimulatedDevice(seed=play.seed, latency=(0.0, 0.001), faults=play.faults)
+    config = configured(play.shape)
+    heard: list[object] = []
+    posts = Posts(loop, play.late)
+    verdict = "it never ended"
+    cache = AsyncCache(config, device=device, storage=backend if play.stored else None,
+                       on_event=heard.append if play.events else None)  # fmt: skip
+    arming = ExitStack()
+    try:
+        arming.enter_context(armed(injector))
+        arming.enter_context(patch.object(Driver, "post", lambda driver, outcome: posts.take(driver, outcome)))
+        async with asyncio.timeout(600), cache:
+            arming.callback(setattr, posts, "held", None)
+            policy = parts(cache).core.world.policy
+            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(policy.now - touch)
+            try:
+                await play.scenario(Here(cache, config, device, backend, posts, loop, loop.entropy("scenario")))
+            except (Injected, AsyncCacheError):
+                if not injector.fired:
+                    raise
+            arming.close()
+            verdict = await look(cache, play.grain)
+    except Injected:
+        verdict = "whole" if verdict == "it never ended" else "it went on with what it raised"
+    except CacheClosed as error:
+        if not isinstance(error.__cause__, Injected):
+            verdict = f"closed by {error.__cause__!r}"
+    except TimeoutError:
+        pass
+    finally:
+        arming.close()
+    await backend.aclose()
+    await device.aclose()
+    return verdict
+
+
+async def look(cache: AsyncCache, grains: int) -> str:
+    if cache.closed is not None:
+        with pytest.raises(CacheClosed):
+            await serve(cache, text(2, 70))
+        return "closed" if "Injected" in cache.closed else f"closed without a reason: {cache.closed}"
+    try:
+        await settled(cache)  # what is being fetched may be claimed then
+        parts(cache).claims.drop_all()
+        await settled(cache)
+        while parts(cache).core.world.dead_roots and grains:
+            parts(cache).core.follow_up()  # a slice
+        check(parts(cache).core, idle=True)
+        for _ in range(2):
+            await serve(cache, text(4, 70))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "whole"
+
+
+@contextmanager
+def grained(steps: int) -> Iterator[None]:
+    """The core's limits are so small that small worlds reach them."""
+    if not steps:
+        yield
+        return
+
+    def small(config: CacheConfig) -> CoreConfig:
+        return replace(usual(config), slice_steps=steps)
+
+    usual = CacheConfig.core
+    with (
+        patch.object(CacheConfig, "core", small),
+        patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
+        patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
+        patch.object(eviction, "_SWEEP_FROM", 4 * steps), patch.object(slots, "_SHORT", 4),
+        patch.object(parts_module, "REMEMBERED", 4),
+    ):  # fmt: skip
+        yield
+
+
+def run(play: Play, injector: Injector) -> str:
+    with grained(play.grain):
+        return simulate(lambda loop: world(loop, play, injector), play.seed, order=play.order, step_limit=STEPS)

@@ -1,0 +1,93 @@
+"""A stored page is found by who would have stored the same bytes, and by nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from asynccache_sglang import identity
+from asynccache_sglang.identity import Kind, Server, Shard
+from asynccache_sglang.options import Options
+
+from asynccache import ConfigError
+
+SERVER = Server("0.5.23", "some/model", None, None, "auto", None, "auto")
+SHARD = Shard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
+KIND = Kind("page_first parts", "torch.bfloat16", 64, (4096, 4096), sharded=True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weights": "digest 0"}, {"model_name": "other"}, {"server": SERVER._replace(sglang="0.5.24")},
+        {"server": SERVER._replace(quantization="fp8")}, {"server": SERVER._replace(kv_cache_dtype="fp8_e5m2")},
+        {"shard": SHARD._replace(pp_rank=1)}, {"shard": SHARD._replace(pp_size=2)},
+        {"shard": SHARD._replace(cp_rank=1)}, {"shard": SHARD._replace(cp_size=2)},
+        {"shard": SHARD._replace(dcp_rank=1)}, {"shard": SHARD._replace(dcp_size=2)},
+        {"shard": SHARD._replace(replicated=True)},
+    ],
+)  # fmt: skip
+def test_whatever_changes_the_pages_changes_the_namespace(changed: dict[str, object]) -> None:
+    base: dict[str, object] = {"weights": "digest 1", "model_name": "model", "server": SERVER, "shard": SHARD}
+    assert identity.namespace(**{**base, **changed}) != identity.namespace(**base)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "server",
+    [SERVER._replace(model_path="/elsewhere"), SERVER._replace(revision="v2"), SERVER._replace(load_format="pt")],
+)
+def test_where_the_weights_lie_does_not(server: Server) -> None:
+    made = [identity.namespace("digest 1", "model", one, SHARD) for one in (server, SERVER)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        KIND._replace(layout="layer_first parts"), KIND._replace(dtype="torch.float16"), KIND._replace(page_size=32),
+        KIND._replace(parts=(2048, 6144)), KIND._replace(sharded=False),
+    ],
+)  # fmt: skip
+def test_whatever_changes_a_pools_pages_changes_its_keys(kind: Kind) -> None:
+    assert identity.suffix(kind, SHARD) != identity.suffix(KIND, SHARD)
+
+
+def test_ranks_have_pages_of_their_own_unless_one_writes_for_all() -> None:
+    others = [SHARD._replace(tp_rank=1), SHARD._replace(tp_size=4)]
+    assert all(identity.suffix(KIND, other) != identity.suffix(KIND, SHARD) for other in others)
+    shared = KIND._replace(sharded=False)
+    assert all(identity.suffix(shared, other) == identity.suffix(shared, SHARD) for other in others)
+
+
+def test_keys_of_two_pools_are_never_the_same() -> None:
+    behind = identity.suffix(KIND, SHARD)
+    assert len(behind) == identity.SUFFIX_BYTES
+    assert identity.page_keys(["ab", "cd"], behind) == [b"ab" + behind, b"cd" + behind]
+
+
+def test_the_users_namespace_stands_for_the_weights() -> None:
+    assert identity.weights(Options(("memory:",), namespace="v1"), SERVER) == "namespace v1"
+
+
+def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.safetensors").write_bytes(b"weights")
+    server = SERVER._replace(model_path=str(tmp_path))
+    before = identity.weights(Options(("memory:",)), server)
+    assert identity.weights(Options(("memory:",), model=str(tmp_path)), SERVER) == before
+    (tmp_path / "a.safetensors").write_bytes(b"other weights")
+    assert identity.weights(Options(("memory:",)), server) != before
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        (SERVER._replace(model_path=None), "the server's model path is not known"),
+        (SERVER._replace(load_format="dummy"), "--load-format dummy"),
+        (SERVER._replace(model_path="/nowhere"), "its weights cannot be read"),
+    ],
+)
+def test_where_neither_can_be_had_it_is_refused_in_a_sentence(server: Server, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        identity.weights(Options(("memory:",)), server)
+    assert '"namespace" to a text that you change whenever the weights change' in str(caught.value)

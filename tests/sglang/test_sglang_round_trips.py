@@ -1,0 +1,73 @@
+"""SGLang's own cache and controller bring pages from L1 to L3 and back, in the same process and in another one.
+
+The bytes are compared where they are read: ``tiny_engine`` fails if one is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed: make test-sglang", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("full", "full layer_first", "mla", "mla layer_first", "swa", "mamba", "copies")
+POOLS = {
+    "full": {"kv": "Parts"}, "full layer_first": {"kv": "Parts"}, "mla": {"kv": "Direct"},
+    "mla layer_first": {"kv": "Parts"}, "swa": {"kv": "Parts", "swa": "Parts"},
+    "mamba": {"kv": "Parts", "mamba": "Parts"}, "copies": {"kv": "Whole"},
+}  # fmt: skip
+PROMPT = 24
+
+Told = dict[str, dict[str, Any]]
+
+
+def child(*arguments: str) -> Told:
+    """What a process of its own told of each model."""
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.sglang.round_trip_child", *arguments], cwd=ROOT, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    told = {one["model"]: one for one in map(json.loads, made.stdout.splitlines())}
+    assert told, made.stderr
+    return told
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[Told, Told]]:
+    """One that writes and then one that reads."""
+    with TemporaryDirectory() as folder:
+        yield child("write", folder), child("read", folder)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pages_come_back_from_the_host_and_from_the_store(processes: tuple[Told, Told], model: str) -> None:
+    told = processes[0][model]
+    assert "error" not in told, told["error"]
+    assert told["pools"] == POOLS[model]
+    assert (told["cold"], told["L2"], told["L3"]) == (0, PROMPT, PROMPT)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_new_process_finds_what_another_one_stored(processes: tuple[Told, Told], model: str) -> None:
+    told = processes[1][model]
+    assert "error" not in told, told["error"]
+    assert told["L3"] == PROMPT
+    assert told["other"] == 0
+
+
+def test_a_prompt_that_forks_off_is_found_up_to_the_fork(processes: tuple[Told, Told]) -> None:
+    told = processes[1]
+    assert {model: told[model]["fork"] for model in ("full", "mla", "copies")} == dict.fromkeys(
+        ("full", "mla", "copies"), 12
+    )
+    assert told["mamba"]["fork"] == 0  # there is a state at the end of the other prompt only

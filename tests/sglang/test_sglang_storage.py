@@ -1,0 +1,386 @@
+"""What SGLang asks of a storage backend, on host pools of its own classes: v1, v2, ranks, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed: make test-sglang", allow_module_level=True)
+
+from tests.sglang import standins
+
+standins.install()
+
+import torch
+from asynccache_backends.memory import MemoryBackend
+from asynccache_sglang.storage import AsyncCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from asynccache import ConfigError
+from asynccache.errors import Unavailable
+from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.sglang.host_pools import (
+    PAGES,
+    anchor,
+    compressed,
+    config,
+    flat,
+    indices,
+    mha,
+    mla,
+    opened,
+    scramble,
+    states,
+)
+
+KEYS = [f"{page:064x}" for page in range(PAGES)]
+
+
+class Odd(WrappedBackend):
+    """A store of which every call, as soon as ``how`` is set, hangs or fails. ``stuck`` cannot be cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.how = "works"
+        self.gate = asyncio.Event()
+
+    async def exists(self, keys: Any) -> Any:
+        await self._suffer()
+        return await super().exists(keys)
+
+    async def get(self, keys: Any, records: Any) -> Any:
+        await self._suffer()
+        return await super().get(keys, records)
+
+    async def put(self, keys: Any, records: Any) -> Any:
+        await self._suffer()
+        return await super().put(keys, records)
+
+    async def _suffer(self) -> None:
+        if self.how == "fails":
+            raise Unavailable("nobody is there")
+        if self.how == "hangs":
+            await asyncio.Event().wait()
+        if self.how == "stuck":
+            waiting = asyncio.ensure_future(self.gate.wait())
+            while not waiting.done():
+                try:
+                    await asyncio.shield(waiting)
+                except asyncio.CancelledError:
+                    continue
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> Odd:
+    """A store that behaves as it is told, in place of every URL's."""
+    made = Odd()
+    monkeypatch.setattr("asynccache_sglang.storage.placed", lambda urls, ranks, replicated: (made,))
+    return made
+
+
+def file_store(folder: Path) -> dict[str, Any]:
+    return {"storage": f"file:{folder / 'kv'}?capacity=16MiB"}
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+@pytest.mark.parametrize("make", [mha, mla, compressed, states])
+def test_pages_of_every_layout_come_back_to_other_slots(
+    tmp_path: Path, make: Callable[..., Any], layout: str
+) -> None:
+    if make is not mha and layout == "page_head":
+        pytest.skip("SGLang has no such pool")
+    pool = make(layout)
+    read = _raw if layout == "page_head" else flat
+    before = [read(pool, page) for page in range(PAGES)]
+    storage = opened({"kv": pool}, file_store(tmp_path))
+    try:
+        assert storage.batch_set_v1(KEYS[:4], indices(3, 0, 7, 5)) == [True] * 4
+        assert storage.batch_exists([*KEYS[:3], "x" * 64, KEYS[3]]) == 3
+        scramble(pool)
+        assert storage.batch_get_v1([*KEYS[:4], "x" * 64], indices(1, 2, 8, 9, 10)) == [True] * 4 + [False]
+        for source, target in zip((3, 0, 7, 5), (1, 2, 8, 9), strict=True):
+            assert torch.equal(read(pool, target), before[source])
+        assert (read(pool, 0) == 0xAA).all(), "a page that nobody asked for was changed"
+    finally:
+        storage.close()
+
+
+def _raw(pool: Any, page: int) -> torch.Tensor:
+    copied: torch.Tensor = pool.kv_buffer[:, page].reshape(-1).view(torch.uint8).clone()
+    return copied
+
+
+def test_more_pages_than_rows_of_staging_go_in_several_calls(tmp_path: Path) -> None:
+    pool = mha()
+    before = [flat(pool, page) for page in range(PAGES)]
+    storage = opened({"kv": pool}, file_store(tmp_path) | {"staging": 2000})  # two pages of 768 bytes
+    try:
+        assert all(storage.batch_set_v1(KEYS, indices(*range(PAGES))))
+        scramble(pool)
+        assert all(storage.batch_get_v1(KEYS, indices(*range(PAGES))))
+        assert all(torch.equal(flat(pool, page), before[page]) for page in range(PAGES))
+    finally:
+        storage.close()
+
+
+def test_pools_of_a_hybrid_model_in_one_call(tmp_path: Path) -> None:
+    pools = {"kv": mha(), "swa": mha("page_first_direct", seed=5), "mamba": mla(seed=6)}
+    before = {name: [flat(pool, page) for page in range(PAGES)] for name, pool in pools.items()}
+    storage = opened(pools, file_store(tmp_path))
+    transfers = [
+        PoolTransfer(PoolName.SWA, indices(1, 2), keys=KEYS[3:5]),
+        PoolTransfer(PoolName.MAMBA, indices(7), keys=KEYS[4:5]),
+    ]
+    try:
+        assert all(storage.batch_set_v1(KEYS[:5], indices(*range(5))))
+        assert storage.batch_set_v2(transfers) == {PoolName.SWA: [True, True], PoolName.MAMBA: [True]}
+        asked = [
+            PoolTransfer(PoolName.SWA, keys=KEYS[3:5], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(PoolName.MAMBA, keys=KEYS[4:5], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        ]
+        hits = storage.batch_exists_v2(KEYS[:6], asked)
+        assert (hits.kv_hit_pages, hits.restorable_prefix_pages) == (5, [5])
+        assert hits.extra_pool_hit_pages == {"kv": 5, "swa": 5, "mamba": 5}
+        assert storage.batch_exists_v2(KEYS[:4], asked).kv_hit_pages == 0
+        asked[0].hit_policy = PoolHitPolicy.ALL_PAGES
+        assert storage.batch_exists_v2(KEYS[:6], asked).kv_hit_pages == 0
+        for pool in pools.values():
+            scramble(pool)
+        back = [
+            PoolTransfer(PoolName.SWA, indices(8, 9), keys=KEYS[3:5]),
+            PoolTransfer(PoolName.MAMBA, indices(0), keys=KEYS[4:5]),
+        ]
+        assert storage.batch_get_v2(back) == {PoolName.SWA: [True, True], PoolName.MAMBA: [True]}
+        assert torch.equal(flat(pools["swa"], 8), before["swa"][1])
+        assert torch.equal(flat(pools["swa"], 9), before["swa"][2])
+        assert torch.equal(flat(pools["mamba"], 0), before["mamba"][7])
+    finally:
+        storage.close()
+
+
+def test_an_anchor_without_bytes_has_a_mark_for_each_page(tmp_path: Path) -> None:
+    """As in DeepSeek-V4's stack: FULL is an index space, and the compressed pools have the bytes."""
+    pools = {"kv": anchor(), PoolName.DEEPSEEK_V4_C4.value: compressed()}
+    storage = opened(pools, file_store(tmp_path), is_mla_model=True)
+    try:
+        assert storage.batch_set_v1(KEYS[:3], indices(0, 1, 2)) == [True] * 3
+        assert storage.batch_exists(KEYS[:5]) == 3
+        assert storage.batch_get_v1(KEYS[:4], indices(4, 5, 6, 7)) == [True] * 3 + [False]
+        asked = [PoolTransfer(PoolName.DEEPSEEK_V4_C4, keys=KEYS[:3])]
+        assert storage.batch_exists_v2(KEYS[:3], asked).kv_hit_pages == 0
+        moved = [PoolTransfer(PoolName.DEEPSEEK_V4_C4, indices(0, 1), keys=KEYS[:2])]
+        assert storage.batch_set_v2(moved) == {PoolName.DEEPSEEK_V4_C4: [True, True]}
+        assert storage.batch_exists_v2(KEYS[:3], asked).kv_hit_pages == 2
+    finally:
+        storage.close()
+
+
+def test_copies_of_pages_for_an_sglang_that_asks_for_copies(tmp_path: Path) -> None:
+    pool = mha()
+    storage = opened({"kv": pool}, file_store(tmp_path) | {"interface_v1": 0})
+    page: torch.Tensor = pool.get_data_page(0, flat=True).clone()
+    target: torch.Tensor = pool.get_dummy_flat_data_page()
+    try:
+        assert storage.set(KEYS[0], page)
+        assert storage.exists(KEYS[0])
+        assert not storage.exists(KEYS[1])
+        assert (storage.get(KEYS[0], target) is target) is True
+        assert torch.equal(target.view(torch.int16), page.view(torch.int16))  # as bytes: some of them are NaN
+        assert storage.batch_get(KEYS[:2], [target, target.clone()])[1] is None
+        assert not storage.set(KEYS[2], page[:5])
+    finally:
+        storage.close()
+
+
+def test_indices_that_do_not_fit_the_keys_move_nothing(tmp_path: Path) -> None:
+    storage = opened({"kv": mha()}, file_store(tmp_path))
+    try:
+        assert storage.batch_set_v1(KEYS[:2], indices(0)) == [False, False]
+        assert storage.batch_get_v2([PoolTransfer(PoolName.KV, None, keys=KEYS[:2])]) == {PoolName.KV: [False, False]}
+        assert storage.batch_get_v2([PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])]) == {PoolName.SWA: [False]}
+        assert (storage.batch_exists([]), storage.batch_get_v1([], indices(0)[:0])) == (0, [])
+    finally:
+        storage.close()
+
+
+# ranks and namespaces
+
+
+def test_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
+    for rank, there in ((0, 0), (1, 0), (0, 1)):
+        storage = opened({"kv": mha()}, file_store(tmp_path), tp_rank=rank, tp_size=2)
+        assert storage.batch_exists(KEYS[:1]) == there
+        assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
+        storage.close()
+
+
+def test_one_rank_writes_for_all_where_all_have_the_same(tmp_path: Path) -> None:
+    def rank(number: int) -> AsyncCacheStorage:
+        pools = {"kv": mla(), "mamba": mla(seed=3)}
+        return opened(pools, file_store(tmp_path), tp_rank=number, tp_size=2, is_mla_model=True)
+
+    other = rank(1)
+    assert other.batch_set_v1(KEYS[:1], indices(0)) == [True], "told as done, and left to the first rank"
+    assert other.batch_exists(KEYS[:1]) == 0
+    other.close()
+    first = rank(0)
+    assert first.batch_set_v1(KEYS[:1], indices(0)) == [True]
+    state = [PoolTransfer(PoolName.MAMBA, indices(0), keys=KEYS[:1])]
+    assert first.batch_set_v2(state) == {PoolName.MAMBA: [True]}
+    first.close()
+    other = rank(1)
+    assert other.batch_get_v1(KEYS[:1], indices(0)) == [True]
+    assert other.batch_get_v2(state) == {PoolName.MAMBA: [False]}, "states are sharded all the same"
+    assert other.batch_set_v2(state) == {PoolName.MAMBA: [True]}
+    assert other.batch_get_v2(state) == {PoolName.MAMBA: [True]}
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"extra": {"namespace": "w2"}}, {"model_name": "other"}, {"tp_size": 2}, {"pp_size": 2},
+     {"pp_rank": 1, "pp_size": 2}, {"layout": "layer_first"}],
+)  # fmt: skip
+def test_pages_of_another_kind_are_not_found(tmp_path: Path, changed: dict[str, Any]) -> None:
+    storage = opened({"kv": mha()}, file_store(tmp_path))
+    assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
+    storage.close()
+    pool = mha(changed.pop("layout", "page_first"))
+    storage = opened({"kv": pool}, file_store(tmp_path) | changed.pop("extra", {}), **changed)
+    assert storage.batch_exists(KEYS[:1]) == 0
+    storage.close()
+
+
+def test_without_weights_or_namespace_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which weights stored pages belong to cannot be told"):
+        AsyncCacheStorage(config({"storage": "memory:", "namespace": None}), {})
+
+
+def test_sglangs_factory_loads_it(tmp_path: Path) -> None:
+    named = {"backend_name": "ours", "module_path": "asynccache_sglang.storage", "class_name": "AsyncCacheStorage"}
+    made = StorageBackendFactory.create_backend("dynamic", config(named | file_store(tmp_path)), mha())
+    assert isinstance(made, AsyncCacheStorage)
+    assert isinstance(made, HiCacheStorage)
+    made.close()
+    with pytest.raises(ConfigError, match="'storge' is none of its options"):
+        StorageBackendFactory.create_backend("dynamic", config(named | {"storge": "memory:"}), mha())
+
+
+def test_a_pool_that_is_registered_later_is_known_then(tmp_path: Path) -> None:
+    storage = opened({"kv": mha()}, file_store(tmp_path))
+    try:
+        assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
+        storage.register_mem_host_pool_v2(mha(seed=8), PoolName.DRAFT)
+        draft = [PoolTransfer(PoolName.DRAFT, indices(0), keys=KEYS[:1])]
+        assert storage.batch_set_v2(draft) == {PoolName.DRAFT: [True]}
+        assert storage.batch_exists(KEYS[:1]) == 1
+    finally:
+        storage.close()
+
+
+# the whole
+
+
+def test_clear_forgets_everything(tmp_path: Path) -> None:
+    storage = opened({"kv": mha(), "swa": mha(seed=4)}, file_store(tmp_path))
+    try:
+        assert all(storage.batch_set_v1(KEYS[:3], indices(0, 1, 2)))
+        assert storage.clear() is True
+        assert storage.batch_exists(KEYS[:3]) == 0
+        assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
+    finally:
+        storage.close()
+
+
+def test_sglangs_metrics_get_pages_and_rates(tmp_path: Path) -> None:
+    storage = opened({"kv": mha()}, file_store(tmp_path), enable_storage_metrics=True)
+    try:
+        storage.batch_set_v1(KEYS[:3], indices(0, 1, 2))
+        storage.batch_get_v1(KEYS[:2], indices(0, 1))
+        found = storage.get_stats()
+        assert (found.backup_pgs, found.prefetch_pgs) == ([3], [2])
+        assert len(found.backup_bandwidth) == len(found.prefetch_bandwidth) == 1
+        assert min(found.backup_bandwidth + found.prefetch_bandwidth) > 0
+        assert storage.get_stats().backup_pgs == []
+    finally:
+        storage.close()
+    assert storage.batch_exists(KEYS[:1]) == 0, "closed: a miss, and no error"
+    storage.close()
+
+
+# what goes wrong
+
+
+def test_flipped_bits_are_a_miss(tmp_path: Path) -> None:
+    storage = opened({"kv": mha()}, file_store(tmp_path))
+    assert all(storage.batch_set_v1(KEYS[:6], indices(*range(6))))
+    storage.close()
+    segments = [file for file in (tmp_path / "kv").rglob("*") if file.is_file() and file.stat().st_size > 6 * 768]
+    assert segments
+    for file in segments:
+        content = bytearray(file.read_bytes())
+        for at in range(200, len(content), 97):
+            content[at] ^= 0x10
+        file.write_bytes(content)
+    pool = mha(seed=7)
+    storage = opened({"kv": pool}, file_store(tmp_path))
+    try:
+        assert storage.batch_get_v1(KEYS[:6], indices(*range(6))) == [False] * 6
+    finally:
+        storage.close()
+
+
+@pytest.mark.parametrize("make", [mha, mla], ids=["copied", "in place"])
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_store_that_is_dead_or_hangs_costs_its_deadline_and_is_misses(
+    odd: Odd, make: Callable[..., Any], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = opened({"kv": make()}, {"storage": "memory:", "timeout": 0.3, "lookup_timeout": 0.2})
+    assert storage.batch_set_v1(KEYS[:2], indices(0, 1)) == [True, True]
+    odd.how = how
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert storage.batch_exists(KEYS[:2]) == 0
+        assert storage.batch_get_v1(KEYS[:2], indices(2, 3)) == [False, False]
+        assert storage.batch_set_v1(KEYS[2:4], indices(2, 3)) == [False, False]
+        assert storage.batch_exists_v2(KEYS[:2]).kv_hit_pages == 0
+    assert time.monotonic() - began < 5
+    assert "asynccache: 2 of 2 pages of pool kv were not moved in" in caplog.text
+    odd.how = "works"
+    storage.close()
+
+
+def test_rows_that_a_store_does_not_let_go_of_are_not_used_again(odd: Odd) -> None:
+    """Nobody waits for it, the pages are misses, and what it writes later is written to rows that nobody reads."""
+    pool = mha()
+    storage = opened({"kv": pool}, {"storage": "memory:", "timeout": 0.2, "staging": 2000})
+    rows = storage._pools["kv"].rows
+    odd.how = "stuck"
+    before = flat(pool, 2)
+    began = time.monotonic()
+    assert storage.batch_get_v1(KEYS[:2], indices(2, 3)) == [False, False]
+    assert storage.batch_set_v1(KEYS[:2], indices(0, 1)) == [False, False], "no row is free"
+    assert time.monotonic() - began < 5
+    assert rows.take(1, 0.0) == []
+    assert torch.equal(flat(pool, 2), before)
+    odd.how = "works"
+    storage._opened()._serving._loop.call_soon_threadsafe(odd.gate.set)
+    found = rows.take(2, time.monotonic() + 10)
+    assert found
+    rows.give_back(found)
+    storage.close()
+
+
+def test_a_store_that_cannot_be_opened_fails_the_attaching(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    with pytest.raises((ConfigError, Unavailable)):
+        opened({"kv": mha()}, file_store(tmp_path))

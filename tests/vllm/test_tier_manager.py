@@ -1,0 +1,276 @@
+"""The tier under vLLM's real ``TieringOffloadingManager``: what is found again, and by whom. No engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
+
+import asynccache_vllm
+from asynccache_vllm.tallying import LOADED, LOOKUPS, STORED
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, payload, scheduler
+
+
+def entry(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"storage": f"file:{folder}/kv?capacity=1GiB", "namespace": "tiny", **more}
+
+
+def counted(playing: Scheduler) -> dict[str, int | float]:
+    """What vLLM's metrics would get."""
+    stats = playing.manager.get_stats()
+    return {} if stats is None else stats.reduce()
+
+
+def test_vllm_knows_the_tier_by_its_plugin_and_twice_is_fine() -> None:
+    asynccache_vllm.register()
+    asynccache_vllm.register()
+    found = SecondaryTierFactory.get_tier_class({"type": "asynccache"})
+    assert found is asynccache_vllm.AsyncCacheTier
+
+
+def test_a_cold_store_has_nothing_and_what_is_computed_is_found_after_it_left_host_memory(tmp_path: Path) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        first, second = keys_of(10, "first"), keys_of(16, "second")
+        assert playing.serve(first) == 0
+        playing.compute(first)
+        playing.settle()
+        playing.compute(second)  # which needs all of host memory
+        playing.settle()
+        request = playing.begin()
+        assert playing.manager.primary_tier.lookup(first[0], request) is LookupResult.MISS
+        assert playing.serve(first) == 10
+
+
+@pytest.mark.parametrize("store", ["file:{}/kv?capacity=1GiB", "memory:?capacity=64MiB"])
+def test_it_is_found_after_vllms_own_tiers_were_reset(tmp_path: Path, store: str) -> None:
+    with scheduler(config({"storage": store.format(tmp_path), "namespace": "tiny"})) as playing:
+        playing.compute(keys_of(8))
+        playing.reset()
+        assert playing.serve(keys_of(12)) == 8
+        assert playing.serve(keys_of(8)) == 8
+
+
+def test_it_is_found_by_a_new_manager(tmp_path: Path) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(8))
+        playing.settle()
+    with scheduler(config(entry(tmp_path))) as playing:
+        assert playing.serve(keys_of(8)) == 8
+
+
+def test_the_nearest_store_of_several_is_filled_by_what_a_farther_one_has(tmp_path: Path) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(8))
+        playing.settle()
+    both = {"storage": ["memory:?capacity=64MiB", f"file:{tmp_path}/kv?capacity=1GiB"], "namespace": "tiny"}
+    with scheduler(config(both)) as playing:
+        assert playing.serve(keys_of(8)) == 8
+        assert playing.tier._pages.store_stats()["memory"]["pages"] == 8
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "two ranks": {"parallel": {"world_size": 2, "tp_size": 2}},
+    "two stages": {"parallel": {"world_size": 2, "pp_size": 2}},
+    "another namespace": {"namespace": "tiny 2"},
+    "another model": {},
+    "another dtype": {},
+    "three groups": {"groups": 3},
+    "chunks of other blocks": {},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_who_differs_finds_nothing(tmp_path: Path, what: str) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(4))
+        playing.settle()
+    changes = dict(OTHERS[what])
+    made = config(entry(tmp_path, namespace=changes.pop("namespace", "tiny")), **changes)
+    if what == "another dtype":
+        made = replace(made, model=replace(made.model, dtype="fp8"))
+    if what == "another model":
+        made = replace(made, kv_cache_layout="LBHNC")
+    if what == "chunks of other blocks":
+        made = replace(made, cache=replace(made.cache, tokens_per_hash=8))
+    with scheduler(made) as playing:
+        assert playing.serve(keys_of(4)) == 0
+
+
+def test_three_groups_with_chunks_of_their_own(tmp_path: Path) -> None:
+    groups = [keys_of(4, group=group) for group in range(3)]
+    with scheduler(config(entry(tmp_path), groups=3)) as playing:
+        for keys in groups:
+            playing.compute(keys)
+        playing.reset()
+        assert [playing.serve(keys) for keys in groups] == [4, 4, 4]
+        assert payload(groups[0][0]) != payload(groups[1][0])
+
+
+def test_all_keys_of_a_step_are_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(12))
+        playing.reset()
+        asked: list[int] = []
+        exists = playing.tier._pages.exists
+
+        def counting(keys: Sequence[bytes], **more: Any) -> Any:
+            asked.append(len(keys))
+            return exists(keys, **more)
+
+        monkeypatch.setattr(playing.tier._pages, "exists", counting)
+        one, two = playing.begin(), playing.begin()
+        for request, keys in ((one, keys_of(8)), (two, keys_of(12))):
+            for key in keys:
+                assert playing.manager.lookup(key, request) is LookupResult.RETRY
+        playing.step()
+        assert asked == [12]
+        assert playing.prefix(keys_of(12), two) == 12
+        assert asked == [12]
+
+
+def test_a_load_goes_in_one_job_and_in_parts_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asynccache_vllm import transfers
+
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(13))
+        playing.settle()
+    monkeypatch.setattr(transfers, "PART", 3 * CHUNK)
+    monkeypatch.setattr(transfers, "WINDOW", 5 * CHUNK)
+    with scheduler(config(entry(tmp_path))) as playing:
+        assert playing.serve(keys_of(13)) == 13
+        assert counted(playing)[f"{LOADED}:('hit',)"] == 13
+
+
+def test_a_request_that_is_aborted_leaves_nothing(tmp_path: Path) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(8))
+        playing.reset()
+        early, late = playing.begin(), playing.begin()
+        assert playing.manager.lookup(keys_of(1)[0], early) is LookupResult.RETRY
+        playing.manager.on_request_finished(early)  # before the step ends
+        playing.step()
+        while playing.manager.lookup(keys_of(1)[0], late) is LookupResult.RETRY:
+            playing.step()
+        playing.step()
+        playing.manager.on_request_finished(late)  # its load is under way
+        playing.settle()
+        assert playing.serve(keys_of(8)) == 8
+        assert not playing.tier._lookups._spent
+
+
+def test_a_preempted_request_finds_its_chunks_again(tmp_path: Path) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        request = playing.begin("preempted")
+        assert playing.prefix(keys_of(8), request) == 0
+        playing.compute(keys_of(8))
+        playing.reset()
+        playing.step(preempted=["preempted"])
+        assert playing.prefix(keys_of(8), request) == 8
+
+
+def test_methods_may_come_from_any_thread_under_one_lock(tmp_path: Path) -> None:
+    """As with the lock of the manager in vLLM 0.33."""
+    lock, failures = threading.Lock(), []
+    with scheduler(config(entry(tmp_path), chunks=64)) as playing:
+        playing.compute(keys_of(16))
+        playing.reset()
+
+        def use(number: int) -> None:
+            with lock:
+                request = playing.begin(f"thread {number}")
+            keys, hits = keys_of(16), 0
+            while hits < 16:
+                with lock:
+                    results = [playing.manager.lookup(key, request) for key in keys]
+                    playing.step()
+                if LookupResult.MISS in results:
+                    failures.append(number)
+                    return
+                hits = results.count(LookupResult.HIT)
+
+        threads = [threading.Thread(target=use, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+        assert playing.serve(keys_of(16)) == 16
+
+
+def test_vllms_metrics_are_told(tmp_path: Path) -> None:
+    definitions = asynccache_vllm.AsyncCacheTier.build_metric_definitions({})
+    assert definitions.keys() == {LOOKUPS, LOADED, STORED}
+    assert all(one.labelnames == ("result",) for one in definitions.values())
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(8))
+        playing.reset()
+        counted(playing)
+        playing.serve(keys_of(10))
+        told = counted(playing)
+        assert told[f"{LOOKUPS}:('hit',)"] == 8
+        assert told[f"{LOOKUPS}:('miss',)"] == 2
+        assert told[f"{LOADED}:('hit',)"] == 8
+        assert told["vllm:kv_offload_tiering_read_bytes:('1:asynccache',)"] == 8 * CHUNK
+        assert f"{LOADED}:('hit',)" not in counted(playing)
+
+
+def test_vllms_spec_knows_the_metrics() -> None:
+    made = config({"storage": "memory:", "namespace": "n"})
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+    assert TieringOffloadingSpec.build_metric_definitions(dict(made.extra_config)).keys() >= {LOOKUPS, LOADED, STORED}
+
+
+def test_events_say_what_is_stored_if_they_are_wanted(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    made = config(entry(tmp_path, enable_kv_events=True, locality="LOCAL"), enable_kv_cache_events=True)
+    with scheduler(made) as playing:
+        playing.compute(keys_of(4))
+        playing.settle()
+        ours = [event for event in playing.manager.take_events() if event.medium is playing.tier.medium]
+        assert [sorted(event.keys) for event in ours] == [sorted(keys_of(4))]
+        assert not ours[0].removed
+        assert ours[0].locality.value == "LOCAL"
+        assert not list(playing.tier.take_events())
+    with scheduler(config(entry(tmp_path, enable_kv_events=True))) as playing:
+        playing.compute(keys_of(4, "other"))
+        playing.settle()
+        assert not list(playing.tier.take_events())
+    assert "vLLM publishes no KV events" in told.text
+
+
+def test_the_log_says_which_stores_and_which_namespace(tmp_path: Path, told: pytest.LogCaptureFixture) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(4))
+        playing.reset()
+        playing.serve(keys_of(4))
+    assert f"asynccache: file for 16 chunks of {CHUNK} bytes, namespace " in told.text
+    assert '"namespace":"tiny"' in told.text
+    assert "looked up 4 hit; loaded 4 hit; stored 4 hit" in told.text
+
+
+def test_a_summary_comes_now_and_then(
+    tmp_path: Path, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynccache_vllm.tallying.SUMMARY_EVERY", 0.0)
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(4))
+        playing.settle()
+        assert "stored 4 hit" in told.text
+
+
+def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with scheduler(config(entry(tmp_path))) as playing:
+        playing.compute(keys_of(4))
+        playing.settle()
+    monkeypatch.setattr("vllm.__version__", "0.32.1")
+    with scheduler(config(entry(tmp_path))) as playing:
+        assert playing.serve(keys_of(4)) == 0
