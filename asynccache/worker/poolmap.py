@@ -36,10 +36,6 @@ class PoolMap(Layout):
         self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
         self._host = host
 
-    def weight(self, component: int) -> int:
-        """Bytes of one page of ``component`` in all of its pools."""
-        return self._weights[component]
-
     def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
         """Pages, those of FULL among them, and bytes that ``moves`` carry."""
         pages = full_pages = size = 0
