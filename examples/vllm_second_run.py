@@ -75,7 +75,7 @@ def offloading(storage: str) -> dict[str, Any]:
 
 def start(model: Path, storage: str) -> Any:
     """The engine."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.entrypoints.llm import LLM
@@ -87,20 +87,22 @@ def start(model: Path, storage: str) -> Any:
     )  # fmt: skip
 
 
-def ask(llm: Any, prompt: list[int], what: str) -> tuple[int, ...]:
-    """Print how long the first token took. Returns the first eight, which must not depend on where the KV came from."""
+def generate(llm: Any, prompt: list[int], tokens: int) -> Any:
+    """What vLLM says to a prompt, greedily."""
     from vllm.sampling_params import SamplingParams
 
-    def generate(tokens: int) -> Any:
-        few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return llm.generate([{"prompt_token_ids": prompt}], few, use_tqdm=False)[0]
+    few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    return llm.generate([{"prompt_token_ids": prompt}], few, use_tqdm=False)[0]
 
+
+def ask(llm: Any, prompt: list[int], what: str) -> tuple[int, ...]:
+    """Print how long the first token took. Returns the first eight, which must not depend on where the KV came from."""
     began = time.perf_counter()
-    first = generate(1)
+    first = generate(llm, prompt, 1)
     seconds = time.perf_counter() - began
     cached = f"{first.num_cached_tokens} of {len(prompt)} tokens cached"
     print(f"{what:<26} first token after {seconds * 1e3:6.0f} ms, {cached}")
-    return tuple(generate(8).outputs[0].token_ids)
+    return tuple(generate(llm, prompt, 8).outputs[0].token_ids)
 
 
 def main() -> None:
@@ -127,7 +129,7 @@ def main() -> None:
     with progress("vLLM starts"):
         llm = start(model, storage)
     with progress("a short prompt, to warm up"):
-        llm.generate([{"prompt_token_ids": [1] * BLOCK}], use_tqdm=False)
+        generate(llm, [1] * BLOCK, 1)
 
     answers = [ask(llm, prompt, "nothing in vLLM's memory:"), ask(llm, prompt, "on the device:")]
     with progress("what is still to be stored"):
@@ -144,7 +146,7 @@ def settle(llm: Any) -> None:
     """Give the engine, which runs in a process of its own, the time to store."""
     for _ in range(10):
         time.sleep(0.1)
-        llm.generate([{"prompt_token_ids": [1]}], use_tqdm=False)
+        generate(llm, [1], 1)
 
 
 if __name__ == "__main__":

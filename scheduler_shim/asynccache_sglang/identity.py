@@ -18,17 +18,36 @@ from asynccache_sglang.options import Options
 
 SUFFIX_BYTES = 16
 
+FORMATS = frozenset(
+    {"auto", "pt", "safetensors", "instanttensor", "npcache", "sharded_state", "presharded", "gguf", "bitsandbytes",
+     "mistral", "layered", "fastsafetensors"}
+)  # fmt: skip
+"""The ``--load-format``s that read the model's own files."""
+
 
 class Server(NamedTuple):
-    """What the server was started with, as far as its pages depend on it. None: not known."""
+    """What the server was started with, as far as its pages depend on it. ``sglang``: its version. ``lora``: whether it
+    may have adapters. ``device``: its kind and capability, which decide the form of fp8. All others are called as in
+    SGLang's ``ServerArgs``; None: not known."""
 
     sglang: str
+    lora: bool = False
+    device: str | None = None
     model_path: str | None = None
     revision: str | None = None
-    cache: str | None = None
+    download_dir: str | None = None
     load_format: str | None = None
+    dtype: str | None = None
     quantization: str | None = None
+    quantization_param_path: str | None = None
     kv_cache_dtype: str | None = None
+    model_impl: str | None = None
+    json_model_override_args: str | None = None
+
+
+COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
+                 "json_model_override_args")  # fmt: skip
+"""What of a ``Server`` changes the values that the same weights compute."""
 
 
 class Shard(NamedTuple):
@@ -46,11 +65,11 @@ class Shard(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """How a pool's page looks. ``parts``: bytes of its parts, in their order. ``sharded``: each rank of a tensor
-    parallel group has pages of its own."""
+    """How a pool's page looks. ``dtypes``: of all that is in it, by name. ``parts``: bytes of its parts, in their
+    order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
 
     layout: str
-    dtype: str
+    dtypes: tuple[str, ...]
     page_size: int
     parts: tuple[int, ...]
     sharded: bool
@@ -68,11 +87,13 @@ def weights(options: Options, server: Server) -> str:
     why = ""
     if model is None:
         why = "the server's model path is not known"
-    elif server.load_format == "dummy" and options.model is None:
-        why = "the server runs with --load-format dummy, so its weights are in no file"
+    elif server.load_format not in {None, *FORMATS} and options.model is None:
+        why = f"the server runs with --load-format {server.load_format}, which does not load the model's own files"
+    elif server.lora:
+        why = "SGLang's keys name a LoRA adapter by its name and path only, and not by what is in its files"
     else:
         try:
-            hub = (server.revision, server.cache) if options.model is None else (None, server.cache)
+            hub = (server.revision, server.download_dir) if options.model is None else (None, server.download_dir)
             return f"digest {weights_digest(model, revision=hub[0], cache=hub[1])}"
         except ConfigError as error:
             why = str(error)
@@ -86,7 +107,7 @@ def namespace(weights: str, model_name: str | None, server: Server, shard: Shard
     """The namespace of all pages of this process, as text that a person can read."""
     return json.dumps({
         "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
-        "quantization": server.quantization, "kv_cache_dtype": server.kv_cache_dtype,
+        "computed with": {name: getattr(server, name) for name in COMPUTED_WITH},
         "pp": [shard.pp_rank, shard.pp_size], "cp": [shard.cp_rank, shard.cp_size],
         "dcp": [shard.dcp_rank, shard.dcp_size], "replicated": shard.replicated,
     }, sort_keys=True)  # fmt: skip
@@ -95,7 +116,7 @@ def namespace(weights: str, model_name: str | None, server: Server, shard: Shard
 def suffix(kind: Kind, shard: Shard) -> bytes:
     """What is put behind every key of a pool."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
-    return _digest([kind.layout, kind.dtype, kind.page_size, kind.parts, tp])
+    return _digest([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])
 
 
 def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:

@@ -24,7 +24,7 @@ from asynccache_sglang.rows import StagingRows
 logger = logging.getLogger(__name__)
 
 GRACE = 0.25
-"""Seconds that a call which was called off has to say what it came to."""
+"""Seconds that a call which was called off has to say what it came to. Who waits for it waits no longer."""
 
 
 class Way(Enum):

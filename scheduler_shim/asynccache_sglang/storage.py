@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from threading import RLock
 from typing import Any
 
@@ -33,7 +33,7 @@ from asynccache.errors import BackendError, ConfigError, Unavailable
 from asynccache.storage import Pages, Result
 from asynccache_sglang import identity
 from asynccache_sglang.hits import Asked, fold, leading
-from asynccache_sglang.moving import Move, Pool, Way, move
+from asynccache_sglang.moving import GRACE, Move, Pool, Way, move
 from asynccache_sglang.options import placed, resolve
 from asynccache_sglang.pools import Copied, Direct, Tensors, Whole, source_of
 from asynccache_sglang.rows import StagingRows
@@ -170,9 +170,9 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         """Forget all pages under the stores' URLs, also those of other ranks, models and processes. Returns whether
         every store could, within ``timeout`` seconds."""
         try:
-            self._opened().clear(timeout=self.options.timeout).result()
-        except BackendError as error:
-            logger.error("asynccache: the stores were not cleared: %s", error)
+            self._opened().clear(timeout=self.options.timeout).result(self.options.timeout + GRACE)
+        except (BackendError, TimeoutError, CancelledError) as error:  # or it does not even give up
+            logger.error("asynccache: the stores were not cleared: %r", error)
             return False
         logger.info("asynccache: cleared %s", ", ".join(self._opened().stores))
         return True
@@ -243,8 +243,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         source = source_of(name, host_pool, zero_copy=name != KV or self.options.interface_v1)
         page_bytes = sum(source.parts)
         rows = 0 if isinstance(source, Direct) else max(1, min(MOST_ROWS, self.options.staging // page_bytes))
-        layout, dtype = f"{getattr(host_pool, 'layout', None)} {source.how}", str(getattr(host_pool, "dtype", None))
-        kind = identity.Kind(layout, dtype, source.page_size, source.parts, sharded)
+        layout = f"{getattr(host_pool, 'layout', None)} {source.how}"
+        kind = identity.Kind(layout, _dtypes(host_pool), source.page_size, source.parts, sharded)
         return Pool(name, source, identity.suffix(kind, self.shard), StagingRows(page_bytes, rows), sharded)
 
     def _tell_opened(self, pages: Pages) -> None:
@@ -401,16 +401,29 @@ def _server() -> identity.Server:
     except Exception:
         args = None
     if args is None:
-        return identity.Server(sglang.__version__)
-    names = ("model_path", "revision", "download_dir", "load_format", "quantization", "kv_cache_dtype")
-    found = [getattr(args, name, None) for name in names]
-    return identity.Server(sglang.__version__, *(None if value is None else str(value) for value in found))
+        return identity.Server(sglang.__version__, device=_device())
+    lora = bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None))
+    found = [getattr(args, name, None) for name in identity.Server._fields[3:]]
+    texts = [None if value is None else str(getattr(value, "value", value)) for value in found]
+    return identity.Server(sglang.__version__, lora, _device(), *texts)
+
+
+def _device() -> str:
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"{'hip' if torch.version.hip else 'cuda'} {torch.cuda.get_device_capability()}"
 
 
 def _is_sharded(name: str, host_pool: Any) -> bool:
     """Whether a pool of a model with replicated KV is sharded all the same: recurrent states, and drafts of K and V."""
     kinds = {one.__name__ for one in type(host_pool).__mro__}
     return name == PoolName.MAMBA.value or "MHATokenToKVPoolHost" in kinds
+
+
+def _dtypes(host_pool: Any) -> tuple[str, ...]:
+    """All that a pool names as a dtype: that of Mamba states has one for convolutions and another for recurrences."""
+    found = {"dtype": getattr(host_pool, "dtype", None)} | vars(host_pool)
+    return tuple(f"{name} {value}" for name, value in sorted(found.items()) if isinstance(value, torch.dtype))
 
 
 def _window(transfer: PoolTransfer) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from asynccache import checks
@@ -49,6 +49,11 @@ class TierOptions:
             events=checks.flag("enable_kv_events", given.get("enable_kv_events", False)),
             locality=None if locality is None else checks.choice("locality", locality, LOCALITIES),
         )
+
+    def placed(self, dp_rank: int) -> Self:
+        """The same, with this replica's number among data parallel ones in place of ``{dp_rank}`` in a URL: each has a
+        scheduler of its own, and a ``file:`` store belongs to one process."""
+        return replace(self, storage=tuple(url.replace("{dp_rank}", str(dp_rank)) for url in self.storage))
 
 
 KEYS = frozenset({"storage", "namespace", "lookup_timeout", "options", "enable_kv_events", "locality"})

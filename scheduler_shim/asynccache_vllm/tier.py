@@ -75,7 +75,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             ConfigError: a value in the tier's entry of ``secondary_tiers`` is unusable, or the weights cannot be known.
             Unavailable: a store cannot be opened now.
         """
-        options = TierOptions.parse(given)
+        options = TierOptions.parse(given).placed(offloading_spec.config.parallel.data_parallel_index)
         chunks, page_bytes = primary_kv_view.shape or (0, 0)
         for wrong in check_stores(options.storage, StoreLayout({"pages": page_bytes}, RECORD_SCHEMA), options.options):
             raise wrong
@@ -305,7 +305,11 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
         raise ConfigError("canonical_layout: vLLM does not say which layout its KV cache has")
     canonical = canonical_format_id(config.kv_cache_layout) if config.canonical_layout else None
     weights = naming.weights_fact(engine, options.namespace)
-    where = {"vllm": vllm.__version__, "device": current_platform.device_type}
+    capability, fp8 = current_platform.get_device_capability(), current_platform.fp8_dtype()
+    where = {
+        "vllm": vllm.__version__, "device": current_platform.device_type,  # ROCm's is "cuda", too
+        "capability": None if capability is None else str(capability), "fp8": str(fp8),
+    }  # fmt: skip
     facts = {} if engine is None else naming.engine_facts(engine)
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
 

@@ -11,9 +11,9 @@ from asynccache_sglang.options import Options
 
 from asynccache import ConfigError
 
-SERVER = Server("0.5.23", "some/model", None, None, "auto", None, "auto")
+SERVER = Server("0.5.23", model_path="some/model", load_format="auto", kv_cache_dtype="auto")
 SHARD = Shard(0, 2, 0, 1, 0, 1, 0, 1, replicated=False)
-KIND = Kind("page_first parts", "torch.bfloat16", 64, (4096, 4096), sharded=True)
+KIND = Kind("page_first parts", ("dtype torch.bfloat16",), 64, (4096, 4096), sharded=True)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ KIND = Kind("page_first parts", "torch.bfloat16", 64, (4096, 4096), sharded=True
     [
         {"weights": "digest 0"}, {"model_name": "other"}, {"server": SERVER._replace(sglang="0.5.24")},
         {"server": SERVER._replace(quantization="fp8")}, {"server": SERVER._replace(kv_cache_dtype="fp8_e5m2")},
+        {"server": SERVER._replace(json_model_override_args='{"rope_theta": 5e5}')},
+        {"server": SERVER._replace(device="hip (9, 4)")},
+        {"server": SERVER._replace(quantization_param_path="scales.json")},
+        {"server": SERVER._replace(dtype="float16")}, {"server": SERVER._replace(model_impl="transformers")},
         {"shard": SHARD._replace(pp_rank=1)}, {"shard": SHARD._replace(pp_size=2)},
         {"shard": SHARD._replace(cp_rank=1)}, {"shard": SHARD._replace(cp_size=2)},
         {"shard": SHARD._replace(dcp_rank=1)}, {"shard": SHARD._replace(dcp_size=2)},
@@ -44,8 +48,8 @@ def test_where_the_weights_lie_does_not(server: Server) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        KIND._replace(layout="layer_first parts"), KIND._replace(dtype="torch.float16"), KIND._replace(page_size=32),
-        KIND._replace(parts=(2048, 6144)), KIND._replace(sharded=False),
+        KIND._replace(layout="layer_first parts"), KIND._replace(dtypes=("dtype torch.float16",)),
+        KIND._replace(page_size=32), KIND._replace(parts=(2048, 6144)), KIND._replace(sharded=False),
     ],
 )  # fmt: skip
 def test_whatever_changes_a_pools_pages_changes_its_keys(kind: Kind) -> None:
@@ -84,6 +88,8 @@ def test_weights_are_known_by_their_files(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (SERVER._replace(model_path=None), "the server's model path is not known"),
         (SERVER._replace(load_format="dummy"), "--load-format dummy"),
+        (SERVER._replace(load_format="remote_instance"), "--load-format remote_instance"),
+        (SERVER._replace(lora=True), "name a LoRA adapter by its name and path only"),
         (SERVER._replace(model_path="/nowhere"), "its weights cannot be read"),
     ],
 )

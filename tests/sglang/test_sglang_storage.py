@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,13 @@ standins.install()
 
 import torch
 from asynccache_backends.memory import MemoryBackend
+from asynccache_sglang import identity
 from asynccache_sglang.storage import AsyncCacheStorage
+from asynccache_sglang.storage import _server as server_of_this_process
+from sglang.srt.arg_groups.overrides import field_names
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.server_args import ServerArgs
 
 from asynccache import ConfigError
 from asynccache.errors import Unavailable
@@ -64,6 +69,10 @@ class Odd(WrappedBackend):
     async def put(self, keys: Any, records: Any) -> Any:
         await self._suffer()
         return await super().put(keys, records)
+
+    async def clear(self) -> None:
+        await self._suffer()
+        await super().clear()
 
     async def _suffer(self) -> None:
         if self.how == "fails":
@@ -260,6 +269,30 @@ def test_pages_of_another_kind_are_not_found(tmp_path: Path, changed: dict[str, 
     storage.close()
 
 
+def test_every_dtype_of_a_pool_is_in_its_keys(tmp_path: Path) -> None:
+    """As SGLang's pool of Mamba states has one for convolutions and another, of the same size, for recurrences."""
+    pool = mla()
+    pool.conv_dtype, pool.temporal_dtype = torch.bfloat16, torch.float16
+    storage = opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))
+    state = [PoolTransfer(PoolName.MAMBA, indices(0), keys=KEYS[:1])]
+    assert storage.batch_set_v2(state) == {PoolName.MAMBA: [True]}
+    storage.close()
+    pool.temporal_dtype = torch.bfloat16
+    storage = opened({"kv": mha(), "mamba": pool}, file_store(tmp_path))
+    assert storage.batch_get_v2(state) == {PoolName.MAMBA: [False]}
+    storage.close()
+
+
+def test_what_the_server_was_started_with_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field is one of SGLang's own arguments."""
+    args = dict.fromkeys(identity.Server._fields[3:])
+    args |= {"model_path": "m", "json_model_override_args": '{"rope_theta": 5e5}', "lora_paths": ["adapter"]}
+    assert args.keys() | {"enable_lora"} <= field_names(ServerArgs)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(**args))
+    found = server_of_this_process()
+    assert (found.model_path, found.json_model_override_args, found.lora) == ("m", '{"rope_theta": 5e5}', True)
+
+
 def test_without_weights_or_namespace_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="which weights stored pages belong to cannot be told"):
         AsyncCacheStorage(config({"storage": "memory:", "namespace": None}), {})
@@ -299,6 +332,18 @@ def test_clear_forgets_everything(tmp_path: Path) -> None:
         assert storage.batch_set_v1(KEYS[:1], indices(0)) == [True]
     finally:
         storage.close()
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs", "stuck"])
+def test_a_clear_that_a_store_cannot_do_ends_and_says_so(odd: Odd, how: str) -> None:
+    storage = opened({"kv": mha()}, {"storage": "memory:", "timeout": 0.2})
+    odd.how = how
+    began = time.monotonic()
+    assert storage.clear() is False
+    assert time.monotonic() - began < 2
+    odd.how = "works"
+    storage._opened()._serving._loop.call_soon_threadsafe(odd.gate.set)
+    storage.close()
 
 
 def test_sglangs_metrics_get_pages_and_rates(tmp_path: Path) -> None:

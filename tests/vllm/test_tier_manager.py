@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,18 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
 
 import asynccache_vllm
+from asynccache_vllm.namespace import engine_facts, weights_folder
 from asynccache_vllm.tallying import LOADED, LOOKUPS, STORED
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
@@ -271,6 +283,53 @@ def test_vllms_version_and_device_are_in_the_namespace(tmp_path: Path, monkeypat
     with scheduler(config(entry(tmp_path))) as playing:
         playing.compute(keys_of(4))
         playing.settle()
+    for name, value in (("get_device_capability", (9, 4)), ("fp8_dtype", "torch.float8_e4m3fnuz")):
+        with monkeypatch.context() as patched, scheduler(_on(patched, name, value, tmp_path)) as playing:
+            assert playing.serve(keys_of(4)) == 0
     monkeypatch.setattr("vllm.__version__", "0.32.1")
     with scheduler(config(entry(tmp_path))) as playing:
         assert playing.serve(keys_of(4)) == 0
+
+
+def _on(patched: pytest.MonkeyPatch, name: str, value: Any, folder: Path) -> Any:
+    """A configuration on a device of which ``name`` says ``value``."""
+    patched.setattr(type(current_platform), name, lambda *_: value)
+    return config(entry(folder))
+
+
+def test_each_data_parallel_replica_can_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    """With one folder for both the second is refused: it belongs to one process."""
+    given = {"storage": f"file:{tmp_path}/kv{{dp_rank}}?capacity=1GiB"}
+    first, second = config(entry(tmp_path, **given)), config(entry(tmp_path, **given))
+    second = replace(second, parallel=replace(second.parallel, data_parallel_index=1, data_parallel_size=2))
+    with scheduler(first) as one, scheduler(second) as other:
+        for playing in (one, other):
+            playing.compute(keys_of(4))
+            playing.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kv0", "kv1"]
+
+
+def test_the_facts_in_the_namespace_are_attributes_that_vllms_configuration_has() -> None:
+    """One that vLLM renamed would be equal everywhere."""
+    read: set[tuple[type, str]] = set()
+
+    class Reads:
+        def __init__(self, kind: type, **given: Any) -> None:
+            self.kind, self.given = kind, given
+
+        def __getattr__(self, name: str) -> Any:
+            read.add((self.kind, name))
+            return self.given.get(name)
+
+    images, model = Reads(MultiModalConfig), Reads(ModelConfig)
+    model.given["multimodal_config"] = images
+    engine = Reads(
+        VllmConfig, model_config=model, cache_config=Reads(CacheConfig), attention_config=Reads(AttentionConfig),
+        load_config=Reads(LoadConfig, load_format="hf"), speculative_config=Reads(SpeculativeConfig),
+    )  # fmt: skip
+    engine_facts(engine)
+    model.given["model"] = "/"
+    weights_folder(engine)
+    assert len(read) > 20
+    unknown = {(kind.__name__, name) for kind, name in read if name not in {*dir(kind), *inspect.get_annotations(kind)}}
+    assert not unknown

@@ -118,7 +118,10 @@ ENGINES: dict[str, Change] = {
     "implementation": lambda e: setattr(e.model_config, "model_impl", "transformers"),
     "sliding window": lambda e: setattr(e.model_config, "disable_sliding_window", True),
     "kv-cache dtype": lambda e: setattr(e.cache_config, "cache_dtype", "fp8_e5m2"),
-    "kv scales": lambda e: setattr(e.cache_config, "calculate_kv_scales", True),
+    "kv-cache dtype of some layers": lambda e: setattr(e.cache_config, "kv_cache_dtype_skip_layers", ["0"]),
+    "mamba dtype": lambda e: setattr(e.cache_config, "mamba_cache_dtype", "float16"),
+    "mamba state dtype": lambda e: setattr(e.cache_config, "mamba_ssm_cache_dtype", "float16"),
+    "mamba replay": lambda e: setattr(e.cache_config, "use_replayssm", True),
     "hash algorithm": lambda e: setattr(e.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
     "attention": lambda e: setattr(e.attention_config, "backend", None),
     "images": lambda e: setattr(
