@@ -13,7 +13,7 @@ from asynccache.cli.options import Settings
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
-    from asynccache.runtime.stats import StageStats
+    from asynccache.worker.stats import StageStats
 
 SHORT = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 

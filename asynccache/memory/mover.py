@@ -18,7 +18,6 @@ import torch
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.device import Device, Event, PageCopy, Stream
-from asynccache.memory.fences import Fences
 from asynccache.memory.pools import DevicePool, HostPool, is_logical, round_up
 from asynccache.memory.signals import HAPPENED
 
@@ -72,7 +71,6 @@ class Mover:
         self.device_pools, self.host_pools = _allocate(device, pools, own, host_align)
         self._moved = _by_component(pools)
         self._backups, self._loads, self._clones = _streams(device, "backup_host", "load_back", "clone")
-        self._fences = Fences(_slots_of(pools))
 
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
         """Enqueue a backup_host: device to host, once ``after`` (the engine's writes) is done."""
@@ -84,30 +82,23 @@ class Mover:
         return self._backups.record()
 
     def load(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> LayerEvents:
-        """Enqueue a load_back: host to device, layer by layer, behind ``after`` and the fences of the pages that it
+        """Enqueue a load_back: host to device, layer by layer, behind ``after``, the engine's work on the pages that it
         writes."""
         copies = self._copies(moves)
         if not copies:
             return LayerEvents((HAPPENED,) * self.layers)
-        fences = self._fences.before((move.component, move.dst) for move in moves)
-        _hold(self._loads, (*fences, *after))
+        _hold(self._loads, after)
         return LayerEvents(tuple(self.device.host_to_device(self._loads, copies, self.layers)))
 
     def clone(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
-        """Enqueue private copies on the device, behind ``after`` (the loads that bring what they read) and the fences
-        of the pages that they read and write."""
+        """Enqueue private copies on the device, behind ``after``: the loads that bring what they read, and the engine's
+        work on the pages that they read and write."""
         copies = self._copies(moves)
         if not copies:
             return HAPPENED
-        fences = self._fences.before((move.component, slots) for move in moves for slots in (move.src, move.dst))
-        _hold(self._clones, (*fences, *after))
+        _hold(self._clones, after)
         self.device.device_to_device(self._clones, copies)
         return self._clones.record()
-
-    def fence(self, event: Event, slots: Mapping[int, bytes] | None = None) -> None:
-        """Have later loads and clones into these device ``slots`` (int32 of each component; None: into any) wait, on
-        the device, for ``event``: until then an engine may use them, whoever has them then."""
-        self._fences.add(event, slots)
 
     def engine_stream(self, stream: object) -> Stream:
         """``stream``, or an engine's own (torch, cupy) as one of the device's, where the device takes those."""
@@ -153,13 +144,6 @@ class Mover:
 
 def _as_it_is(stream: object) -> Stream:
     return checks.provider("stream", cast("Stream", stream), Stream)  # type: ignore[type-abstract]
-
-
-def _slots_of(pools: Sequence[PoolSpec]) -> dict[int, int]:
-    slots: dict[int, int] = {}
-    for spec in pools:
-        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
-    return slots
 
 
 def _streams(device: Device, *names: str) -> list[Stream]:

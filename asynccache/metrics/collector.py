@@ -20,8 +20,8 @@ from prometheus_client.registry import Collector
 from asynccache import checks
 from asynccache.metrics.lag import LoopLag
 from asynccache.metrics.server import a_cache
-from asynccache.runtime.stats import Histogram
 from asynccache.storage import BreakerState
+from asynccache.worker.stats import Histogram
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache, CacheStatistics

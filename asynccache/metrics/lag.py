@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 
 from asynccache import checks
-from asynccache.runtime.stats import BOUNDS_MS, Histogram
+from asynccache.worker.stats import BOUNDS_MS, Histogram
 
 
 class LoopLag:

@@ -11,46 +11,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
-from asynccache.storage.tiers import Attached
-from asynccache.storage.watching import watch
-
-if TYPE_CHECKING:
-    from asynccache.runtime.poolmap import PoolMap
+from asynccache.worker.contract import Worker
 
 NAMES = 1 << 15
 _SLICE = 4096
 
 
-class Watched:
-    """A store that is watched. ``keys``: what it has; ``end``: no more is told of it from then on."""
-
-    def __init__(self) -> None:
-        self.keys: set[bytes] = set()
-        self.end: Callable[[], None]
-
-
 class Announcing:
-    """Passes the stores' reports on. ``stores``: whether there can be any. ``alive``: namespaces that have pages."""
+    """Passes the stores' reports on. ``alive``: namespaces that have pages. Mutable state: names, and the keys of each
+    store that is watched."""
 
     def __init__(
-        self, put: Callable[[Notice], None], page_size: int, pools: PoolMap, *, stores: bool, alive: Container[bytes]
+        self, put: Callable[[Notice], None], page_size: int, worker: Worker, alive: Container[bytes]
     ) -> None:  # fmt: skip
         self._named: dict[bytes, str | bytes] = {}
         self._named_before: dict[bytes, str | bytes] = {}
         self._alive = alive
         self._put = put
-        self._key_of = _key_of(pools) if stores else None
-        self._watched: dict[Attached, Watched] = {}
+        self._worker = worker
+        self._key_of = worker.key_of if worker.takes_stores else None
+        self._keys: dict[int, set[bytes]] = {}
         put(Opened(page_size, self._key_of, self.extra_key_of))
 
     def __repr__(self) -> str:
-        return f"Announcing({len(self._watched)} stores)"
+        return f"Announcing({len(self._keys)} stores)"
 
     def name(self, space: bytes, extra_key: str | bytes) -> None:
         """What the namespace ``space`` is called; once it is known as an adapter's it stays that."""
@@ -65,55 +53,39 @@ class Announcing:
         known = self._named.get(space)
         return self._named_before.get(space) if known is None else known
 
-    def begin(self, attached: Attached) -> None:
+    def begin(self, store: int) -> None:
         """Tell of the keys that this store has, and of all that it gains and loses."""
-        if self._key_of is None:
-            return
-        store, watched = attached.store, Watched()
-        own, self._watched[attached] = store.backend, watched
-        store.backend, end = watch(own, partial(self._report, watched))
+        if self._key_of is not None:
+            self._keys[store] = set()
+            self._worker.watch_store(store)
 
-        def give_back() -> None:
-            end()
-            store.backend = own
-
-        watched.end = give_back
-
-    def end(self, attached: Attached) -> None:
+    def end(self, store: int) -> None:
         """Listen to it no more; ``forget`` must follow."""
-        if attached in self._watched:
-            self._watched[attached].end()
+        self._worker.unwatch_store(store)
 
-    async def forget(self, attached: Attached) -> None:
+    async def forget(self, store: int) -> None:
         """Tell that the keys which no other store has are gone. Cancelling it leaves some of them untold."""
-        if attached not in self._watched:
-            return
-        leaving = self._watched[attached]
-        while keys := list(islice(leaving.keys, _SLICE)):
-            self._report(leaving, False, keys)
+        while keys := list(islice(self._keys.get(store, ()), _SLICE)):
+            self.report(store, False, keys)
             await asyncio.sleep(0)
-        self._watched.pop(attached, None)
+        self._keys.pop(store, None)
 
     def stop(self) -> None:
         """No store is watched any more."""
-        while self._watched:
-            _, watched = self._watched.popitem()
-            watched.end()
+        while self._keys:
+            store, _ = self._keys.popitem()
+            self._worker.unwatch_store(store)
 
-    def _report(self, watched: Watched, there: bool, keys: Sequence[bytes]) -> None:
+    def report(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
+        """A store has these keys from now on, or has them no more."""
+        own = self._keys.get(store)
+        if own is None:
+            return
         if there:
-            watched.keys.update(keys)
+            own.update(keys)
         else:
-            watched.keys.difference_update(keys)
-        others = [other.keys for other in self._watched.values() if other is not watched]
+            own.difference_update(keys)
+        others = [other for number, other in self._keys.items() if number != store]
         news = [key for key in keys if not any(key in other for other in others)] if others else keys
         if news:
             self._put(StorageReport(there, news))
-
-
-def _key_of(pools: PoolMap) -> Callable[[bytes], bytes] | None:
-    """Where the last part of a page's FULL data is stored; None if FULL has no stored object."""
-    if not pools.lead:
-        return None
-    name = pools.lead[-1].name
-    return lambda page_hash: pools.key(name, page_hash).key

@@ -14,19 +14,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asynccache import checks
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
 from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
+from asynccache.runtime.lockstep import Lockstep
 from asynccache.runtime.saving import drain, unsaved
 from asynccache.runtime.together import on_all, together
-from asynccache.storage import CheckedStore, StorageBackend
-from asynccache.storage.attaching import close_unattached, open_attached
-from asynccache.storage.records import store_layout
-from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.announcing import Announcing
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.supervisor import Supervisor
 
 BACKFILL_OPS = 16
 BACKFILL_SHARE = 0.25
@@ -34,145 +33,146 @@ BACKFILL_SHARE = 0.25
 pages that may wait for storage; who publishes new pages has the rest."""
 
 
-def access_of(store: TieredStore) -> Access:
-    """What may be done with all that is attached."""
-    if not store:
-        return Access.NONE
-    return Access.WRITE if store.writes else Access.READ
+class Stores:
+    """The stores that the head knows of, which are those that its worker uses. ``backlog``: how many pages of FULL may
+    wait for storage."""
 
+    def __init__(
+        self, driver: Driver, worker: Worker, announcing: Announcing | None, supervisor: Supervisor, backlog: int
+    ) -> None:
+        self._driver = driver
+        self._worker = worker
+        self._announcing = announcing
+        self._supervisor = supervisor
+        self._backfill_pages = int(backlog * BACKFILL_SHARE)
 
-def check_storage(name: str, storage: object) -> None:
-    """Raises ``ConfigError`` if ``storage``, which an argument called ``name`` gave, is nothing that can be a store."""
-    if isinstance(storage, str):
-        checks.text(name, storage)
-    elif not isinstance(storage, CheckedStore):
-        checks.provider(name, storage, StorageBackend)  # type: ignore[type-abstract]
+    def __repr__(self) -> str:
+        return f"Stores({', '.join(entry.options.name for entry in self._worker.stores)})"
 
+    def begin(self) -> None:
+        """Take up those that were opened with the cache."""
+        for store in self._worker.stores:
+            if self._announcing is not None:
+                self._announcing.begin(store.number)
+        self._driver.core.attach_storage(self._access())
 
-async def attach(
-    machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str], position: int | None,
-    *, backfill: bool,
-) -> str:  # fmt: skip
-    """See ``AsyncCache.attach_storage``. On every rank or on none."""
-    store = machine.tiers()
-    opening = partial(_open, machine, storage, options, position)
-    attached, cancelled = await on_all(machine.driver, "attach_storage", opening, close_unattached, Unavailable)
-    try:
-        machine.check_open()
-        await _add(machine, attached, position, backfill=backfill)
-    finally:
-        if attached not in store.attached:
-            await close_unattached(attached)
-    if cancelled is not None:
-        raise cancelled
-    return attached.options.name
+    def _access(self) -> Access:
+        """What may be done with all that are used."""
+        stores = self._worker.stores
+        if not stores:
+            return Access.NONE
+        return Access.WRITE if any(store.options.write for store in stores) else Access.READ
 
+    async def attach(
+        self, storage: Storage, options: Mapping[str, str], position: int | None, *, backfill: bool
+    ) -> str:
+        """See ``AsyncCache.attach_storage``. On every rank or on none."""
+        self._check_host()
+        driver, worker = self._driver, self._worker
+        opening = partial(worker.open_store, storage, options, position)
+        opened, cancelled = await on_all(driver, "attach_storage", opening, self._drop, Unavailable)
+        try:
+            driver.check_ready()
+            await self._use(opened, position, backfill=backfill)
+        finally:
+            if not self._is_used(opened.number):
+                await self._drop(opened)
+        if cancelled is not None:
+            raise cancelled
+        return opened.options.name
 
-async def _open(
-    machine: Machine, storage: str | StorageBackend | CheckedStore, options: Mapping[str, str], position: int | None
-) -> Attached:
-    """Everything that may fail on one rank alone."""
-    store = machine.tiers()
-    layout = store_layout(machine.config.pools())
-    attached = await open_attached(storage, layout, options, lambda taken: store.check(taken, position))
-    try:
-        machine.introduce(attached)
-        store.introduce(attached, position)
-    except BaseException:
-        await close_unattached(attached)
-        raise
-    return attached
+    def _check_host(self) -> None:
+        if not self._worker.takes_stores:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
 
+    async def _drop(self, opened: StoreEntry) -> None:
+        await self._worker.drop_store(opened.number)
 
-async def _add(machine: Machine, attached: Attached, position: int | None, *, backfill: bool) -> None:
-    """Whoever fails or is cancelled has attached nothing."""
-    store, driver = machine.tiers(), machine.driver
-    async with driver.lock:
-        driver.settle()
-        _note(machine, f"attach_storage {attached.options.name!r}", (attached.options.write, position, backfill))
-        store.attach(attached, position)
-        driver.perform(driver.locked(machine.core.attach_storage, access_of(store)))
-        if machine.announcing is not None:
-            machine.announcing.begin(attached)
-        stores = backfill and attached.options.write
-        if stores or machine.announcing is not None:
-            walk = machine.core.backfill(store=stores)
-            player = driver.turns.play(partial(_backfill, machine, attached, walk))
-            machine.supervisor.spawn(player, "asynccache-backfill")
+    async def _use(self, opened: StoreEntry, position: int | None, *, backfill: bool) -> None:
+        """Whoever fails or is cancelled has attached nothing."""
+        driver, options = self._driver, opened.options
+        async with driver.lock:
+            driver.settle()
+            self._note(f"attach_storage {options.name!r}", (options.write, position, backfill))
+            self._worker.use_store(opened.number, position)
+            driver.perform(driver.locked(driver.core.attach_storage, self._access()))
+            if self._announcing is not None:
+                self._announcing.begin(opened.number)
+            stores = backfill and options.write
+            if stores or self._announcing is not None:
+                walk = driver.core.backfill(store=stores)
+                player = driver.turns.play(partial(self._backfill, opened.number, walk))
+                self._supervisor.spawn(player, "asynccache-backfill")
 
+    async def _backfill(self, store: int, walk: Backfill) -> None:
+        """Have the new store told what the tree knows, some operations at a time. Cancelling it leaves the rest out."""
+        driver, over = self._driver, False
 
-async def _backfill(machine: Machine, attached: Attached, walk: Backfill) -> None:
-    """Have the new store told what the tree knows, some operations at a time. Cancelling it leaves the rest out."""
-    driver, over = machine.driver, False
-    host = machine.core.config.components[0].host
-    pages = int(host * machine.config.backup_quota * BACKFILL_SHARE)
+        def perform(filled: Filled) -> None:
+            driver.perform(filled.plan)
 
-    def perform(filled: Filled) -> None:
-        driver.perform(filled.plan)
+        try:
+            while self._is_used(store) and not over:
+                filled = await driver.run(_slice(walk, self._backfill_pages), perform)
+                plan, over = filled
+                await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
+                await asyncio.sleep(0)
+        except CacheClosed:
+            pass  # and with it the store
 
-    try:
-        while attached.there and not over:
-            filled = await driver.run(_slice(walk, pages), perform)
-            plan, over = filled
-            await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
-            await asyncio.sleep(0)
-    except CacheClosed:
-        pass  # and with it the store
+    def _is_used(self, store: int) -> bool:
+        return any(entry.number == store for entry in self._worker.stores)
+
+    async def detach(self, name: str | None, deadline: float | None) -> Unsaved:
+        """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
+        self._check_host()
+        store = self._worker.find_store(name)
+        if deadline is not None and store.options.write:
+            await self._save(deadline)
+        left = await unsaved(self._driver)
+        driver, failed = self._driver, list[BackendError]()
+        async with driver.lock:
+            driver.settle()
+            if not self._is_used(store.number):
+                raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
+            self._note(f"detach_storage {store.options.name!r}", ())
+            self._worker.leave_store(store.number)
+            if self._announcing is not None:
+                self._announcing.end(store.number)
+            closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
+            driver.perform(driver.locked(driver.core.detach_storage, self._access()))
+
+        async def closed() -> None:
+            if closing is not None:
+                await asyncio.wait([closing])
+            if failed:
+                raise failed[0]
+
+        await together(driver, "detach_storage", closed)
+        return left
+
+    def _note(self, what: str, terms: tuple[object, ...]) -> None:
+        """Several ranks: they use the same store, by the same name, in the same way."""
+        if isinstance(self._driver.agreement, Lockstep):
+            self._driver.agreement.record(what, repr(terms).encode())
+
+    async def _save(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout(None if self._driver.lockstep else deadline):  # clocks differ
+                await drain(self._driver)
+        except TimeoutError:
+            pass  # what is returned says what that leaves
+
+    async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
+        """See a detached store off. What goes wrong there is told to who waits for it, and ends nothing."""
+        try:
+            if self._announcing is not None:
+                await self._announcing.forget(store.number)
+            await self._worker.close_store(store.number)
+        except Exception as error:  # a plug-in's bug, too, is its own affair
+            failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))
+            failed[0].__cause__ = error
 
 
 def _slice(walk: Backfill, pages: int) -> Callable[[], Filled]:
     return lambda: walk.some(BACKFILL_OPS, pages)
-
-
-async def detach(machine: Machine, name: str | None, deadline: float | None) -> Unsaved:
-    """See ``AsyncCache.detach_storage``. ``deadline``: seconds that saving may take; None: nothing is saved."""
-    store = machine.tiers()
-    attached = store.find(name)
-    if deadline is not None and attached.options.write:
-        await _save(machine, deadline)
-    left = await unsaved(machine)
-    driver, failed = machine.driver, list[BackendError]()
-    async with driver.lock:
-        driver.settle()
-        if not attached.there:
-            raise ConfigError(f"storage: {attached.options.name!r} was detached by somebody else meanwhile")
-        _note(machine, f"detach_storage {attached.options.name!r}", ())
-        store.detach(attached)
-        if machine.announcing is not None:
-            machine.announcing.end(attached)
-        closing = machine.supervisor.spawn(_leave(machine, store, attached, failed), "asynccache-detach")
-        driver.perform(driver.locked(machine.core.detach_storage, access_of(store)))
-
-    async def closed() -> None:
-        if closing is not None:
-            await asyncio.wait([closing])
-        if failed:
-            raise failed[0]
-
-    await together(driver, "detach_storage", closed)
-    return left
-
-
-def _note(machine: Machine, what: str, terms: tuple[object, ...]) -> None:
-    """Several ranks: they use the same store, by the same name, in the same way."""
-    if machine.lockstep is not None:
-        machine.lockstep.record(what, repr(terms).encode())
-
-
-async def _save(machine: Machine, deadline: float) -> None:
-    try:
-        async with asyncio.timeout(None if machine.lockstep is not None else deadline):  # clocks differ
-            await drain(machine)
-    except TimeoutError:
-        pass  # what is returned says what that leaves
-
-
-async def _leave(machine: Machine, store: TieredStore, attached: Attached, failed: list[BackendError]) -> None:
-    """See a detached store off. What goes wrong there is told to who waits for it, and ends nothing."""
-    try:
-        if machine.announcing is not None:
-            await machine.announcing.forget(attached)
-        await store.aclose_detached(attached)
-    except Exception as error:  # a plug-in's bug, too, is its own affair
-        failed.append(BackendError(f"{attached.options.name}: closing it failed: {error!r}"))
-        failed[0].__cause__ = error

@@ -16,36 +16,30 @@ from asynccache import checks
 from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import Device
-from asynccache.memory.mover import Mover
-from asynccache.memory.naming import parse_device
 from asynccache.ranks import Agreement, Ranks, SingleRank
 from asynccache.ranks.handshake import shake_hands
 from asynccache.ranks.membership import shard
-from asynccache.runtime.attaching import attach, check_storage, detach
-from asynccache.runtime.closing import SavingLimit, save
+from asynccache.runtime.closing import SavingLimit
 from asynccache.runtime.description import description
 from asynccache.runtime.entry import checked_terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.interruptible import Interruptible
-from asynccache.runtime.keeping import Keeper, Kept
+from asynccache.runtime.keeping import Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.machine import Machine, OnEvent
 from asynccache.runtime.opening import open_on_all
+from asynccache.runtime.parts import OnEvent, Parts
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
-from asynccache.runtime.stats import Histogram, StageStats
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.storage import CheckedStore, StorageBackend, StoreOptions, completed
-from asynccache.storage.attaching import open_all, options_of
-from asynccache.storage.records import store_layout
-from asynccache.storage.tiers import TieredStore
+from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
+from asynccache.worker.given import MOMENT, Given, planned_stores
+from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
-    from asynccache.memory.pools import DevicePool
+    from asynccache.worker.contract import DevicePool
+    from asynccache.worker.local import LocalWorker
 
 ExtraKey = str | bytes | None
 
@@ -85,10 +79,6 @@ class CacheStatistics(NamedTuple):
     dropped_backups: int
 
 
-MOMENT = 1.0
-"""Seconds that copies on a device of the embedder's are waited for, whatever the deadline."""
-
-
 class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
@@ -103,14 +93,16 @@ class AsyncCache:
         config: CacheConfig,
         *,
         device: Device | None = None,
-        storage: StorageBackend | CheckedStore | None = None,
+        storage: Storage | None = None,
         ranks: Ranks | None = None,
         agreement: Agreement | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.config = checks.instance("config", config, CacheConfig)
+        if device is not None:
+            check_device("device", device)
         protocols: tuple[tuple[str, object, type[Any]], ...] = (
-            ("device", device, Device), ("ranks", ranks, Ranks), ("agreement", agreement, Agreement),
+            ("ranks", ranks, Ranks), ("agreement", agreement, Agreement),
         )  # fmt: skip
         for name, value, protocol in protocols:
             if value is not None:
@@ -119,24 +111,23 @@ class AsyncCache:
             check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
-        self._given_device = device
-        self._given_storage = storage
+        from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
+
+        self._open_local = open_local
+        self._given = Given(device, storage)
         self._ranks = ranks
         self._agreement = agreement or SingleRank()
         self._on_event = on_event
-        self._device: Device | None = None
-        self._mover: Mover | None = None
-        self._store: TieredStore | None = None
-        self._machine: Machine | None = None
-        self._keeper: Keeper
+        self._worker: LocalWorker | None = None
+        self._parts: Parts | None = None
         self._opening: Interruptible | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
         self._limit: SavingLimit
 
     def __repr__(self) -> str:
-        if self._machine is None:
+        if self._parts is None:
             return f"AsyncCache({self.config.model!r}, not open)"
-        return f"AsyncCache({self.config.model!r}, {self._machine!r})"
+        return f"AsyncCache({self.config.model!r}, {self._parts!r})"
 
     # opening and closing
 
@@ -150,7 +141,7 @@ class AsyncCache:
             RankFailure: so it was on another rank; or one is gone or silent.
             CacheClosed: another task called ``aclose`` meanwhile.
         """
-        if self._machine is not None or self._opening is not None:
+        if self._parts is not None or self._opening is not None:
             raise RuntimeError("a cache is opened once")
         self._opening = Interruptible()
         try:
@@ -164,30 +155,31 @@ class AsyncCache:
         try:
             await self._open()
         except BaseException:
-            machine, self._machine = self._machine, None
-            if machine is not None:
-                await machine.supervisor.stop()
-                machine.close(None)
-            await self._close_resources(MOMENT)
-            self._device = self._mover = self._store = None
+            parts, self._parts = self._parts, None
+            if parts is not None:
+                await parts.supervisor.stop()
+                parts.close(None)
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                await worker.aclose(MOMENT)
             raise
 
     async def _open(self) -> None:
-        self._device = self._given_device
-        if self._device is None:
-            await completed(asyncio.to_thread(self._open_device))
-        pools = self._pools()
-        if self._ranks is not None:
-            await shake_hands(self._ranks.gather, description(
-                self.config, self._ranks.topology, self._on_event is not None, self._store_options()
-            ))
-        mover = await open_on_all(self._ranks, partial(self._open_tiers, pools))
-        self._machine = Machine(
-            self.config, pools, mover, self._store, self._ranks, self._agreement, self._on_event
-        )  # fmt: skip
-        self._machine.driver.scheduler = asyncio.current_task()
-        self._keeper = Keeper(self._machine)
-        await self._machine.start()
+        pools, ranks = self._pools(), self._ranks
+        if ranks is not None:
+            stores = planned_stores(self.config, self._given)
+            await shake_hands(
+                ranks.gather, description(self.config, ranks.topology, self._on_event is not None, stores)
+            )
+        await open_on_all(ranks, partial(self._open_worker, pools))
+        assert self._worker is not None
+        self._parts = parts = Parts(self.config, pools, self._worker, ranks, self._agreement, self._on_event)
+        parts.driver.scheduler = asyncio.current_task()
+        await parts.start()
+
+    async def _open_worker(self, pools: tuple[PoolSpec, ...]) -> None:
+        """Everything that may take long, or fail on one rank alone."""
+        self._worker = await self._open_local(self.config, pools, self._given)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -217,10 +209,10 @@ class AsyncCache:
             deadline = checks.number("deadline", deadline)
         if self._opening is not None:
             await self._opening.interrupt()
-        machine = self._machine
-        if machine is None:
+        parts = self._parts
+        if parts is None:
             return CloseReport()
-        machine.check_thread()
+        parts.driver.check_thread()
         if self._closer is None:
             self._limit = SavingLimit(self.config.close_deadline if deadline is None else deadline)
         elif deadline is not None:
@@ -228,110 +220,56 @@ class AsyncCache:
         while True:
             closer = self._closer
             if closer is None or closer.cancelled():
-                closer = self._closer = machine.loop.create_task(self._close(machine), name="asynccache-close")
+                loop = asyncio.get_running_loop()
+                closer = self._closer = loop.create_task(self._close(parts), name="asynccache-close")
             await asyncio.wait([closer])
             if not closer.cancelled():  # somebody cancelled all tasks that there were, and left this one
                 return closer.result()
             self._limit.shorten(0.0)
 
-    async def _close(self, machine: Machine) -> CloseReport:
-        machine.draining = True
-        machine.fail_waiting(lambda: CacheClosed("the cache is closing"))
+    async def _close(self, parts: Parts) -> CloseReport:
+        driver = parts.driver
+        driver.draining = True
+        parts.door.shut(lambda: CacheClosed("the cache is closing"))
         try:
-            if machine.driver.closed is None:
-                await save(machine, self._limit)
-            left = Unsaved(0, 0) if machine.driver.broken else await unsaved(machine)
+            if driver.closed is None:
+                await parts.saving.save(self._limit)
+            left = Unsaved(0, 0) if driver.broken else await unsaved(driver)
         finally:
-            await self._stop(machine, max(MOMENT, self._limit.left()))
-        return CloseReport(left.host, left.storage, machine.supervisor.error)
+            await self._stop(parts, max(MOMENT, self._limit.left()))
+        return CloseReport(left.host, left.storage, parts.supervisor.error)
 
-    async def _stop(self, machine: Machine, patience: float) -> None:
+    async def _stop(self, parts: Parts, patience: float) -> None:
         try:
-            self._keeper.close()
-            machine.claims.drop_all()
+            parts.keeper.close()
+            parts.claims.drop_all()
         finally:
-            await machine.supervisor.stop()
-            await settle(machine.driver)
-            if machine.events is not None and machine.supervisor.error is None:
+            await parts.supervisor.stop()
+            await settle(parts.driver)
+            if parts.events is not None and parts.supervisor.error is None:
                 try:
-                    machine.events.hand_on()  # what the last acks announced
+                    parts.events.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier
-                    machine.supervisor.fail(error)
-            machine.close(None)
-            if machine.lockstep is not None:
-                await machine.lockstep.aclose()
-            await self._close_resources(patience)
+                    parts.supervisor.fail(error)
+            parts.close(None)
+            if parts.lockstep is not None:
+                await parts.lockstep.aclose()
+            await parts.worker.aclose(patience)
 
     def _pools(self) -> tuple[PoolSpec, ...]:
         """The pools, as this rank holds them."""
         pools = self.config.pools()
         return pools if self._ranks is None else tuple(spec.on_rank(*shard(self._ranks)) for spec in pools)
 
-    def _open_device(self) -> None:
-        """In a thread: a GPU is measured first."""
-        self._device = _open_device(self.config.device)
-
-    def _make_mover(self, device: Device, pools: tuple[PoolSpec, ...]) -> Mover:
-        self._mover = Mover(device, pools)
-        return self._mover
-
-    async def _open_tiers(self, pools: tuple[PoolSpec, ...]) -> Mover:
-        """Everything that may take long, or fail on one rank alone."""
-        assert self._device is not None
-        # First: it may refuse, and a store leaves traces. In a thread: to pin 100 GiB takes half a minute.
-        mover = await completed(asyncio.to_thread(self._make_mover, self._device, pools))
-        await self._open_stores()
-        return mover
-
-    async def _open_stores(self) -> None:
-        """With a host tier there is a place for stores, also where none is attached yet."""
-        given = self._given_storage
-        if not self.config.pools()[0].host_pages:
-            if given is not None:
-                raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
-            return
-        layout = store_layout(self.config.pools())
-        self._store = store = TieredStore()
-        await open_all(store, self._stores(), layout, self._options())
-
-    def _store_options(self) -> list[StoreOptions | None]:
-        return [options_of(storage, self._options()) for storage in self._stores()]
-
-    def _options(self) -> Mapping[str, str]:
-        return self.config.storage_options if self._given_storage is None else {}
-
-    def _stores(self) -> tuple[str | StorageBackend | CheckedStore, ...]:
-        """What there is at the start: given, or named by the configuration."""
-        return self.config.stores if self._given_storage is None else (self._given_storage,)
-
-    async def _close_mover(self, patience: float) -> None:
-        if self._mover is not None:
-            try:
-                if self._device is self._given_device:  # one of our own waits for more than that when it is closed
-                    await self._mover.drain(patience)
-            finally:
-                self._mover.close()
-
-    async def _close_resources(self, patience: float) -> None:
-        try:
-            if self._store is not None:
-                await self._store.aclose()
-        finally:
-            await self._close_mover(patience)
-            if self._device is not None and self._device is not self._given_device:
-                await self._device.aclose()
-
-    def _opened(self) -> Machine:
-        if self._machine is None:
+    def _opened(self) -> Parts:
+        if self._parts is None:
             raise RuntimeError("the cache is not open: use it in 'async with'")
-        return self._machine
+        return self._parts
 
-    def _ready(self) -> Machine:
-        machine = self._machine
-        if machine is None:
-            raise RuntimeError("the cache is not open: use it in 'async with'")
-        machine.check_open()
-        return machine
+    def _ready(self) -> Parts:
+        parts = self._opened()
+        parts.driver.check_ready()
+        return parts
 
     # requests
 
@@ -341,14 +279,13 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable.
         """
-        machine = self._ready()
-        key = as_key(tokens)
-        driver = machine.driver
+        parts = self._ready()
+        key, driver = as_key(tokens), parts.driver
         if not driver.lock.take():
             await driver.lock.acquire()
         try:
             driver.settle()
-            return driver.unlocked(machine.core.match, machine.space(extra_key), key)
+            return driver.unlocked(driver.core.match, parts.namespaces.space(extra_key), key)
         finally:
             driver.lock.release()
 
@@ -361,8 +298,8 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable.
         """
-        machine = self._ready()
-        prefetch = machine.prefetch(machine.space(extra_key), as_key(tokens))
+        parts = self._ready()
+        prefetch = parts.prefetching.begin(parts.namespaces.space(extra_key), as_key(tokens))
         if prefetch.done():
             prefetch.claim()
         return PrefetchHandle(prefetch)
@@ -398,12 +335,12 @@ class AsyncCache:
         Raises:
             ConfigError: an argument is unusable. The tokens are looked at when it is entered.
         """
-        machine = self._opened()
+        leasing = self._opened().leasing
         terms = checked_terms(
-            machine, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
         )
         caller = sys._getframe(1)
-        return Lease(machine, terms, (caller.f_code, caller.f_lasti))
+        return Lease(leasing, terms, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``
@@ -412,9 +349,9 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable, or ``ttl`` is no number of seconds above 0.
         """
-        machine = self._ready()
+        parts = self._ready()
         ttl = checks.number("ttl", ttl, above=0)
-        return await self._keeper.keep(machine.space(extra_key), as_key(tokens), ttl)
+        return await parts.keeper.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
 
     # the whole cache
 
@@ -439,16 +376,16 @@ class AsyncCache:
             BackendError: the store could not make it durable.
             ConfigError: ``timeout`` is no number of seconds, or there are several ranks, whose clocks differ.
         """
-        machine = self._ready()
+        parts = self._ready()
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-            if machine.lockstep is not None:
+            if parts.lockstep is not None:
                 raise ConfigError("flush: timeout: the clocks of several ranks differ")
         async with asyncio.timeout(timeout):
-            return await flush(machine)
+            return await flush(parts.driver, parts.worker)
 
     async def attach_storage(
-        self, storage: str | StorageBackend | CheckedStore, *, options: Mapping[str, str] | None = None,
+        self, storage: Storage, *, options: Mapping[str, str] | None = None,
         name: str | None = None, position: int | None = None, backfill: bool = True,
     ) -> str:  # fmt: skip
         """Open a store and use it from now on, while requests go on. Returns its name: ``name``, or the URL's
@@ -463,14 +400,14 @@ class AsyncCache:
             ConfigError: the URL or an option is wrong, the name is taken, or there is no host tier.
             Unavailable: the store cannot be opened now.
         """
-        machine = self._ready()
+        parts = self._ready()
         check_storage("storage", storage)
         wanted = {} if options is None else checks.texts("options", options)
         if name is not None:
             wanted["name"] = checks.text("name", name)
         if position is not None:
             position = checks.integer("position", position, 0)
-        return await attach(machine, storage, wanted, position, backfill=checks.flag("backfill", backfill))
+        return await parts.stores.attach(storage, wanted, position, backfill=checks.flag("backfill", backfill))
 
     async def detach_storage(self, name: str | None = None, *, drain: bool | float = True) -> Unsaved:
         """Use a store no more, and close it, while requests go on: what it cannot give any more they compute. Without
@@ -486,7 +423,7 @@ class AsyncCache:
                 nor a number of seconds.
             BackendError: the store is gone, but its backend could not close cleanly.
         """
-        machine = self._ready()
+        parts = self._ready()
         if name is not None:
             name = checks.text("name", name)
         seconds: float | None
@@ -494,7 +431,7 @@ class AsyncCache:
             seconds = self.config.close_deadline if drain else None
         else:
             seconds = checks.number("drain", drain, 0)
-        return await detach(machine, name, seconds)
+        return await parts.stores.detach(name, seconds)
 
     async def invalidate(self, extra_key: ExtraKey = None) -> None:
         """Forget a namespace. From the moment of the call nothing of it is matched or fetched; leases that hold some of
@@ -507,10 +444,8 @@ class AsyncCache:
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
-        machine = self._ready()
-        space = machine.space(extra_key)
-        machine.epochs[extra_key] += 1
-        await forget(machine, space)
+        parts = self._ready()
+        await forget(parts.driver, parts.worker, parts.prefetching, parts.namespaces.outdate(extra_key))
 
     async def reset(self) -> None:
         """Forget everything on every tier, storage included; leases finish undisturbed and publish nothing.
@@ -520,16 +455,16 @@ class AsyncCache:
         Raises:
             BackendError: storage could not be cleared.
         """
-        machine = self._ready()
-        machine.resets += 1
-        await forget_all(machine)
+        parts = self._ready()
+        parts.namespaces.resets += 1
+        await forget_all(parts.driver, parts.worker, parts.prefetching, parts.clearing)
 
     # looking at it
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
         """The device pools by name: where the engine reads and writes KV."""
-        return self._opened().mover.device_pools
+        return self._opened().worker.pools
 
     @property
     def core(self) -> CacheCore:
@@ -539,25 +474,25 @@ class AsyncCache:
     @property
     def closed(self) -> str | None:
         """Why no requests are taken now; None if they are."""
-        machine = self._machine
-        if machine is None:
+        if self._parts is None:
             return "the cache is not open"
-        if machine.driver.closed is not None:
-            return str(machine.driver.closed)
-        return "the cache is closing" if machine.draining else None
+        driver = self._parts.driver
+        if driver.closed is not None:
+            return str(driver.closed)
+        return "the cache is closing" if driver.draining else None
 
     @property
     def in_flight(self) -> bool:
         """Whether transfers have not ended yet, or begin with the next step. Several ranks: the same on all of them
         between two steps, and as long as it is so they go on stepping, whether a request runs or not."""
-        machine = self._opened()
-        return bool(len(machine.driver.ops) if machine.lockstep is None else machine.lockstep.busy)
+        parts = self._opened()
+        return bool(len(parts.driver.ops) if parts.lockstep is None else parts.lockstep.busy)
 
     @property
     def stores(self) -> Mapping[str, StoreOptions]:
         """The stores that are attached, by name, nearest first, and how each of them is used."""
-        attached = self._store.attached if self._store is not None else ()
-        return {one.options.name: one.options for one in attached}
+        entries = self._parts.worker.stores if self._parts is not None else ()
+        return {entry.options.name: entry.options for entry in entries}
 
     async def explain(self, tokens: Tokens, extra_key: ExtraKey = None) -> Explained:
         """Where each page of ``tokens`` is, what would be loaded from where, and what ends the match and why. It only
@@ -566,37 +501,31 @@ class AsyncCache:
         Raises:
             ConfigError: the tokens are unusable.
         """
-        machine = self._ready()
-        return await explain(machine, machine.space(extra_key), as_key(tokens))
+        parts = self._ready()
+        space = parts.namespaces.space(extra_key)
+        return await explain(parts.core, parts.worker, parts.pools, space, as_key(tokens))
 
     def statistics(self) -> CacheStatistics:
         """Everything that is counted, as of now. Cheap; also after closing."""
-        machine = self._opened()
-        core = machine.core.statistics()
-        names = [POOL_NAME[component.kind] for component in machine.core.config.components]
-        prefetching = machine.prefetching
+        parts = self._opened()
+        core = parts.core.statistics()
+        names = [POOL_NAME[component.kind] for component in parts.core.config.components]
+        meters = parts.meters()
+        storage, stores = parts.worker.store_statistics()
         return CacheStatistics(
             device=dict(zip(names, core.device, strict=True)),
             host=dict(zip(names, core.host, strict=True)),
-            stages=machine.stage_stats(),
-            prefetches=prefetching.read_outcomes() if prefetching is not None else {},
+            stages={name: meter.read() for name, meter in meters.items()},
+            prefetches=parts.prefetching.read_outcomes(),
             leases=core.leases,
-            waiting=len(machine.driver.line),
-            kept_tokens=self._keeper.tokens(),
-            tasks=len(machine.supervisor),
-            storage=dict(machine.store.stats()) if machine.store is not None else {},
-            stores=machine.store.store_stats() if machine.store is not None else {},
+            waiting=len(parts.driver.line),
+            kept_tokens=parts.keeper.tokens(),
+            tasks=len(parts.supervisor),
+            storage=dict(storage),
+            stores=stores,
             core=core,
-            lookups=machine.lookups.read(),
-            queues=machine.queues(),
-            histograms={name: meter.histogram() for name, meter in machine.meters().items()},
-            dropped_backups=machine.dropped_backups(),
+            lookups=parts.lookups.read(),
+            queues=dict(parts.queues()),
+            histograms={name: meter.histogram() for name, meter in meters.items()},
+            dropped_backups=parts.outbox.backlog.dropped,
         )
-
-
-def _open_device(name: str) -> Device:
-    if parse_device(name).kind == "cpu":
-        return CpuDevice()
-    from asynccache.memory.cuda.device import open_device
-
-    return open_device(name)

@@ -56,7 +56,7 @@ class Claims:
     def abandon(self, ticket: int) -> None:
         """``drop`` soon, from any thread: the handle is garbage. Several ranks collect garbage at different times, and
         wait for the claim's end."""
-        if ticket in self._timers and not self._driver.turns.lockstep:
+        if ticket in self._timers and not self._driver.lockstep:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
                 self._loop.call_soon_threadsafe(self.drop, ticket)
 

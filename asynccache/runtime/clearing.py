@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.runtime.stages.backlog import Backlog
+from asynccache.runtime.backlog import Backlog
 
 
 class Clearing:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import CacheClosed, RankDivergence, RankFailure
 from asynccache.runtime.lockstep import Lockstep
-from asynccache.runtime.prefetch import Wish
 from asynccache.runtime.saving import drain
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.claims import Claims
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.prefetching import Prefetching
 
 GRACE = 2.0
 
@@ -54,32 +55,49 @@ class SavingLimit:
                 self._timeout = None
 
 
-async def save(machine: Machine, limit: SavingLimit) -> None:
-    """As much as can be in that time. Cancelling it leaves a group of ranks unusable."""
-    seconds = limit.left()
-    try:
-        if machine.lockstep is None:
-            await limit.keep(_settle_down(machine))
-        elif seconds > 0:
-            await _save_together(machine, machine.lockstep, seconds)
-        elif machine.lockstep.busy:
-            machine.lockstep.resign()
-    except TimeoutError:
-        pass  # the report says what that leaves
-    except (CacheClosed, RankFailure, RankDivergence):
-        pass  # a worker died meanwhile, or a rank; the report says of what
+class Saving:
+    """What closing does before it stops the workers."""
 
+    def __init__(self, driver: Driver, prefetching: Prefetching, claims: Claims) -> None:
+        self._driver = driver
+        self._prefetching = prefetching
+        self._claims = claims
 
-async def _save_together(machine: Machine, lockstep: Lockstep, seconds: float) -> None:
-    driver = machine.driver
-    async with asyncio.timeout(seconds + GRACE):
-        await driver.step_last("the other ranks took no steps while this one was closing")
-        await driver.transact(machine.core.drain)
-        if lockstep.busy:  # or nobody need step
-            machine.driver.at_step = _Deadline(lockstep, seconds).look
-        with suppress(_Enough):
-            await _settle_down(machine)
-        await lockstep.steps.reports_in()
+    async def save(self, limit: SavingLimit) -> None:
+        """As much as can be in that time. Cancelling it leaves a group of ranks unusable."""
+        seconds, lockstep = limit.left(), self._driver.agreement
+        try:
+            if not isinstance(lockstep, Lockstep):
+                await limit.keep(self._settle_down())
+            elif seconds > 0:
+                await self._save_together(lockstep, seconds)
+            elif lockstep.busy:
+                lockstep.resign()
+        except TimeoutError:
+            pass  # the report says what that leaves
+        except (CacheClosed, RankFailure, RankDivergence):
+            pass  # a worker died meanwhile, or a rank; the report says of what
+
+    async def _save_together(self, lockstep: Lockstep, seconds: float) -> None:
+        driver = self._driver
+        async with asyncio.timeout(seconds + GRACE):
+            await driver.step_last("the other ranks took no steps while this one was closing")
+            await driver.transact(driver.core.drain)
+            if lockstep.busy:  # or nobody need step
+                driver.at_step = _Deadline(lockstep, seconds).look
+            with suppress(_Enough):
+                await self._settle_down()
+            await lockstep.steps.reports_in()
+
+    async def _settle_down(self) -> None:
+        handles = tuple(self._prefetching.handles)
+        self._prefetching.cancel()
+        for handle in handles:
+            while self._driver.lockstep and not handle.done():
+                await self._driver.step()
+            await handle
+        self._claims.drop_all()
+        await drain(self._driver)
 
 
 class _Enough(Exception):
@@ -101,15 +119,3 @@ class _Deadline:
         """At the end of a step."""
         if self._passed:
             raise _Enough
-
-
-async def _settle_down(machine: Machine) -> None:
-    handles = tuple(machine.prefetching.handles) if machine.prefetching is not None else ()
-    for handle in handles:
-        handle.tell(Wish.CANCEL)
-    for handle in handles:
-        while machine.lockstep is not None and not handle.done():
-            await machine.driver.step()
-        await handle
-    machine.claims.drop_all()
-    await drain(machine)

@@ -14,7 +14,7 @@ from asynccache.config import CacheConfig
 from asynccache.core.settings import CoreConfig
 from asynccache.ranks.handshake import Description
 from asynccache.ranks.topology import Topology
-from asynccache.storage import StoreOptions
+from asynccache.worker.contract import StoreOptions
 
 
 def description(

@@ -13,12 +13,13 @@ Laws:
   again, also not for the next slice of one that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
+flight), ``draining``, ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -73,19 +74,22 @@ class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
 
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
-    its own, the core bounds the operations in flight. ``closed``: why every call is refused, once the cache is closed.
-    ``broken``: whether the core's books may be wrong.
+    its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
+    no new requests. ``closed``: why every call is refused, once the cache is closed.
+    ``broken``: whether the core's books may be wrong. ``lockstep``: whether there are several ranks.
     """
 
     def __init__(self, core: CacheCore, agreement: Agreement) -> None:
         self.core = core
         self.agreement = agreement
         self.turns = turns = agreement.turns
+        self.lockstep = turns.lockstep
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
         self.ops = Operations(turns)
         self.line = Line(turns)
         self.prefetch_line = Line(turns)
+        self.draining = False
         self.closed: CacheClosed | None = None
         self.broken = False
         self.scheduler: asyncio.Task[Any] | None = None
@@ -99,6 +103,7 @@ class Driver:
         self._sinks: dict[type, Sink] = {}
         self.at_step: Callable[[], Awaitable[None]] = _nothing
         self.on_failure: Callable[[BaseException], None] = self.close
+        self._thread = threading.get_ident()
         core.world.may_split = False
 
     def __repr__(self) -> str:
@@ -116,7 +121,7 @@ class Driver:
     def post(self, outcome: Outcome) -> None:
         """An operation's I/O has let go; the next one to take the lock applies it, or, with several ranks, the step in
         which all have said so."""
-        if self.turns.lockstep:
+        if self.lockstep:
             self.agreement.report((outcome,))
         else:
             self.acks.put_nowait(outcome)
@@ -222,7 +227,7 @@ class Driver:
 
     def _nudge(self) -> None:
         """Have the ack task take the lock and follow up, if nobody else comes first."""
-        if not self._nudged and not self.turns.lockstep:
+        if not self._nudged and not self.lockstep:
             self._nudged = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
@@ -249,14 +254,14 @@ class Driver:
             try:
                 await self._step()
             except asyncio.CancelledError:
-                if self.turns.lockstep and self.closed is None:  # what the others did in it this rank has not done
+                if self.lockstep and self.closed is None:  # what the others did in it this rank has not done
                     self.on_failure(RankFailure(self._cut))
                 raise
 
     def _check_turn(self) -> None:
         if self._last and asyncio.current_task() is not self.scheduler:
             raise CacheClosed("the cache is closing")
-        if self.turns.lockstep and self._one_step.locked():
+        if self.lockstep and self._one_step.locked():
             raise RuntimeError("step: another task of this rank is in a step; one task calls the cache")
 
     async def step_last(self, cut: str) -> None:
@@ -283,7 +288,7 @@ class Driver:
 
     def stepping(self) -> bool:
         """Whether this task is the one that steps: then waiting is stepping, and nobody else would."""
-        return self.turns.lockstep and asyncio.current_task() is self.scheduler
+        return self.lockstep and asyncio.current_task() is self.scheduler
 
     async def ended(self, ops: Sequence[int]) -> None:
         """Return when one of ``ops`` has ended. Cancelling it stops the waiting and nothing else."""
@@ -408,6 +413,20 @@ class Driver:
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
         return error
+
+    def check_thread(self) -> None:
+        """Raises ``RuntimeError`` in any thread but the loop's."""
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("the cache belongs to the thread of its loop; use the *_threadsafe calls of a lease")
+
+    def check_ready(self) -> None:
+        """Whether a new call may be made. Raises ``CacheClosed`` if the cache is closed or about to be, and
+        ``RuntimeError`` in another thread."""
+        self.check_thread()
+        if self.closed is not None:
+            self.refuse()
+        if self.draining:
+            raise CacheClosed("the cache is closing")
 
     def check_open(self) -> None:
         """Raise why the cache is closed, if it is."""

@@ -24,7 +24,7 @@ from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.door import Door
 
 GRACE = 0.5
 
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
 
 
 def checked_terms(
-    machine: Machine, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
+    door: Door, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
     wait: bool, timeout: float | None, states: int | None, chunk: int | None, swa_chunk: int | None, shorter: bool,
 ) -> Terms:  # fmt: skip
     """The terms in Python's own types, but for the tokens, which ``ask_for`` checks.
@@ -57,13 +57,13 @@ def checked_terms(
     """
     if extra_key is not None:
         namespace("extra_key", extra_key)
-    own = None if prefetch is None else machine.own(prefetch)
+    own = None if prefetch is None else door.prefetching.own(prefetch)
     if timeout is not None:
         timeout = number("timeout", timeout, 0)
-        if machine.lockstep is not None:
+        if door.driver.lockstep:
             raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
     if states is not None:
-        states = machine.check_states(states)
+        states = door.check_states(states)
     if chunk is not None:
         chunk = integer("chunk", chunk, 1)
     if swa_chunk is not None:
@@ -74,7 +74,7 @@ def checked_terms(
     )  # fmt: skip
 
 
-def ask_for(machine: Machine, terms: Terms) -> Ask:
+def ask_for(door: Door, terms: Terms) -> Ask:
     """What the core is asked for these terms.
 
     Raises:
@@ -85,26 +85,26 @@ def ask_for(machine: Machine, terms: Terms) -> Ask:
     if not key:
         raise ConfigError("tokens: a lease needs at least one")
     if states is None:
-        states = machine.default_states
+        states = door.default_states
     if chunk is None:
         chunk = EVERYTHING
     if swa_chunk is None:
         swa_chunk = chunk
     length = len(key) // TOKEN_BYTES
     reserve = length + new_tokens
-    swa = reserve if machine.has_swa else 0
-    return Ask(machine.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
+    swa = reserve if door.has_swa else 0
+    return Ask(door.namespaces.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
 
 
-def enter_at_once(machine: Machine, ask: Ask, granted: Granted) -> bool:
+def enter_at_once(door: Door, ask: Ask, granted: Granted) -> bool:
     """The common case: nobody is in line, the tree lock is free, and one slice suffices. Returns False, and nothing
     was granted, in any other."""
-    driver = machine.driver
+    driver = door.driver
     if driver.line or not driver.lock.take():
         return False
     try:
         driver.settle()
-        answer = driver.locked(machine.core.lease, ask)
+        answer = driver.locked(driver.core.lease, ask)
         if isinstance(answer, Grant):
             granted(answer)
         driver.perform(answer.plan)
@@ -127,20 +127,20 @@ class Entry:
     ``handle``: its prefetch, if there is one. ``arrival``: what the tiers held when it came, if that was looked up.
     """
 
-    def __init__(self, machine: Machine, ask: Ask, terms: Terms) -> None:
+    def __init__(self, door: Door, ask: Ask, terms: Terms) -> None:
         self.handle = terms.prefetch
-        self._machine = machine
+        self._door = door
         self._ask = ask
         self._wait = terms.wait
         self._timeout = terms.timeout
-        self._own_handle = machine.stores and terms.wait and terms.prefetch is None
+        self._own_handle = door.worker.has_stores and terms.wait and terms.prefetch is None
         if self._own_handle:
-            self.handle = machine.prefetch(ask.space, ask.key)
+            self.handle = door.prefetching.begin(ask.space, ask.key)
         if self.handle is not None:
             self.handle.take()
         self._granted = False
         self._gave_up = False
-        self._line = machine.driver.line
+        self._line = door.driver.line
         self.ticket = self._line.ticket()
         self._place: Place | None = None
         self.arrival: Held | None = self.handle.arrival if self.handle is not None else None
@@ -153,7 +153,7 @@ class Entry:
             self._granted = True
 
         try:
-            if self.handle is not None and self.handle.done() and enter_at_once(self._machine, self._ask, entered):
+            if self.handle is not None and self.handle.done() and enter_at_once(self._door, self._ask, entered):
                 return
             if self._timeout is None:
                 await self._run(entered)
@@ -164,7 +164,7 @@ class Entry:
             self._leave()
 
     async def _run(self, granted: Granted) -> None:
-        self._machine.core.check_possible(self._ask)
+        self._door.driver.core.check_possible(self._ask)
         if self.handle is not None:
             if self._own_handle and self.handle.done():
                 self.handle.claim()
@@ -181,20 +181,20 @@ class Entry:
                 self.handle.give_up()
 
     async def _beside(self, handle: Prefetch) -> None:
-        policy = self._machine.config.prefetch_policy
+        policy = self._door.prefetching.policy
         if handle.done() or policy is PrefetchPolicy.BEST_EFFORT or not self._wait:
             return
         if policy is PrefetchPolicy.WAIT_COMPLETE:
             await handle
             return
         try:
-            async with asyncio.timeout_at(self._machine.deadline(handle)):
+            async with asyncio.timeout_at(self._door.prefetching.deadline(handle)):
                 await handle
         except TimeoutError:
             return
 
     async def _in_line(self, granted: Granted) -> None:
-        driver = self._machine.driver
+        driver = self._door.driver
         while True:
             async with driver.lock:
                 driver.settle()
@@ -210,9 +210,8 @@ class Entry:
     async def _stopped(self, handle: Prefetch) -> None:
         """Return when ``handle``, which was told to stop, has ended, or this lease has given it up: at once if the
         store is away, or those in line would wait for one call that hangs after the other."""
-        away = self._machine.store is not None and self._machine.store.shut
         try:
-            async with asyncio.timeout(0.0 if away else GRACE):
+            async with asyncio.timeout(0.0 if self._door.worker.shut else GRACE):
                 await handle
         except TimeoutError:
             self._gave_up = True
@@ -229,11 +228,11 @@ class Entry:
     async def _probe(self, handle: Prefetch) -> Turn:
         """Could the pages be granted? Then the prefetch has had its time."""
         if not self._wait:
-            if self._machine.may_stop(handle):
+            if self._door.prefetching.may_stop(handle):
                 handle.tell(Wish.STOP)
             return Turn.NOT_YET
-        core, driver = self._machine.core, self._machine.driver
-        ask = self._ask._replace(load=False)
+        driver = self._door.driver
+        core, ask = driver.core, self._ask._replace(load=False)
         answer: Grant | Wait
         answer, cancelled = await driver.slices(lambda: core.lease(ask))
         driver.perform(answer.plan)
@@ -247,9 +246,9 @@ class Entry:
         return Turn.STOPPING
 
     async def _try(self, granted: Granted) -> Turn:
-        driver = self._machine.driver
+        driver = self._door.driver
         answer: Grant | Wait
-        answer, cancelled = await driver.slices(lambda: self._machine.core.lease(self._ask))
+        answer, cancelled = await driver.slices(lambda: driver.core.lease(self._ask))
         if isinstance(answer, Grant):
             granted(answer)
         driver.perform(answer.plan)
@@ -266,9 +265,9 @@ class Entry:
         """
         if not self._wait:
             raise CacheFull("the pages cannot be had without waiting")
-        if turn is Turn.NOT_YET and self._machine.idle() and not self._line.must_wait(self.ticket):
+        if turn is Turn.NOT_YET and self._door.idle() and not self._line.must_wait(self.ticket):
             raise CacheFull("the pages cannot be had: nothing is in flight that could free them")
-        if self._machine.holds(asyncio.current_task()):
+        if self._door.holds(asyncio.current_task()):
             raise RuntimeError("this task holds a lease and would wait for another: release it first")
         self._join()
         if turn is Turn.NOT_YET:
@@ -280,5 +279,6 @@ class Entry:
         if self._place is None:
             self._place = self._line.join(self.ticket)
             if self.arrival is None:
-                match = self._machine.driver.unlocked(self._machine.core.match, self._ask.space, self._ask.key)
+                driver = self._door.driver
+                match = driver.unlocked(driver.core.match, self._ask.space, self._ask.key)
                 self.arrival = Held(match.device, match.host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,12 +13,13 @@ from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
-from asynccache.storage import Result
+from asynccache.worker.contract import Asked, Result
+from asynccache.worker.layout import Layout
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.core.cache import CacheCore
+    from asynccache.worker.contract import Worker
 
-BATCH_PAGES = 128
 _HERE = ("present", "arriving")
 
 
@@ -72,39 +73,34 @@ class Explained(NamedTuple):
         return describe(self.plain())
 
 
-async def explain(machine: Machine, space: bytes, key: bytes) -> Explained:
+async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes) -> Explained:
     """See ``AsyncCache.explain``."""
-    found = machine.core.explain(space, key)
-    present = await _stored(machine, space, key, found) if machine.stores else {}
-    spans = tuple(_merged([*_in_tree(found), *_beyond(found, _of_full(machine, present), machine.config.page_size)]))
+    found = core.explain(space, key)
+    stores = worker.has_stores
+    present = await _stored(core, worker, pools, space, key, found) if stores else {}
+    reach = _reach(core, pools, found, present)
+    spans = tuple(_merged([*_in_tree(found), *_beyond(found, _of_full(pools, present), core.config.page_size)]))
     return Explained(
-        tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host,
-        storage=_reach(machine, found, present), spans=spans,
-        loads={POOL_NAME[load.component]: load.pages for load in found.loads},
+        tokens=len(key) // TOKEN_BYTES, length=found.length, device=found.device, host=found.host, storage=reach,
+        spans=spans, loads={POOL_NAME[load.component]: load.pages for load in found.loads},
         ends=None if found.ends is None else POOL_NAME[found.ends], why=found.why,
-        fetch=_fetch(machine, found, present),
+        fetch=_fetch(core.config.prefetch_threshold, found, present, reach) if stores else "there is no storage",
     )  # fmt: skip
 
 
-async def _stored(machine: Machine, space: bytes, key: bytes, found: Explanation) -> dict[str, list[Result]]:
-    """By pool, for every page of the prompt, what the store says of it."""
-    assert machine.store is not None
-    chain = Chain(space, machine.config.page_size, key, machine.core.known_hashes(space, key))
-    hashes = await chain.extend(key)
-    pages = found.length // machine.config.page_size
-    answers: dict[str, list[Result]] = {}
-    for name, _ in machine.pools.named():
-        keys = [machine.pools.key(name, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]) for i in range(pages)]
-        answers[name] = []
-        for at in range(0, pages, BATCH_PAGES):
-            answers[name] += await machine.store.exists(keys[at : at + BATCH_PAGES])
-    return answers
+async def _stored(
+    core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes, found: Explanation
+) -> dict[str, bytes]:
+    """By pool, for every page of the prompt, what the stores say of it."""
+    hashes = await Chain(space, core.config.page_size, key, core.known_hashes(space, key)).extend(key)
+    asked = [Asked(name, hashes[: found.length // core.config.page_size * HASH_BYTES]) for name, _ in pools.named()]
+    return dict(zip([pool for pool, _ in asked], await worker.ask(asked), strict=True))
 
 
-def _of_full(machine: Machine, present: dict[str, list[Result]]) -> list[Result]:
+def _of_full(pools: Layout, present: Mapping[str, bytes]) -> list[int]:
     """For every page, what is known of all the pools together that FULL consists of."""
-    parts = [present[spec.name] for spec in machine.pools.lead if spec.name in present]
-    return [Result.FAILED if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
+    parts = [present[spec.name] for spec in pools.lead if spec.name in present]
+    return [int(Result.FAILED) if Result.FAILED in page else min(page) for page in zip(*parts, strict=True)]
 
 
 def _in_tree(found: Explanation) -> Iterator[Span]:
@@ -115,10 +111,10 @@ def _in_tree(found: Explanation) -> Iterator[Span]:
         yield Span(run.start, run.stop, where, states, full.pins, run.stored)
 
 
-_WHERE = {Result.HIT: Where.STORAGE, Result.FAILED: Where.UNKNOWN}
+_WHERE = {int(Result.HIT): Where.STORAGE, int(Result.FAILED): Where.UNKNOWN}
 
 
-def _beyond(found: Explanation, present: Sequence[Result], size: int) -> Iterator[Span]:
+def _beyond(found: Explanation, present: Sequence[int], size: int) -> Iterator[Span]:
     """Pages that the tree does not know."""
     for start in range(found.tree, found.length, size):
         at = start // size
@@ -132,25 +128,22 @@ def _merged(spans: Sequence[Span]) -> Iterator[Span]:
         yield together[0]._replace(stop=together[-1].stop)
 
 
-def _reach(machine: Machine, found: Explanation, present: dict[str, list[Result]]) -> int:
-    config = machine.core.config
-    window = next((component.window for component in config.components if component.window), 0)
-    mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
+def _reach(core: CacheCore, pools: Layout, found: Explanation, present: Mapping[str, bytes]) -> int:
     if not present:
         return found.host
+    config = core.config
+    window = next((component.window for component in config.components if component.window), 0)
+    mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
     shape = Shape(config.page_size, found.full, found.host, found.length, window, 0, mamba)
-    there = {name: [result is Result.HIT for result in results] for name, results in present.items()}
-    return usable_end(shape, machine.pools.named(), there, found.length)
+    there = {name: [result == Result.HIT for result in results] for name, results in present.items()}
+    return usable_end(shape, pools.named(), there, found.length)
 
 
-def _fetch(machine: Machine, found: Explanation, present: dict[str, list[Result]]) -> str:
-    if not machine.stores:
-        return "there is no storage"
+def _fetch(threshold: int, found: Explanation, present: Mapping[str, bytes], reach: int) -> str:
     if any(Result.FAILED in results for results in present.values()):
         return "storage does not answer"
-    if found.length - found.host < max(1, machine.config.prefetch_threshold):
-        return f"nothing: what is missing is shorter than prefetch_threshold={machine.config.prefetch_threshold}"
-    reach = _reach(machine, found, present)
+    if found.length - found.host < max(1, threshold):
+        return f"nothing: what is missing is shorter than prefetch_threshold={threshold}"
     return f"up to {reach}" if reach > found.host else "nothing: storage has none of what is missing"
 
 

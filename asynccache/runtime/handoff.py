@@ -6,30 +6,29 @@ engine that gives up before the work begins stops it; from then on it cannot.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from asynccache.errors import CacheClosed
-
-if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
 
 T = TypeVar("T")
 
 Work = Callable[[], Coroutine[Any, Any, T]]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None] | None]
 
 
-def hand_over(machine: Machine, work: Work[T]) -> Future[T]:
-    """Have the loop run ``work`` soon, behind what was handed over before. For any thread."""
+def hand_over(loop: asyncio.AbstractEventLoop, spawn: Spawn, work: Work[T]) -> Future[T]:
+    """Have ``spawn``, on the loop, run ``work`` soon, behind what was handed over before. For any thread."""
     future: Future[T] = Future()
-    machine.loop.call_soon_threadsafe(_spawn, machine, work, future)
+    loop.call_soon_threadsafe(_spawn, spawn, work, future)
     return future
 
 
-def _spawn(machine: Machine, work: Work[T], future: Future[T]) -> None:
-    task = machine.supervisor.spawn(_deliver(work, future), "asynccache-handoff")
+def _spawn(spawn: Spawn, work: Work[T], future: Future[T]) -> None:
+    task = spawn(_deliver(work, future), "asynccache-handoff")
     if task is None:
         _closed(future)
     else:

@@ -10,7 +10,8 @@ from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import More, Wait
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.config import CacheConfig
+    from asynccache.runtime.door import Door
 
 
 class Kept:
@@ -40,13 +41,13 @@ class Kept:
 class Keeper:
     """What is kept, and the cap: ``kept_fraction`` of the device's FULL pages, overlaps counted twice."""
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.check_thread = machine.check_thread
-        self.call_later = machine.driver.turns.call_later
+    def __init__(self, config: CacheConfig, door: Door) -> None:
+        self._door = door
+        self._driver = driver = door.driver
+        self.check_thread = driver.check_thread
+        self.call_later = driver.turns.call_later
         self._kept: set[Kept] = set()
-        self._size = machine.config.page_size
-        self._cap = int(machine.config.pools()[0].device_pages * machine.config.kept_fraction) * self._size
+        self._cap = int(config.pools()[0].device_pages * config.kept_fraction) * config.page_size
 
     def __repr__(self) -> str:
         return f"Keeper({self.tokens()} of {self._cap} tokens)"
@@ -60,18 +61,18 @@ class Keeper:
 
         Cancelling it keeps nothing.
         """
-        machine = self._machine
+        driver = self._driver
         kept: list[Kept] = []
 
         def lease() -> Grant | Wait | More:  # under the lock: others may have kept something while this one waited
-            return machine.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
+            return driver.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
 
         def done(answer: Grant | Wait) -> None:
-            machine.driver.perform(answer.plan)
+            driver.perform(answer.plan)
             kept.append(self._kept_by(answer, ttl))
 
         try:
-            _: Grant | Wait = await machine.driver.run(lease, done)
+            _: Grant | Wait = await driver.run(lease, done)
         except asyncio.CancelledError:
             for one in kept:
                 one.release()
@@ -82,7 +83,7 @@ class Keeper:
         kept = Kept(self, answer.lease if isinstance(answer, Grant) else None, ttl)
         if isinstance(answer, Grant):
             self._kept.add(kept)
-            self._machine.holders[kept] = None
+            self._door.holders[kept] = None
         if not kept.tokens:
             kept.release()
         return kept
@@ -90,9 +91,8 @@ class Keeper:
     def release(self, kept: Kept, lease: CoreLease) -> None:
         """Called by ``Kept.release``."""
         self._kept.discard(kept)
-        del self._machine.holders[kept]
-        driver = self._machine.driver
-        driver.perform(driver.give_back(self._machine.core.release, lease))
+        del self._door.holders[kept]
+        self._driver.perform(self._driver.give_back(self._driver.core.release, lease))
 
     def close(self) -> None:
         """Unpin everything."""

@@ -38,12 +38,30 @@ from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.waiting import WaitingEntry
 
 if TYPE_CHECKING:
-    from asynccache.memory.device import Event
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.door import Door
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.engine import Engine
+    from asynccache.runtime.lookups import Lookups
+    from asynccache.runtime.publishing import Publisher
+    from asynccache.runtime.supervisor import Supervisor
+    from asynccache.worker.contract import Batch, Worker
 
 Pages = npt.NDArray[np.int32]
 
 _COMPONENT = {POOL_NAME[kind]: int(kind) for kind in (ComponentKind.FULL, ComponentKind.SWA)}
+
+
+class Leasing(NamedTuple):
+    """What the leases of one cache share."""
+
+    driver: Driver
+    door: Door
+    engine: Engine
+    publisher: Publisher
+    worker: Worker
+    lookups: Lookups
+    supervisor: Supervisor
+    loop: asyncio.AbstractEventLoop
 
 
 class Hits(NamedTuple):
@@ -75,13 +93,13 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_entering", "_handle", "_machine", "_publishing", "_resets", "_state", "_taken",
+        "_arrival", "_ask", "_core", "_entering", "_handle", "_parts", "_publishing", "_resets", "_state", "_taken",
         "_terms", "_waiting",
     )  # fmt: skip
 
-    def __init__(self, machine: Machine, terms: Terms, taken: Taken) -> None:
+    def __init__(self, parts: Leasing, terms: Terms, taken: Taken) -> None:
         self._state = NEW
-        self._machine = machine
+        self._parts = parts
         self._terms = terms
         self._taken = taken
         self._ask: Ask
@@ -92,17 +110,17 @@ class Lease:
         self._publishing: Publishing | None = None
         self._waiting: WaitingEntry | None = None
         self._entering: asyncio.Task[object] | None = None
-        if machine.lockstep is not None and terms.wait:
+        if parts.driver.lockstep and terms.wait:
             self._stand_in_line()
 
     def _stand_in_line(self) -> None:
         """Several ranks: the call that makes the lease is the one that all of them make."""
-        machine = self._machine
-        machine.check_open()
-        self._ask = ask_for(machine, self._terms)
-        self._resets = machine.resets
+        door = self._parts.door
+        door.driver.check_ready()
+        self._ask = ask_for(door, self._terms)
+        self._resets = door.namespaces.resets
         self._state = ENTERING
-        self._waiting = WaitingEntry(machine, self._ask, self._terms, self._granted)
+        self._waiting = WaitingEntry(door, self._ask, self._terms, self._granted)
 
     def __repr__(self) -> str:
         if self._state is not HELD:
@@ -127,17 +145,17 @@ class Lease:
         """
         if self._waiting is not None:
             return await self._granted_in_step(self._waiting)
-        machine, terms = self._machine, self._terms
-        machine.check_open()
+        door, terms = self._parts.door, self._terms
+        door.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        self._ask = ask = ask_for(machine, terms)
+        self._ask = ask = ask_for(door, terms)
         self._state = ENTERING
-        self._resets = machine.resets
+        self._resets = door.namespaces.resets
         try:
-            if terms.prefetch is not None or machine.stores or not enter_at_once(machine, ask, self._granted):
-                await self._enter(Entry(machine, ask, terms))
-            machine.lookups.count(self._core, ask, self.hits, self._handle)
+            if terms.prefetch is not None or door.worker.has_stores or not enter_at_once(door, ask, self._granted):
+                await self._enter(Entry(door, ask, terms))
+            self._parts.lookups.count(self._core, ask, self.hits, self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED
@@ -145,11 +163,11 @@ class Lease:
         return self
 
     async def _granted_in_step(self, entry: WaitingEntry) -> Lease:
-        if self._machine.driver.stepping() and not entry.over:
+        if self._parts.driver.stepping() and not entry.over:
             raise RuntimeError("the task that steps would wait for itself: lease(wait=False), or enter it in another")
         await entry.entered
         self._handle, self._arrival = entry.handle, entry.arrival
-        self._machine.lookups.count(self._core, self._ask, self.hits, self._handle)
+        self._parts.lookups.count(self._core, self._ask, self.hits, self._handle)
         return self
 
     async def _enter(self, entry: Entry) -> None:
@@ -171,16 +189,15 @@ class Lease:
         self._leave()
 
     def _leave(self) -> None:
-        if self._machine.lockstep is None or self._machine.driver.stepping():
+        if not self._parts.driver.lockstep or self._parts.driver.stepping():
             self.release()
 
     def _granted(self, grant: Grant) -> None:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        machine = self._machine
-        task = asyncio.current_task(machine.loop)
-        machine.holders[grant.lease] = None if task is None else weakref.ref(task)
+        task = asyncio.current_task()
+        self._parts.door.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -193,25 +210,25 @@ class Lease:
             ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
                 held.
         """
-        machine = self._machine
-        machine.check_thread()
+        parts = self._parts
+        parts.driver.check_thread()
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        event = None if after is None else machine.engine_event("release: after", after)
+        batch = None if after is None else parts.engine.batch("release: after", after)
         self._state = RELEASED
-        _give_back(machine, self._core, self._publishing if event is None else self._commits(), event, ended)
+        _give_back(parts.door, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
         """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
         what it holds. Several ranks collect garbage at different times, and keep it."""
-        machine = self._machine
-        if self._state is not HELD or machine.lockstep is not None or machine.driver.closed is not None:
+        parts = self._parts
+        if self._state is not HELD or parts.driver.lockstep or parts.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
-            machine.loop.call_soon_threadsafe(_give_back, machine, self._core, self._publishing)
+            parts.loop.call_soon_threadsafe(_give_back, parts.door, self._core, self._publishing)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
@@ -220,7 +237,7 @@ class Lease:
     def abort(self) -> None:
         """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
         synchronous. With several ranks, every rank calls it for the same request between the same steps."""
-        self._machine.check_thread()
+        self._parts.driver.check_thread()
         if self._waiting is not None:
             self._waiting.abort()
         entering, self._entering = self._entering, None
@@ -239,7 +256,7 @@ class Lease:
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._machine, self._core, self._ask, chain)
+            self._publishing = Publishing(self._parts.publisher, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds
@@ -257,12 +274,12 @@ class Lease:
     def page_table(self, component: str) -> Pages:
         """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
         kind = _COMPONENT.get(text("component", component))
-        if kind is None or kind not in self._machine.pools.components:
+        if kind is None or (kind and not self._parts.door.has_swa):
             raise ConfigError(f"component={component!r}: no component with a page table is called so")
         return self._table(kind)
 
     def _table(self, component: int) -> Pages:
-        return np.frombuffer(self._machine.core.pages(self._held(), component), np.int32)
+        return np.frombuffer(self._parts.driver.core.pages(self._held(), component), np.int32)
 
     @property
     def states(self) -> Pages:
@@ -274,8 +291,7 @@ class Lease:
         """Where the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone matched, so that the
         next request with this prefix hits. 0: none is wanted but at the prompt's end."""
         core = self._core
-        has_states = int(ComponentKind.MAMBA) in self._machine.pools.components
-        return core.full if has_states and core.full > core.cached else 0
+        return core.full if self._parts.door.default_states and core.full > core.cached else 0
 
     @property
     def hits(self) -> Hits:
@@ -295,7 +311,7 @@ class Lease:
     @property
     def loading(self) -> bool:
         """Whether ``loaded`` would have to wait. Several ranks: the same on all of them between two steps."""
-        ops = self._machine.driver.ops
+        ops = self._parts.driver.ops
         return any(op in ops for op in self._held().loads)
 
     async def loaded(self) -> None:
@@ -305,18 +321,18 @@ class Lease:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
-        self._machine.check_thread()
+        self._parts.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._machine.driver.ended((op,))
+            await self._parts.driver.ended((op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
         """An operation that is not in flight any more is DONE, unless it failed or the cache is closed."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
-        if core.loads and self._machine.driver.closed is not None:
-            self._machine.driver.refuse()
+        if core.loads and self._parts.driver.closed is not None:
+            self._parts.driver.refuse()
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
@@ -328,17 +344,15 @@ class Lease:
             CacheClosed: the cache was closed, and nobody knows what has arrived.
             ConfigError: the model has no layer ``i``.
         """
-        self._machine.check_thread()
-        i = self._machine.check_layer(i)
+        self._parts.driver.check_thread()
+        i = self._check_layer(i)
         core = self._held()
         for op in core.loads:
-            copying = self._machine.load_back.copying(op)
-            if copying is not None:
-                try:
-                    await copying.layer(i).wait()
-                except CopyFailed:
-                    if not self._machine.driver.stepping():
-                        await self.loaded()
+            try:
+                await self._parts.worker.layer(op, i)
+            except CopyFailed:
+                if not self._parts.driver.stepping():
+                    await self.loaded()
         self._check_loads(core)
 
     def wait_layer(self, stream: object, i: int) -> None:
@@ -352,12 +366,11 @@ class Lease:
             ConfigError: ``stream`` is no stream, or the model has no layer ``i``.
             AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
         """
-        i = self._machine.check_layer(i)
-        own = self._machine.mover.engine_stream(stream)
-        for op in self._held().loads:
-            copying = self._machine.load_back.copying(op)
-            if copying is not None:
-                own.wait_event(copying.layer(i))
+        self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
+
+    def _check_layer(self, i: object) -> int:
+        """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
+        return integer("i", i, 0, self._parts.worker.layers - 1)
 
     # growing and shrinking
 
@@ -371,24 +384,24 @@ class Lease:
             CacheFull: not now.
             ConfigError: an argument is unusable; nothing was reserved.
         """
-        core, machine = self._held(), self._machine
-        machine.check_thread()
-        tokens, states, wait = integer("tokens", tokens, 0), machine.check_states(states), flag("wait", wait)
+        core, door, driver = self._held(), self._parts.door, self._parts.driver
+        driver.check_thread()
+        tokens, states, wait = integer("tokens", tokens, 0), door.check_states(states), flag("wait", wait)
 
         def grow() -> Plan | More | Wait:
             reserve = core.reserved + tokens
-            return machine.core.extend(core, reserve, reserve if machine.has_swa else 0, states)
+            return driver.core.extend(core, reserve, reserve if door.has_swa else 0, states)
 
         def done(answer: Plan | Wait) -> None:
-            machine.driver.perform(answer.plan if isinstance(answer, Wait) else answer)
+            driver.perform(answer.plan if isinstance(answer, Wait) else answer)
 
         while True:
-            answer: Plan | Wait = await machine.driver.run(grow, done, self._held)
+            answer: Plan | Wait = await driver.run(grow, done, self._held)
             if not isinstance(answer, Wait):
                 return self.pages
             if not (wait and answer.ops):
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await machine.driver.ended(answer.ops)
+            await driver.ended(answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
         """The request decodes at ``position``: pages and pins that the window has left behind go back.
@@ -399,11 +412,11 @@ class Lease:
         Raises:
             ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
-        self._machine.check_thread()
+        self._parts.driver.check_thread()
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
-        driver = self._machine.driver
-        driver.perform(driver.unlocked(self._machine.core.advance, self._core, position))
+        driver = self._parts.driver
+        driver.perform(driver.unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
         """Give back own pages wholly beyond ``length`` tokens: speculative tokens that were rejected.
@@ -413,16 +426,16 @@ class Lease:
         Raises:
             ConfigError: ``length`` is less than what is committed.
         """
-        self._machine.check_thread()
+        self._parts.driver.check_thread()
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
-        driver = self._machine.driver
-        driver.perform(driver.unlocked(self._machine.core.truncate, self._core, length))
+        driver = self._parts.driver
+        driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
-        event = self._machine.engine_event(name, after)
-        if event is not None:
-            self._machine.fence(self._held(), event)
+        batch = self._parts.engine.batch(name, after)
+        if batch is not None:
+            self._parts.engine.fence(self._held(), batch)
 
     # committing
 
@@ -442,32 +455,32 @@ class Lease:
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
                 published, and ``ready`` was not taken.
         """
-        self._machine.check_thread()
+        self._parts.driver.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
         checkpoint = commits.check(key, checkpoint)
-        event = self._machine.engine_event("commit: ready", ready)
-        if event is not None:
-            commits.expect(event)
+        batch = self._parts.engine.batch("commit: ready", ready)
+        if batch is not None:
+            commits.expect(batch)
         async with commits.order:
             if core.loads:
                 await self.loaded()
             if self._still_valid():
-                await commits.publish(key, event, checkpoint)
+                await commits.publish(key, batch, checkpoint)
             return self.pages
 
     def _still_valid(self) -> bool:
         """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
-        machine = self._machine
-        return machine.resets == self._resets and machine.space(self._terms.extra_key) == self._ask.space
+        namespaces = self._parts.door.namespaces
+        return namespaces.resets == self._resets and namespaces.space(self._terms.extra_key) == self._ask.space
 
     def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
         ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
-        self._machine.check_thread()
-        event = self._machine.engine_event("adopt: after", after)
+        self._parts.driver.check_thread()
+        batch = self._parts.engine.batch("adopt: after", after)
         if self._publishing is not None:
-            self._publishing.adopt(event)
+            self._publishing.adopt(batch)
 
     # from other threads
 
@@ -481,8 +494,9 @@ class Lease:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
         self._one_rank("commit_threadsafe")
-        event = self._machine.engine_event("commit_threadsafe: ready", ready)
-        return hand_over(self._machine, partial(self.commit, tokens, event, checkpoint))
+        event = self._parts.engine.event("commit_threadsafe: ready", ready)
+        loop, supervisor = self._parts.loop, self._parts.supervisor
+        return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
         """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
@@ -493,18 +507,18 @@ class Lease:
         """
         self._one_rank("release_threadsafe")
         ended = flag("ended", ended)
-        event = self._machine.engine_event("release_threadsafe: after", after)
-        self._machine.loop.call_soon_threadsafe(self._release_soon, event, ended)
+        event = self._parts.engine.event("release_threadsafe: after", after)
+        self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _one_rank(self, call: str) -> None:
-        if self._machine.lockstep is not None:
+        if self._parts.driver.lockstep:
             raise RuntimeError(f"{call}: of several ranks only the task that steps may call, in one order on all")
 
-    def _release_soon(self, after: Event | None, ended: bool) -> None:
-        if self._machine.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
+    def _release_soon(self, after: object | None, ended: bool) -> None:
+        if self._parts.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
             self.release(after, ended)
 
-    async def _release_in_order(self, after: Event | None, ended: bool) -> None:
+    async def _release_in_order(self, after: object | None, ended: bool) -> None:
         try:
             if self._publishing is not None:
                 async with self._publishing.order:
@@ -519,11 +533,12 @@ def _place(code: CodeType, at: int) -> str:
 
 
 def _give_back(
-    machine: Machine, core: CoreLease, publishing: Publishing | None, after: Event | None = None, ended: bool = False
+    door: Door, core: CoreLease, publishing: Publishing | None, after: Batch | None = None, ended: bool = False
 ) -> None:
-    """All that a lease holds. ``publishing``: needed where there are events, ``after`` or those of its commits."""
-    del machine.holders[core]
+    """All that a lease holds. ``publishing``: needed where there are batches, ``after`` or those of its commits."""
+    del door.holders[core]
     if publishing is None:
-        machine.driver.perform(machine.driver.give_back(machine.core.release, core, ended=ended))
+        driver = door.driver
+        driver.perform(driver.give_back(driver.core.release, core, ended=ended))
     else:
         publishing.release(after, ended)

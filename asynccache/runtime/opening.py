@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from asynccache.errors import RankFailure
 from asynccache.ranks import Ranks
-from asynccache.storage import settled
+from asynccache.settle import settled
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
-"""One lease's commits: in the order of the calls, and with the engine's events that they and its pages wait for.
+"""One lease's commits: in the order of the calls, and with the engine's batches that they and its pages wait for.
 
 Laws:
 * Nothing is published below pages that may yet fail; that is for the caller to see to (``Lease.loaded``).
-* A backup finds the ``ready`` event of what it copies: it is made known before the commit's plan is performed.
+* A backup finds the ``ready`` batch of what it copies: it is made known before the commit's plan is performed.
 * Duplicates are free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
 
@@ -15,33 +15,50 @@ from asynccache.core.cache import Ask, Committed
 from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import Wait
 from asynccache.errors import ConfigError
-from asynccache.memory.fences import unfired
+from asynccache.runtime.fences import not_over
 from asynccache.runtime.hashing import Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from asynccache.memory.device import Event
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.driver import Driver
+    from asynccache.runtime.engine import Engine
+    from asynccache.runtime.retire import RetireStage
+    from asynccache.worker.contract import Batch
+
+
+class Publisher:
+    """What the commits of all leases share. ``hashes``: whether anybody wants the hashes of what is published.
+    ``commits``: how many there were."""
+
+    def __init__(self, driver: Driver, engine: Engine, retire: RetireStage, *, hashes: bool) -> None:
+        self.driver = driver
+        self.engine = engine
+        self.retire = retire
+        self.hashes = hashes
+        self.commits = 0
+
+    def __repr__(self) -> str:
+        return f"Publisher({self.commits} commits)"
 
 
 class Publishing:
-    """Mutable state: the longest key committed so far, its hashes, the ``ready`` events that may not have fired, and
+    """Mutable state: the longest key committed so far, its hashes, the ``ready`` batches that may not be over, and
     the duplicates that wait to be adopted. ``order``: one commit after the other."""
 
-    __slots__ = ("_chain", "_core", "_key", "_machine", "_ready", "_retiring", "_space", "order")
+    __slots__ = ("_chain", "_core", "_key", "_publisher", "_ready", "_retiring", "_space", "order")
 
-    def __init__(self, machine: Machine, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
+    def __init__(self, publisher: Publisher, core: CoreLease, ask: Ask, chain: Chain | None) -> None:
         self.order = asyncio.Lock()
-        self._machine = machine
+        self._publisher = publisher
         self._core = core
         self._space = ask.space
         self._key = ask.key
-        self._chain = chain or Chain(ask.space, machine.config.page_size)
-        self._ready: list[Event] = []
+        self._chain = chain or Chain(ask.space, publisher.driver.core.config.page_size)
+        self._ready: list[Batch] = []
         self._retiring: list[int] = []
 
     def __repr__(self) -> str:
-        return f"Publishing({self._core!r}, {len(self._ready)} events, {len(self._retiring)} retiring)"
+        return f"Publishing({self._core!r}, {len(self._ready)} batches, {len(self._retiring)} retiring)"
 
     def check(self, key: bytes, checkpoint: object) -> tuple[int, int] | None:
         """Whether the lease may commit ``key`` and ``checkpoint``; the checkpoint as two integers, if there is one.
@@ -56,34 +73,34 @@ class Publishing:
             raise ConfigError(f"commit: {tokens} tokens are fewer than the {core.length} committed")
         if tokens > core.reserved:
             raise ConfigError(f"commit: {tokens} tokens do not fit the {core.reserved} reserved")
-        return None if checkpoint is None else self._machine.core.check_checkpoint(core, tokens, checkpoint)
+        return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
 
-    def expect(self, ready: Event) -> None:
+    def expect(self, ready: Batch) -> None:
         """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so
         do copies into the lease's pages, some of which the commit may leave to others."""
         self._named(ready)
 
-    def _named(self, event: Event) -> None:
-        self._ready = [*unfired(*self._ready), event]
-        self._machine.fence(self._core, event)
+    def _named(self, batch: Batch) -> None:
+        self._ready = [*not_over(*self._ready), batch]
+        self._publisher.engine.fence(self._core, batch)
 
-    async def publish(self, key: bytes, ready: Event | None, checkpoint: tuple[int, int] | None) -> None:
+    async def publish(self, key: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None) -> None:
         """In its ``order``. Waits where pages are being loaded for others. Cancelling it publishes everything or
         nothing."""
-        hashes = await self._hashes(key) if self._machine.hashing else b""
+        hashes = await self._hashes(key) if self._publisher.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await self._machine.driver.ended(answer.ops)
+            await self._publisher.driver.ended(answer.ops)
 
     async def _try(
-        self, key: bytes, hashes: bytes, ready: Event | None, checkpoint: tuple[int, int] | None
+        self, key: bytes, hashes: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None
     ) -> Committed | Wait:
-        driver = self._machine.driver
+        driver = self._publisher.driver
         async with driver.lock:
             driver.settle()
             if self._core.released:
                 raise RuntimeError("the lease is released")
-            answer = driver.locked(self._machine.core.commit, self._core, key, hashes, checkpoint)
+            answer = driver.locked(driver.core.commit, self._core, key, hashes, checkpoint)
             if not isinstance(answer, Wait):
                 self._published(key, ready)
             driver.perform(answer.plan, self._retiring)
@@ -91,34 +108,34 @@ class Publishing:
 
     async def _hashes(self, key: bytes) -> bytes:
         if not self._chain.covers(key):
-            self._chain.known(key, self._machine.core.known_hashes(self._space, key))
+            self._chain.known(key, self._publisher.driver.core.known_hashes(self._space, key))
         return await self._chain.extend(key)
 
-    def _published(self, key: bytes, ready: Event | None) -> None:
+    def _published(self, key: bytes, ready: Batch | None) -> None:
         """Before the plan is performed: its backups must find ``ready``."""
         if len(key) > len(self._key):
             self._key = key
-        if ready is not None and not ready.done():
-            self._machine.readiness.expect(ready)
-        self._machine.commits += 1
+        if ready is not None:
+            self._publisher.engine.expect(ready)
+        self._publisher.commits += 1
 
-    def adopt(self, after: Event | None = None) -> None:
+    def adopt(self, after: Batch | None = None) -> None:
         """The engine uses the table of the last commit; the duplicates retire until ``after`` and every ``ready``."""
         if after is not None:
             self._named(after)
         if self._retiring:
             retiring, self._retiring = self._retiring, []
-            self._machine.retire.put(retiring, unfired(*self._ready))
+            self._publisher.retire.put(retiring, not_over(*self._ready))
 
-    def release(self, after: Event | None, ended: bool) -> None:
-        """Give the lease's pages back when ``after`` and every ``ready`` have fired."""
-        machine, events = self._machine, unfired(*self._ready, after)
-        machine.fence(self._core, *events)
-        retire = bool(events)
-        if machine.lockstep is not None:  # an event may have fired on one rank and not yet on another
+    def release(self, after: Batch | None, ended: bool) -> None:
+        """Give the lease's pages back when ``after`` and every ``ready`` are over."""
+        driver, batches = self._publisher.driver, not_over(*self._ready, after)
+        self._publisher.engine.fence(self._core, *batches)
+        retire = bool(batches)
+        if driver.lockstep:  # a batch may be over on one rank and not yet on another
             retire = after is not None or bool(self._ready)
-        plan = machine.driver.give_back(machine.core.release, self._core, ended=ended, retire=retire)
-        machine.driver.perform(plan, self._retiring)
+        plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=retire)
+        driver.perform(plan, self._retiring)
         if self._retiring:
-            machine.retire.put(self._retiring, events)
+            self._publisher.retire.put(self._retiring, batches)
             self._retiring = []

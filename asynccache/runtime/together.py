@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from asynccache.errors import BackendError
 from asynccache.ranks import Ballot
 from asynccache.runtime.driver import Driver
-from asynccache.storage import settled
+from asynccache.settle import settled
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ async def on_all(
 ) -> tuple[T, Cancelled]:
     """``together``, for what is followed by calls that all ranks must make: the caller makes them first, and raises the
     cancellation, if one came too late to be heard by the others, then. ``undo``: of what went well in vain."""
-    if not driver.turns.lockstep:
+    if not driver.lockstep:
         return await work(), None
     working = asyncio.get_running_loop().create_task(work(), name=f"asynccache-{what}")
     vote = driver.agreement.vote(working.cancel)

@@ -1,6 +1,6 @@
 """A lease that waits where several ranks must grant it at one step.
 
-Law: it joins the line in the call that makes the lease, which every rank makes; only ``Machine.serve_line``, in a step,
+Law: it joins the line in the call that makes the lease, which every rank makes; only ``Door.serve_line``, in a step,
 tries to grant it; a task that awaits it, or is cancelled while it does, changes nothing. It leaves by its grant, by
 ``CacheFull``, or by ``Lease.abort``, which every rank calls.
 """
@@ -17,33 +17,33 @@ from asynccache.runtime.entry import GRACE, Entry, Granted, Terms, Turn
 from asynccache.runtime.prefetch import Prefetch
 
 if TYPE_CHECKING:
-    from asynccache.runtime.machine import Machine
+    from asynccache.runtime.door import Door
 
 
 class WaitingEntry(Entry):
     """``entered``: done when it is granted, or will not be. ``over``: it is."""
 
-    def __init__(self, machine: Machine, ask: Ask, terms: Terms, granted: Granted) -> None:
-        machine.core.check_possible(ask)
-        super().__init__(machine, ask, terms)
+    def __init__(self, door: Door, ask: Ask, terms: Terms, granted: Granted) -> None:
+        door.driver.core.check_possible(ask)
+        super().__init__(door, ask, terms)
         self.over = False
         self._until: float | None = None
-        self.entered: asyncio.Future[None] = machine.loop.create_future()
+        self.entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._grant = granted
         if self._own_handle and self.handle is not None and self.handle.done():
             self.handle.claim()
-        machine.waiting[self.ticket] = self
+        door.waiting[self.ticket] = self
 
     async def attempt(self) -> bool:
         """In a step: try. Whether the next one may try."""
-        policy = self._machine.config.prefetch_policy
+        policy = self._door.prefetching.policy
         if self.handle is not None and not self.handle.done() and policy is not PrefetchPolicy.BEST_EFFORT:
             return True
-        async with self._machine.driver.lock:
+        async with self._door.driver.lock:
             turn = await self._turn(self._enter)
             if turn is Turn.STOPPING and self.handle is not None:
                 self._give_up_in_time(self.handle)
-            if turn is Turn.NOT_YET and self._machine.idle():
+            if turn is Turn.NOT_YET and self._door.idle():
                 self._end(CacheFull("the pages cannot be had: nothing is in flight that could free them"))
             elif turn is not Turn.GRANTED:
                 self._join()
@@ -51,7 +51,7 @@ class WaitingEntry(Entry):
 
     def _give_up_in_time(self, handle: Prefetch) -> None:
         """As ``Entry._stopped``, in the time that steps make."""
-        turns = self._machine.driver.turns
+        turns = self._door.driver.turns
         if self._until is None:
             self._until = turns.patience(GRACE)
         elif turns.patience(0) >= self._until:
@@ -61,7 +61,7 @@ class WaitingEntry(Entry):
     def abort(self) -> None:
         """It is not to be granted any more."""
         if not self.over:
-            del self._machine.waiting[self.ticket]
+            del self._door.waiting[self.ticket]
             self.over = True
             self.entered.cancel()
             self._leave()

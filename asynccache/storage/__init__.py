@@ -7,6 +7,7 @@ and for the authors of backends. Knows nothing of the core, the tiers or the run
 
 from __future__ import annotations
 
+from asynccache.settle import completed, settled
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import (
@@ -25,7 +26,6 @@ from asynccache.storage.pages import Closed, Pages
 from asynccache.storage.probing import Probeable
 from asynccache.storage.records import RECORD_SCHEMA
 from asynccache.storage.scrub import Part, Scrubbable, Scrubbed, Verify
-from asynccache.storage.settle import completed, settled
 from asynccache.storage.url import ParsedUrl, Place, parse_place, parse_size, parse_url
 from asynccache.storage.watching import Tell, Watchable
 from asynccache.storage.weights import weights_digest

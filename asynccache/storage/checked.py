@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from asynccache import checks
 from asynccache.errors import ConfigError
+from asynccache.settle import settled
 from asynccache.storage.breaker import Breaker
 from asynccache.storage.contract import KEY_BYTES, PageKey, Record, Result, StorageBackend, StoreLayout, check_layout
 from asynccache.storage.guard import Call, Guard
@@ -29,7 +30,6 @@ from asynccache.storage.options import MOST_CALLS
 from asynccache.storage.probing import probe
 from asynccache.storage.records import seal, verify
 from asynccache.storage.scrub import Scrubbable, Scrubbed, pause
-from asynccache.storage.settle import settled
 from asynccache.storage.workers import MOST_THREADS, Workers
 
 HEADER_POOL = "#headers"

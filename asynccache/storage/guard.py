@@ -18,10 +18,10 @@ from enum import Enum
 from typing import TypeVar
 
 from asynccache.errors import BackendError, Timeout
+from asynccache.settle import settled
 from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Hearing, Permit
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.places import READ, WRITE, Lane, Places
-from asynccache.storage.settle import settled
 
 _T = TypeVar("_T")
 

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
+from asynccache.settle import settled
 from asynccache.storage.contract import PageKey, Result
-from asynccache.storage.settle import settled
 from asynccache.storage.workers import Workers
 
 PROMOTION_POOL = "#promotions"

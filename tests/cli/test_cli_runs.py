@@ -16,7 +16,7 @@ from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
 from asynccache.cli.request import Request
 from asynccache.cli.serving import Server
-from asynccache.runtime.stages.backup_host import BackupHostStage
+from asynccache.worker.stages.backup_host import BackupHostStage
 from tests.cli.trace_kit import made_trace
 
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")

@@ -9,8 +9,8 @@ from asynccache.memory.device import PageCopy
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
 from tests.memory import test_devices as every_device
+from tests.memory import test_mover as the_mover
 from tests.memory.small_pools import pool
-from tests.memory.test_mover import test_a_fence_holds_later_loads_and_clones_but_no_backup as _fence
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,7 +19,9 @@ for _name, _test in vars(every_device).items():
     if _name.startswith("test_"):
         globals()[_name] = _test
 
-test_a_fence_holds_later_loads_and_clones_but_no_backup = _fence
+test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but_no_backup = (
+    the_mover.test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but_no_backup
+)
 
 
 async def test_a_batch_without_pages_is_done_like_any_other(make_device: Make) -> None:

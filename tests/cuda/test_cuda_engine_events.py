@@ -138,9 +138,8 @@ async def test_a_load_is_ordered_behind_the_engines_event(simulated_device: Make
     before = b"".join(row.numpy().tobytes() for row in layers_of(mover, 4))
     engine.driver.hold(engine.handle)
     found = engine.read(layers_of(mover, 4))
-    if fenced:
-        mover.fence(mover.engine_event(recorded(engine, kind)))
-    load = mover.load([move([0], [4])]).done
+    after = [mover.engine_event(recorded(engine, kind))] if fenced else []
+    load = mover.load([move([0], [4])], after).done
     submitted(load)
     if not fenced:
         await load.wait()
@@ -162,12 +161,12 @@ async def test_an_event_is_taken_as_of_the_call_whatever_the_engine_records_in_i
     engine.driver.hold(engine.handle)
     engine.write(layers_of(mover, 4), 1)
     event = recorded(engine, kind)
-    mover.fence(mover.engine_event(event))
-    load = mover.load([move([0], [4])])
+    after = [mover.engine_event(event)]
+    load = mover.load([move([0], [4])], after)
     submitted(load.done)
     load.wait_layer(mover.engine_stream(engine.torch), mover.layers - 1)
     event.record(engine.handle)
-    again = mover.load([move([1], [4])]).done
+    again = mover.load([move([1], [4])], after).done
     engine.driver.resume()
     async with asyncio.timeout(60):
         await again.wait()

@@ -82,9 +82,7 @@ async def test_a_load_into_reused_pages_waits_for_the_engine_that_still_reads_th
     before = b"".join(row.numpy().tobytes() for row in layers_of(mover, 4))
     engine.driver.hold(engine.handle)
     found = engine.read(layers_of(mover, 4))
-    if fenced:
-        mover.fence(engine.stream.record())
-    load = mover.load([move([0], [4])]).done
+    load = mover.load([move([0], [4])], [engine.stream.record()] if fenced else []).done
     submitted(load)
     if not fenced:
         await load.wait()

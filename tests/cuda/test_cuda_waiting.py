@@ -142,9 +142,7 @@ async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make)
     fill_device(mover)
     driver.hold(engine.handle)
     engine.write(layers_of(mover, 1), 1)
-    for _ in range(1500):
-        mover.fence(engine.stream.record())
-    load = mover.load([move([0], [0])]).done
+    load = mover.load([move([0], [0])], [engine.stream.record() for _ in range(1500)]).done
     handle = mover._loads.handle  # type: ignore[attr-defined]
     assert await asyncio.to_thread(driver.await_entries, handle, backlog.CAP - backlog.APART)
     await asyncio.sleep(0.2)  # would it go on, it would be far beyond the cap by now

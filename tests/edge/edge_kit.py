@@ -18,8 +18,8 @@ from tests.runtime.runtime_kit import (
     assert_cached_bytes,
     compute,
     holds,
-    machine,
     page_hashes,
+    parts,
     settings,
     settled,
     text,
@@ -241,11 +241,11 @@ class World:
         assert self.cache.closed is None, self.cache.closed
         check(core)
         assert not core.active_leases(), "a lease is held by nobody"
-        assert not machine(self.cache).driver.line, "somebody stands in line"
+        assert not parts(self.cache).driver.line, "somebody stands in line"
 
     async def audit_idle(self) -> None:
         """The books when nothing is in flight: nothing is held, and no task is left but the cache's own."""
-        machine(self.cache).claims.drop_all()
+        parts(self.cache).claims.drop_all()
         await settled(self.cache)
         for _ in range(100):
             if asyncio.all_tasks() <= self._tasks:

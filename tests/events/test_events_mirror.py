@@ -24,7 +24,7 @@ from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_ur
 from asynccache.storage.records import store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, compute, machine, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, compute, parts, serve, settings, settled, text
 
 Blocks = dict[str, set[int]]
 Opening = Callable[[CacheConfig, Path], Awaitable[StorageBackend]]
@@ -57,7 +57,7 @@ async def in_files(config: CacheConfig, folder: Path) -> StorageBackend:
 
 
 def nodes(cache: AsyncCache) -> Iterator[Node]:
-    world = machine(cache).core.world
+    world = parts(cache).core.world
     stack: list[Node] = [*world.roots.values(), *(root for root in world.dead_roots if not root.mute)]
     while stack:
         node = stack.pop()
@@ -71,7 +71,7 @@ def hashes_of(node: Node) -> list[bytes]:
 
 
 def on_tier(cache: AsyncCache, tier: int) -> set[int]:
-    place = tier * machine(cache).core.world.count
+    place = tier * parts(cache).core.world.count
     return {block_hash(page) for node in nodes(cache) if node.state[place] == PRESENT for page in hashes_of(node)}
 
 
@@ -93,7 +93,7 @@ class Reader:
         self.notices: list[Notice] = []
 
     def read(self, cache: AsyncCache) -> Blocks:
-        events = machine(cache).events
+        events = parts(cache).events
         assert events is not None
         events.hand_on()
         for event in self.announcer.announce(self.notices):
@@ -143,7 +143,7 @@ class World:
 
     def keys(self, blocks: set[int]) -> set[bytes]:
         """The storage keys of these blocks, of those that were ever in the tree."""
-        pools = machine(self.cache).pools
+        pools = parts(self.cache).worker._map
         for node in nodes(self.cache):
             for page in hashes_of(node):
                 self.hashes[pools.key("full", page).key] = block_hash(page)

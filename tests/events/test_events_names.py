@@ -6,7 +6,7 @@ import pytest
 
 from asynccache.events import Notice, Opened
 from asynccache.runtime import announcing
-from tests.runtime.runtime_kit import machine, opened, serve, settings, text, until
+from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 LIMIT = 16
 
@@ -23,10 +23,10 @@ async def test_names_of_namespaces_do_not_pile_up_and_those_with_pages_keep_thei
         for number in range(20 * LIMIT):
             await cache.explain(text(1), extra_key=f"passing {number}")
         await until(lambda: bool(told))
-        found = machine(cache).announcing
+        found = parts(cache).announcing
         assert found is not None
         assert len(found._named) + len(found._named_before) <= 2 * LIMIT + 2
         (begun,) = [notice for notice in told if isinstance(notice, Opened)]
-        assert {begun.extra_key_of(space) for space in machine(cache).core.world.roots} == {"first", "second"}
-        last = machine(cache).space(f"passing {20 * LIMIT - 1}")
+        assert {begun.extra_key_of(space) for space in parts(cache).core.world.roots} == {"first", "second"}
+        last = parts(cache).namespaces.space(f"passing {20 * LIMIT - 1}")
         assert begun.extra_key_of(last) == f"passing {20 * LIMIT - 1}"

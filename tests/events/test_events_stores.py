@@ -30,7 +30,7 @@ from tests.events.test_events_mirror import (
     roomy,
     stored_keys,
 )
-from tests.runtime.runtime_kit import machine, serve, settings, settled, text, turns
+from tests.runtime.runtime_kit import parts, serve, settings, settled, text, turns
 
 STORAGE = Medium.STORAGE.value
 
@@ -48,7 +48,7 @@ def there(backends: dict[str, StorageBackend], cache: AsyncCache) -> set[bytes]:
 
 
 def known_to_the_tree(cache: AsyncCache) -> set[bytes]:
-    pools = machine(cache).pools
+    pools = parts(cache).worker._map
     return {pools.key("full", page).key for node in nodes(cache) for page in hashes_of(node)}
 
 
@@ -143,8 +143,8 @@ async def test_many_keys_that_leave_are_told_in_slices() -> None:
     backend = MemoryBackend()
     async with opened(device=16, host=32) as (cache, reader):
         await cache.attach_storage(backend)
-        watched = next(iter(machine(cache).announcing._watched.values()))  # type: ignore[union-attr]
-        watched.keys.update(i.to_bytes(32, "big") for i in range(10_000))
+        keys = next(iter(parts(cache).announcing._keys.values()))  # type: ignore[union-attr]
+        keys.update(i.to_bytes(32, "big") for i in range(10_000))
         reader.notices.clear()
         await cache.detach_storage(drain=False)
         sizes = [len(notice.keys) for notice in reader.notices if isinstance(notice, StorageReport)]

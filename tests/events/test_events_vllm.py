@@ -26,7 +26,7 @@ from asynccache.events import AllBlocksCleared, BlockStored, Subscriber, ZmqPubl
 from asynccache.events.announcer import block_hashes
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.tokens import as_key
-from tests.runtime.runtime_kit import compute, machine, settings, text
+from tests.runtime.runtime_kit import compute, parts, settings, text
 
 LOCAL = "tcp://127.0.0.1:*"
 PATIENCE = 20.0
@@ -92,7 +92,7 @@ async def test_its_decoder_reads_what_a_cache_publishes(vllm: ModuleType) -> Non
                 compute(cache, lease, text(4))
                 await lease.commit(text(4))
             await cache.flush()
-            space = machine(cache).space("sql-v2")
+            space = parts(cache).namespaces.space("sql-v2")
             hashes = block_hashes(cache.core.known_hashes(space, as_key(text(4))))
             wanted = {"GPU": 4, "CPU": 4}
             events = await asyncio.to_thread(_replayed, vllm, publisher, lambda found: _media(found) == wanted)

@@ -75,7 +75,7 @@ async def test_an_empty_batch_is_done(moves: list[object]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_fence_holds_later_loads_and_clones_but_no_backup(
+async def test_what_a_copy_waits_for_holds_it_and_what_follows_on_its_stream_but_no_backup(
     make_device: Callable[..., CpuDevice | SimulatedDevice],
 ) -> None:
     device = make_device()
@@ -83,9 +83,11 @@ async def test_a_fence_holds_later_loads_and_clones_but_no_backup(
     fill_device(mover)
     before = mover.load([move([0], [0])])
     gates = [device.gate(), device.gate()]
-    for gate in gates:
-        mover.fence(gate)
-    held = [mover.load([move([0], [1])]).done, mover.clone([move([2], [3])]), mover.load([move([0], [4])]).done]
+    held = [
+        mover.load([move([0], [1])], gates).done,
+        mover.clone([move([2], [3])], gates),
+        mover.load([move([0], [4])]).done,
+    ]
     await before.done.wait()
     await mover.backup([move([5], [5])]).wait()
     gates[0].open()
@@ -94,22 +96,6 @@ async def test_a_fence_holds_later_loads_and_clones_but_no_backup(
     gates[1].open()
     for event in held:
         await event.wait()
-    await device.aclose()
-
-
-@pytest.mark.asyncio
-async def test_fences_that_are_done_do_not_pile_up() -> None:
-    device = SimulatedDevice()
-    mover = Mover(device, [pool()])
-    waiting = [device.gate() for _ in range(3)]
-    for gate in waiting:
-        mover.fence(gate)
-    for _ in range(500):
-        gate = device.gate()
-        mover.fence(gate)
-        gate.open()
-    assert mover._fences.before([(0, b"")]) == waiting
-    assert len(mover._fences) < 50
     await device.aclose()
 
 

@@ -73,9 +73,10 @@ def test_the_tree_is_measured_without_torch() -> None:
     assert not measured & {"torch", "numpy", "rich"}
 
 
-def test_the_cache_itself_does_load_torch() -> None:
+def test_a_cache_loads_torch_when_it_is_made_and_its_name_does_not() -> None:
     """Else the tests above could not fail."""
-    assert "torch" in loaded_by("import asynccache\nasynccache.AsyncCache")
+    assert "torch" not in loaded_by("import asynccache\nasynccache.AsyncCache")
+    assert "torch" in loaded_by(f"import asynccache\nasynccache.AsyncCache({CONFIG})")
 
 
 def test_every_public_name_is_there_and_known_to_type_checkers() -> None:

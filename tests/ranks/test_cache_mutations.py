@@ -22,12 +22,14 @@ from asynccache.errors import RankDivergence
 from asynccache.ranks import NEUTRAL, Counts, Frames, LockstepTurns, Progress, Ranks, Topology
 from asynccache.ranks.frames import Header, Health, Kind, Words
 from asynccache.runtime import attaching as attaching_module
+from asynccache.runtime.door import Door
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.fetching import Fetch
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lockstep import Lockstep, LockstepPhase
-from asynccache.runtime.machine import Machine
+from asynccache.runtime.parts import Parts
+from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publishing
-from asynccache.runtime.stages.fetch import Fetch
 from asynccache.runtime.waiting import WaitingEntry
 from asynccache.testing.simulated_backend import HONEST
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
@@ -194,9 +196,9 @@ def test_a_task_that_leaves_a_lease_releases_nothing(monkeypatch: Patch) -> None
 def test_leases_are_granted_in_steps(monkeypatch: Patch) -> None:
     plain = WaitingEntry.__init__
 
-    def early(self: WaitingEntry, machine: Machine, *rest: Any) -> None:
-        plain(self, machine, *rest)
-        machine.supervisor.spawn(_soon(self), "early")
+    def early(self: WaitingEntry, door: Door, *rest: Any) -> None:
+        plain(self, door, *rest)
+        door.prefetching._spawn(_soon(self), "early")
 
     async def _soon(self: WaitingEntry) -> None:
         await asyncio.sleep(0)
@@ -204,7 +206,7 @@ def test_leases_are_granted_in_steps(monkeypatch: Patch) -> None:
             await self.attempt()
 
     monkeypatch.setattr(WaitingEntry, "__init__", early)
-    assert noticed(drawn(COLUMN))
+    assert noticed(drawn(COLUMN, range(12)))  # about a third of all worlds notice
 
 
 @pytest.mark.ranks
@@ -240,11 +242,7 @@ def test_an_open_breaker_is_no_reason_on_one_rank(monkeypatch: Patch) -> None:
     with pytest.raises(Unnoticed):
         noticed(worlds)
 
-    def is_away(self: Machine, space: bytes) -> bool:
-        assert self.store is not None
-        return self.store.is_away(self.pools.key(self.pools.lead[-1].name, space))
-
-    monkeypatch.setattr(Machine, "_storage_is_away", is_away)
+    monkeypatch.setattr(Prefetching, "_storage_is_away", lambda self, space: self._worker.is_away(space))
     assert "Divergence" in noticed(worlds)
 
 
@@ -318,8 +316,8 @@ TIMED = replace(CONFIG, prefetch_policy=PrefetchPolicy.TIMEOUT)
 
 
 def test_only_the_clocks_of_the_first_stage_count(monkeypatch: Patch) -> None:
-    plain = Machine.late
-    monkeypatch.setattr(Machine, "late", lambda self, handle: not _is_first(self) or plain(self, handle))
+    plain = Prefetching.late
+    monkeypatch.setattr(Prefetching, "late", lambda self, handle: not _is_first(self) or plain(self, handle))
     worlds = still(lambda world: None, LINE, TIMED, found=8)
     with pytest.raises(Unnoticed):
         noticed(worlds)
@@ -333,9 +331,10 @@ def test_only_the_clocks_of_the_first_stage_count(monkeypatch: Patch) -> None:
     assert "to be found" in noticed(worlds)
 
 
-def _is_first(machine: Machine) -> bool:
-    assert machine.lockstep is not None
-    return machine.lockstep.steps._links.above is None
+def _is_first(prefetching: Prefetching) -> bool:
+    lockstep = prefetching._driver.agreement
+    assert isinstance(lockstep, Lockstep)
+    return lockstep.steps._links.above is None
 
 
 @pytest.mark.ranks
@@ -428,7 +427,7 @@ def test_a_store_that_one_rank_cannot_open_is_attached_nowhere(monkeypatch: Patc
 
 
 def test_storage_is_late_when_all_ranks_have_heard_so(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Machine, "_note_late", Machine._tell_late)
+    monkeypatch.setattr(Parts, "_note_late", Parts._tell_late)
     assert "Divergence" in noticed([_lateness])
 
 

@@ -108,7 +108,7 @@ def test_a_store_that_cannot_be_opened_on_one_rank_opens_no_cache(
 def test_pools_that_do_not_fit_on_one_rank_open_no_cache(broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async def enter(rank: int, cache: AsyncCache, net: SimulatedRanks) -> Any:
         if rank == broken:
-            monkeypatch.setattr(cache._given_device, "check_room", refuse)
+            monkeypatch.setattr(cache._given.device, "check_room", refuse)
         return await used(rank, cache, net)
 
     def refuse(*_: Any, **__: Any) -> Any:

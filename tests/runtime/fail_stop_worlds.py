@@ -29,7 +29,7 @@ from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
 from asynccache.memory.faults import Faults
-from asynccache.runtime import machine as machines
+from asynccache.runtime import parts as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
 from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
@@ -40,8 +40,8 @@ from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
     compute,
-    machine,
     page_hashes,
+    parts,
     serve,
     settings,
     settled,
@@ -338,7 +338,7 @@ async def loading(here: Here) -> None:
 async def forgotten(here: Here) -> None:
     """Namespaces are forgotten one after another, while leases hold something of them; one is given back twice."""
     cache = here.cache
-    driver, core = machine(cache).driver, machine(cache).core
+    driver, core = parts(cache).driver, parts(cache).core
     async with cache.lease(text(3), extra_key="tenant") as first, cache.lease(text(3)) as second:
         for lease in (first, second):
             compute(cache, lease, text(3))
@@ -399,7 +399,7 @@ async def windows(here: Here) -> None:
     stored = dict(here.backend.pages)
     await cache.reset()
     here.backend.pages.update(stored)
-    spoilt = machine(cache).pools.key("swa", page_hashes(text(4, 1))[3])
+    spoilt = parts(cache).worker._map.key("swa", page_hashes(text(4, 1))[3])
     here.backend.pages[spoilt] = here.backend.pages[spoilt][0], b""
     for seed in range(60, 66):
         await ask(here, text(1, seed))
@@ -547,8 +547,8 @@ async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:
         arming.enter_context(patch.object(Driver, "post", lambda driver, outcome: posts.take(driver, outcome)))
         async with asyncio.timeout(600), cache:
             arming.callback(setattr, posts, "held", None)
-            policy = machine(cache).core.world.policy
-            machine(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(policy.now - touch)
+            policy = parts(cache).core.world.policy
+            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(policy.now - touch)
             try:
                 await play.scenario(Here(cache, config, device, backend, posts, loop, loop.entropy("scenario")))
             except (Injected, AsyncCacheError):
@@ -577,11 +577,11 @@ async def look(cache: AsyncCache, grains: int) -> str:
         return "closed" if "Injected" in cache.closed else f"closed without a reason: {cache.closed}"
     try:
         await settled(cache)  # what is being fetched may be claimed then
-        machine(cache).claims.drop_all()
+        parts(cache).claims.drop_all()
         await settled(cache)
-        while machine(cache).core.world.dead_roots and grains:
-            machine(cache).core.follow_up()  # a slice
-        check(machine(cache).core, idle=True)
+        while parts(cache).core.world.dead_roots and grains:
+            parts(cache).core.follow_up()  # a slice
+        check(parts(cache).core, idle=True)
         for _ in range(2):
             await serve(cache, text(4, 70))
     except Exception as error:
@@ -605,7 +605,7 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
         patch.object(eviction, "_SWEEP_FROM", 4 * steps), patch.object(slots, "_SHORT", 4),
-        patch.object(machines, "REMEMBERED", 4),
+        patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
 

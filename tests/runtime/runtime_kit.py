@@ -14,10 +14,10 @@ import torch
 from asynccache import AsyncCache, CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
-from asynccache.memory.device import Device
+from asynccache.memory.device import Device, Event
 from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
-from asynccache.runtime.machine import Machine
+from asynccache.runtime.parts import Parts
 from asynccache.storage import StorageBackend
 from tests.waiting import turns as turns
 from tests.waiting import until as until
@@ -44,9 +44,15 @@ def settings(
     return CacheConfig(model="test", components=tuple(components), page_size=PAGE, **more)
 
 
-def machine(cache: AsyncCache) -> Machine:
-    assert cache._machine is not None
-    return cache._machine
+def parts(cache: AsyncCache) -> Parts:
+    assert cache._parts is not None
+    return cache._parts
+
+
+def fence_all(cache: AsyncCache, event: Event) -> None:
+    """What is copied into any page of the device from now on waits for ``event``."""
+    slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
+    parts(cache).engine.fences.add(parts(cache).worker.batch(event), slots)
 
 
 @asynccontextmanager
@@ -61,9 +67,9 @@ async def opened(
         async with AsyncCache(config, device=device or own, storage=storage, **more) as cache:
             yield cache
             if idle:
-                machine(cache).claims.drop_all()
+                parts(cache).claims.drop_all()
                 await settled(cache)
-                check(machine(cache).core, idle=True)
+                check(parts(cache).core, idle=True)
     finally:
         if own is not None:
             await own.aclose()
@@ -72,7 +78,7 @@ async def opened(
 
 async def settled(cache: AsyncCache) -> None:
     """Return when nothing is in flight."""
-    driver = machine(cache).driver
+    driver = parts(cache).driver
     while True:
         async with driver.lock:
             driver.settle()

@@ -19,7 +19,7 @@ from asynccache.runtime import attaching
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage import opening as opening_module
 from asynccache.storage.records import store_layout
-from tests.runtime.runtime_kit import PAGE, machine, opened, push_out, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, opened, parts, push_out, serve, settings, settled, text, turns, until
 
 
 class Gated(MemoryBackend):
@@ -152,7 +152,7 @@ async def test_requests_go_on_while_a_store_is_filled(scheme: Scheme) -> None:
         await cache.attach_storage("gated:")
         scheme.opened[0].gate.clear()
         await turns()
-        assert 0 < len(machine(cache).driver.ops) <= attaching.BACKFILL_OPS + 1
+        assert 0 < len(parts(cache).driver.ops) <= attaching.BACKFILL_OPS + 1
         async with asyncio.timeout(60):
             assert await serve(cache, text(2, seed=3, extra=1)) == 2 * PAGE
             assert await serve(cache, text(4, seed=99)) == 0
@@ -216,7 +216,7 @@ async def test_attaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
             attaching_it.cancel()
             ends.add((await asyncio.gather(attaching_it, return_exceptions=True))[0] == f"n{number}")
             assert scheme.left_open == len(cache.stores)
-            check(machine(cache).core)
+            check(parts(cache).core)
         assert ends == {False, True}, "it was never put to the test"
 
 
@@ -260,7 +260,7 @@ async def test_what_could_not_be_stored_is_said(scheme: Scheme) -> None:
         await cache.attach_storage("gated:", backfill=False)
         scheme.opened[1].gate.clear()
         detaching = asyncio.create_task(cache.detach_storage(drain=0.05))
-        await until(lambda: machine(cache).store is not None and not cache.stores)
+        await until(lambda: not cache.stores)
         scheme.opened[1].gate.set()
         assert await detaching == (0, 4)
         assert await cache.flush() == (0, 0), "there is no storage"
@@ -341,7 +341,7 @@ async def test_detaching_may_be_cancelled_at_any_await(scheme: Scheme) -> None:
             if cache.stores:
                 await cache.detach_storage()
             await until(lambda: scheme.left_open == 0)
-            check(machine(cache).core)
+            check(parts(cache).core)
         assert ends == {(True, True), (True, False), (False, False)}, "it was never put to the test"
 
 

@@ -16,9 +16,9 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
     PAGE,
-    machine,
     opened,
     page_hashes,
+    parts,
     push_out,
     serve,
     settings,
@@ -257,4 +257,4 @@ async def test_it_says_what_it_is() -> None:
         assert "released" in repr(lease)
         statistics = cache.statistics()
         assert set(statistics.stages) == {"backup_host", "load_back", "backup_storage", "prefetch"}
-        assert machine(cache).supervisor.running
+        assert parts(cache).supervisor.running

@@ -13,7 +13,8 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, CacheClosed, CloseReport, ConfigError
 from asynccache.core.plan import Cleared
 from asynccache.storage import PageKey, Record, Result
-from tests.runtime.runtime_kit import machine, serve, settings, text, turns, until
+from asynccache.worker.stores import Stores
+from tests.runtime.runtime_kit import parts, serve, settings, text, turns, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -116,7 +117,7 @@ async def test_cancelled_callers_stop_waiting_and_closing_goes_on() -> None:
             caller.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await caller
-        assert not machine(cache).driver.closed
+        assert not parts(cache).driver.closed
         assert (await cache.aclose(0)).unsaved_storage == 4
 
 
@@ -137,7 +138,7 @@ async def test_a_closing_that_is_cancelled_from_outside_is_taken_up_by_the_next_
             report = await first
             assert isinstance(report, CloseReport)
             assert await cache.aclose(5) == await cache.aclose() == report
-            assert len(machine(cache).supervisor) == 0
+            assert len(parts(cache).supervisor) == 0
             assert cache.closed is not None
             count += 1
         assert count > 3
@@ -152,7 +153,7 @@ async def test_a_cache_whose_opening_fails_closes_at_once_and_may_be_opened_agai
         cache = AsyncCache(settings(host=16), storage=MemoryBackend())
         if how == "fails":
             with monkeypatch.context() as patched:
-                patched.setattr(cache, "_options", lambda: {"no-such-option": "1"})
+                patched.setattr(cache._given, "options", lambda config: {"no-such-option": "1"})
                 with pytest.raises(ConfigError):
                     await cache.__aenter__()
             assert await asyncio.gather(*map(cache.aclose, DEADLINES)) == [NOTHING_UNSAVED] * len(DEADLINES)
@@ -176,11 +177,11 @@ async def test_closing_while_it_is_opened_ends_the_opening(monkeypatch: pytest.M
     async with nothing_left():
         cache, entered = AsyncCache(settings(host=16)), asyncio.Event()
 
-        async def hanging() -> None:
+        async def hanging(*_: object) -> None:
             entered.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(cache, "_open_stores", hanging)
+        monkeypatch.setattr(Stores, "open_first", hanging)
         opening = asyncio.create_task(cache.__aenter__())
         await entered.wait()
         with pytest.raises(RuntimeError, match="opened once"):
@@ -228,11 +229,11 @@ async def test_a_cancellation_of_the_opening_task_stays_one_when_others_close_to
     async with nothing_left():
         cache, entered = AsyncCache(settings(host=16)), asyncio.Event()
 
-        async def hanging() -> None:
+        async def hanging(*_: object) -> None:
             entered.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(cache, "_open_stores", hanging)
+        monkeypatch.setattr(Stores, "open_first", hanging)
         opening = asyncio.create_task(cache.__aenter__())
         await entered.wait()
         closing = asyncio.create_task(cache.aclose())
@@ -248,7 +249,7 @@ async def test_a_cache_that_closed_itself_reports_why_as_often_as_it_is_asked() 
     async with nothing_left():
         cache = await AsyncCache(settings(host=16)).__aenter__()
         error = ValueError("a bug")
-        machine(cache).supervisor.fail(error)
+        parts(cache).supervisor.fail(error)
         reports = await asyncio.gather(*map(cache.aclose, DEADLINES))
         assert {report.error for report in reports} == {error}
         assert (await cache.aclose(0)).error is error
@@ -264,7 +265,7 @@ async def test_a_subscriber_that_raises_at_the_very_end_leaves_nothing_open() ->
     def announce_late(worker: asyncio.Task[object]) -> None:
         nonlocal ended
         ended = True
-        events = machine(cache).events
+        events = parts(cache).events
         assert events is not None
         events.put(Cleared())  # as an ack does that is applied in the turn in which the worker is cancelled
 

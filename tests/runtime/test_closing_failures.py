@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-import asynccache.runtime.cache as cache_module
 from asynccache import AsyncCache
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime import closing
 from asynccache.storage import CheckedStore
+from asynccache.worker import local
 from tests.runtime.runtime_kit import settings
 
 
@@ -29,7 +29,7 @@ async def test_a_store_that_cannot_be_closed_does_not_keep_the_device_open(monke
 
     monkeypatch.setattr(device, "aclose", closing)
     monkeypatch.setattr(CheckedStore, "aclose", failing)
-    monkeypatch.setattr(cache_module, "_open_device", lambda name: device)
+    monkeypatch.setattr(local, "open_device", lambda name: device)
     cache = AsyncCache(settings(host=16), storage=MemoryBackend())
     await cache.__aenter__()
     with pytest.raises(OSError, match="the disk is gone"):
@@ -39,7 +39,7 @@ async def test_a_store_that_cannot_be_closed_does_not_keep_the_device_open(monke
 
 @pytest.mark.asyncio
 async def test_an_unexpected_error_while_saving_leaves_no_worker_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(machine: object) -> None:
+    async def failing(driver: object) -> None:
         raise ValueError("a bug")
 
     monkeypatch.setattr(closing, "drain", failing)

@@ -14,7 +14,19 @@ from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.lease import Lease
-from tests.runtime.runtime_kit import PAGE, machine, opened, push_out, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import (
+    PAGE,
+    fence_all,
+    opened,
+    parts,
+    push_out,
+    serve,
+    settings,
+    settled,
+    text,
+    turns,
+    until,
+)
 
 
 async def enter(cache: AsyncCache, pages: int, seed: int, **terms: Any) -> Lease:
@@ -221,7 +233,7 @@ async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
             if holder:
                 holder.pop().release()
             await settled(cache)
-            check(machine(cache).core, idle=True)
+            check(parts(cache).core, idle=True)
             turn += 1
             assert turn < 200, "the request never ended by itself"
         assert cache.statistics().waiting == 0
@@ -234,7 +246,7 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
         for seed in range(800):
             await serve(cache, text(3, seed))
         assert cache.statistics().device["full"].free == 0
-        driver, slices = machine(cache).driver, []
+        driver, slices = parts(cache).driver, []
         perform = driver.perform
 
         def spy(plan: Any, *more: Any) -> None:
@@ -273,7 +285,7 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
         await serve(cache, text(4, seed=1))
         await settled(cache)
         await push_out(cache, 12)
-        stage = machine(cache).load_back
+        stage = parts(cache).worker.load_back
         post = stage._post
         stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
         async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
@@ -295,7 +307,7 @@ async def test_a_waiter_of_a_shared_load_that_is_cancelled_hurts_nobody_else() -
         await settled(cache)
         await push_out(cache, 12)
         gate = device.gate()
-        machine(cache).mover.fence(gate)
+        fence_all(cache, gate)
         async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:
             waits = [asyncio.create_task(lease.loaded()) for lease in (one, two, two)]
             await turns()

@@ -16,8 +16,8 @@ from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
-    machine,
     opened,
+    parts,
     serve,
     settings,
     settled,
@@ -106,13 +106,13 @@ async def test_garbage_that_another_thread_finds_is_given_back_by_the_loop() -> 
     async with opened(settings(device=8)) as cache:
         leases = [await cache.lease(text(8)).__aenter__()]
         threads: list[int] = []
-        release = machine(cache).core.release
+        release = parts(cache).core.release
 
         def watched(*args: object, **more: object) -> object:
             threads.append(threading.get_ident())
             return release(*args, **more)  # type: ignore[arg-type]
 
-        machine(cache).core.release = watched  # type: ignore[method-assign, assignment]
+        parts(cache).core.release = watched  # type: ignore[method-assign, assignment]
         with pytest.warns(ResourceWarning):
             await asyncio.to_thread(leases.clear)
         await until(lambda: free(cache) == 8)
@@ -168,15 +168,15 @@ async def test_a_held_lease_still_keeps_its_task_from_waiting_for_another() -> N
         await serve(cache, text(1, seed=2))
 
 
-async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> None:
     """Nobody is there to give anything back, and nothing is said."""
     ended = asyncio.new_event_loop()
     ended.close()
     async with opened(settings(device=8), idle=False) as cache:
         lease = await cache.lease(text(8)).__aenter__()
-        with warnings.catch_warnings(), monkeypatch.context() as patched:
+        lease._parts = lease._parts._replace(loop=ended)
+        with warnings.catch_warnings():
             warnings.simplefilter("error")
-            patched.setattr(machine(cache), "loop", ended)
             del lease
             gc.collect()
 
@@ -186,7 +186,7 @@ async def test_ranks_find_garbage_at_different_times_and_keep_what_it_holds(monk
         lease = await cache.lease(text(8)).__aenter__()
         with warnings.catch_warnings(), monkeypatch.context() as patched:
             warnings.simplefilter("error")
-            patched.setattr(machine(cache), "lockstep", object())
+            patched.setattr(parts(cache).driver, "lockstep", True)
             del lease
             gc.collect()
             await turns()

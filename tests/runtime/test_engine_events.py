@@ -13,10 +13,11 @@ from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
     compute,
+    fence_all,
     holds,
-    machine,
     opened,
     page_hashes,
+    parts,
     push_out,
     serve,
     settings,
@@ -318,11 +319,11 @@ async def test_a_load_in_line_behind_another_does_not_wait_for_its_own_lease() -
             await settled(cache)
         await push_out(cache, 12)
         first, ready = device.gate(), device.gate()
-        fences = machine(cache).mover._fences
-        fences.add(first, None)
+        fences = parts(cache).engine.fences
+        fence_all(cache, first)
         async with cache.lease(text(3, seed=1, extra=1)) as one:
             await turns(100)
-            fences._everywhere = []
+            fences._sets.clear()
             tokens = text(3, seed=2, extra=1)
             async with cache.lease(tokens) as two:
                 loaded = asyncio.create_task(two.loaded())

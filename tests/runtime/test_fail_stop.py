@@ -20,7 +20,7 @@ from asynccache.core.plan import EMPTY, More, Plan
 from asynccache.runtime.driver import Driver
 from tests.runtime.fail_stop_kit import POINTS, Injected, Injector, points
 from tests.runtime.fail_stop_worlds import PLAYS, run
-from tests.runtime.runtime_kit import machine, settings, turns
+from tests.runtime.runtime_kit import parts, settings, turns
 
 PARTS = 4
 
@@ -120,7 +120,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
         raise Injected("between two slices")
 
     cache = await AsyncCache(settings()).__aenter__()
-    driver = machine(cache).driver
+    driver = parts(cache).driver
     slices = asyncio.ensure_future(driver.transact(call))
     await turns(1)
     with pytest.raises(Injected):
@@ -128,7 +128,7 @@ async def test_a_core_that_raised_is_asked_nothing_more_also_by_those_who_are_in
     with pytest.raises(CacheClosed, match="between two slices"):
         await slices
     assert asked == 1
-    machine(cache).driver.core = machine(cache).core = None  # type: ignore[assignment]  # whoever asks fails
+    parts(cache).driver.core = parts(cache).core = None  # type: ignore[assignment]  # whoever asks fails
     report = await cache.aclose()
     assert isinstance(report.error, Injected)
     assert report[:2] == (0, 0)

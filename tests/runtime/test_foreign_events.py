@@ -12,7 +12,7 @@ import pytest
 
 from asynccache import ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice
-from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -92,12 +92,12 @@ async def test_a_foreign_event_is_refused_before_anything_changes(
             assert repr(event) in str(told.value)
             await turns()
             assert (lease.pages.tolist(), lease.page_table("swa").tolist(), repr(lease)) == before
-        assert not len(machine(cache).mover._fences), "a refused event became a fence"
+        assert not len(parts(cache).engine.fences), "a refused event became a fence"
         gate = device.gate()
         await call(lease, gate)
         gate.open()
         lease.release()
-        await until(lambda: not len(machine(cache).driver.ops))
+        await until(lambda: not len(parts(cache).driver.ops))
         await settled(cache)
         await serve(cache, text(3, seed=1), ("full", "swa"))
     await device.aclose()

@@ -18,7 +18,7 @@ from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import machine, settings, text
+from tests.runtime.runtime_kit import parts, settings, text
 
 
 class Hangs(WrappedBackend):
@@ -83,13 +83,13 @@ def test_a_lease_goes_in_without_a_prefetch_that_hangs(verb: str, policy: str, w
                 began = loop.time()
                 assert await serve(cache, text(10, seed=1 if number % 2 else 50 + number)) in (0, 36)
                 assert loop.time() - began < within + 0.1
-            check(machine(cache).core)
+            check(parts(cache).core)
             backend.answers.set()
             await asyncio.sleep(1.0)
             await cache.flush()
             assert backend.holding == 0
-            machine(cache).claims.drop_all()
-            check(machine(cache).core, idle=True)
+            parts(cache).claims.drop_all()
+            check(parts(cache).core, idle=True)
         await device.aclose()
 
     for seed in range(3):
@@ -119,7 +119,7 @@ def test_while_storage_is_away_nobody_joins_a_fetch_that_hangs() -> None:
             backend.hung.set()
             await serve(cache, [*text(10, seed=1), 7])
             assert breaker.opened == 1
-            machine(cache).claims.drop_all()
+            parts(cache).claims.drop_all()
             for extra in range(3):
                 began = loop.time()
                 await serve(cache, text(10, seed=1) + text(10, seed=70 + extra))

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from tests.runtime.runtime_kit import PAGE, machine, opened, serve, settings, text, turns
+from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, turns
 
 
 @pytest.mark.asyncio
 async def test_keeps_that_wait_for_the_lock_together_stay_within_the_cap() -> None:
     async with opened(settings(device=16, kept_fraction=0.25)) as cache:
         await serve(cache, text(8))
-        async with machine(cache).driver.lock:
+        async with parts(cache).driver.lock:
             keeping = [asyncio.create_task(cache.keep(text(8))) for _ in range(3)]
             await turns()
         kept = await asyncio.gather(*keeping)

@@ -16,9 +16,9 @@ from asynccache.runtime.tokens import as_key
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
-    machine,
     opened,
     page_hashes,
+    parts,
     push_out,
     serve,
     settings,
@@ -39,7 +39,7 @@ async def test_two_commits_handed_over_at_once_hash_every_page_right() -> None:
             for future in futures:
                 await asyncio.wrap_future(future)
             key, space = as_key(tokens), lease._ask.space
-            assert machine(cache).core.known_hashes(space, key) == b"".join(page_hashes(tokens))
+            assert parts(cache).core.known_hashes(space, key) == b"".join(page_hashes(tokens))
 
 
 @pytest.mark.asyncio
@@ -62,12 +62,12 @@ async def test_an_engine_that_gives_up_a_commit_does_not_close_the_cache() -> No
         tokens = text(2)
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
-            await machine(cache).driver.lock.acquire()
+            await parts(cache).driver.lock.acquire()
             before, after = lease.commit_threadsafe(tokens), lease.commit_threadsafe(tokens)
             assert before.cancel()
             await turns(5)
             assert not after.cancel(), "it has begun, and its result is due"
-            machine(cache).driver.lock.release()
+            parts(cache).driver.lock.release()
             await asyncio.wrap_future(after)
         assert await serve(cache, [*tokens, 1]) == 2 * PAGE
 
@@ -83,7 +83,7 @@ async def test_loaded_does_not_say_yes_when_the_cache_died_under_it() -> None:
             await push_out(cache, 16)
             async with cache.lease(text(4, extra=1)) as lease:
                 assert lease.cached == 4 * PAGE
-                machine(cache).supervisor.fail(RuntimeError("a copy engine burnt"))
+                parts(cache).supervisor.fail(RuntimeError("a copy engine burnt"))
                 with pytest.raises(CacheClosed):
                     await lease.loaded()
                 with pytest.raises(CacheClosed):
@@ -106,7 +106,7 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
             await serve(cache, text(4))
             await settled(cache)
             await push_out(cache, 16)
-            monkeypatch.setattr(machine(cache).mover, "load", refuse)
+            monkeypatch.setattr(parts(cache).worker.mover, "load", refuse)
             async with cache.lease(text(4, extra=1)) as lease:
                 with pytest.raises(RuntimeError, match="the device is gone"):
                     lease.wait_layer(device.stream("engine"), 0)
@@ -121,7 +121,7 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
 @pytest.mark.asyncio
 async def test_two_extends_at_once_both_count() -> None:
     async with opened(settings()) as cache, cache.lease(text(2)) as lease:
-        async with machine(cache).driver.lock:
+        async with parts(cache).driver.lock:
             both = [asyncio.ensure_future(lease.extend(PAGE)) for _ in range(2)]
             await turns(3)
         await asyncio.gather(*both)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.runtime.runtime_kit import compute, machine, opened, settings, settled, text, turns
+from tests.runtime.runtime_kit import compute, opened, parts, settings, settled, text, turns
 from tests.runtime.test_prefetching import HeldBackend
 
 
@@ -35,5 +35,5 @@ async def test_a_prefetch_that_ends_without_a_fetch_wakes_the_head() -> None:
         lease.release()
         holder.release()
         await turns()
-        assert not machine(cache).driver.line
+        assert not parts(cache).driver.line
     await storage.aclose()

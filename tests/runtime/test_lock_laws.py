@@ -16,7 +16,7 @@ from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Plan
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.treelock import TreeLock
-from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
 
 CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
          "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_revoke")  # fmt: skip
@@ -27,7 +27,7 @@ async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcom
     """A backup has landed, and nobody has told the core."""
     async with opened(settings(device=16, host=16)) as cache:
         held: list[Outcome] = []
-        stage = machine(cache).backup_host
+        stage = parts(cache).worker.backup_host
         post = stage._post
         stage._post = held.append
         await serve(cache, text(4))
@@ -39,12 +39,12 @@ async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcom
 
 def backups(cache: AsyncCache) -> int:
     """In flight, as far as the core knows."""
-    return machine(cache).core.statistics().operations["backup_host"]
+    return parts(cache).core.statistics().operations["backup_host"]
 
 
 def watch(cache: AsyncCache, call: str) -> list[int]:
     """Backups in flight at each call of the core from now on."""
-    core, seen = machine(cache).core, list[int]()
+    core, seen = parts(cache).core, list[int]()
     inner = getattr(core, call)
 
     def spy(*arguments: Any, **more: Any) -> Any:
@@ -70,7 +70,7 @@ async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
     use: Callable[[AsyncCache], Awaitable[None]], call: str
 ) -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
-        driver = machine(cache).driver
+        driver = parts(cache).driver
         async with driver.lock:
             using = asyncio.ensure_future(use(cache))
             await turns()  # it is in line for the lock, before the ack task
@@ -84,7 +84,7 @@ async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
 @pytest.mark.parametrize("call", ["commit", "extend"])
 async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: str) -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
-        driver, tokens = machine(cache).driver, text(2, seed=3)
+        driver, tokens = parts(cache).driver, text(2, seed=3)
         async with cache.lease(tokens) as lease:
             compute(cache, lease, tokens)
             async with driver.lock:
@@ -100,7 +100,7 @@ async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: st
 async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
         seen = watch(cache, "lease")
-        machine(cache).driver.post(outcome)
+        parts(cache).driver.post(outcome)
         entering = cache.lease(text(4, seed=2)).__aenter__()
         with pytest.raises(StopIteration) as entered:
             entering.send(None)  # without one turn of the loop
@@ -115,7 +115,7 @@ async def test_between_two_slices_what_waits_is_applied() -> None:
             await serve(cache, text(3, seed))
         await settled(cache)
         held: list[Outcome] = []
-        stage = machine(cache).backup_host
+        stage = parts(cache).worker.backup_host
         post = stage._post
         stage._post = held.append
         await serve(cache, text(4, seed=5000))
@@ -124,10 +124,10 @@ async def test_between_two_slices_what_waits_is_applied() -> None:
         seen = watch(cache, "lease")
         entering = asyncio.create_task(cache.lease(text(2400, seed=9999)).__aenter__())
         await asyncio.sleep(0)
-        assert machine(cache).driver.lock.locked(), "the grant takes several slices"
+        assert parts(cache).driver.lock.locked(), "the grant takes several slices"
         before = len(seen)
         assert seen == [1] * before
-        machine(cache).driver.post(held[0])  # the ack task cannot come by
+        parts(cache).driver.post(held[0])  # the ack task cannot come by
         (await entering).release()
         assert seen[before:] == [0] * (len(seen) - before) != []
 
@@ -140,7 +140,7 @@ class Promptness:
         self.late: list[str] = []
         self._performed: set[int] = set()
         self._kept: list[Plan] = []
-        core, driver = machine(cache).core, machine(cache).driver
+        core, driver = parts(cache).core, parts(cache).driver
         for name in CALLS:
             setattr(core, name, self._watched(name, getattr(core, name)))
         perform = driver.perform
@@ -188,7 +188,7 @@ async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs()
                     await lease.loaded()
                     await grow(lease, tokens)
 
-            await asyncio.gather(contend(machine(cache).driver.lock), *(request(number) for number in range(24)))
+            await asyncio.gather(contend(parts(cache).driver.lock), *(request(number) for number in range(24)))
             await cache.flush()
             assert prompt.late == []
             assert prompt.plans > 50
@@ -208,7 +208,7 @@ async def grow(lease: Lease, tokens: list[int]) -> None:
 @pytest.mark.parametrize("call", ["commit", "extend"])
 async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done_or_undone(call: str) -> None:
     async with opened(settings(device=16, host=64)) as cache:
-        driver, turn, running = machine(cache).driver, 0, True
+        driver, turn, running = parts(cache).driver, 0, True
         while running:
             tokens = text(3, seed=turn)
             async with cache.lease(tokens) as lease:
@@ -222,7 +222,7 @@ async def test_a_call_cancelled_at_any_turn_after_it_waited_for_the_lock_is_done
                 await asyncio.gather(using, return_exceptions=True)
                 assert lease.pages.size in ((3,) if call == "commit" else (3, 4))
             await settled(cache)
-            check(machine(cache).core, idle=True)
+            check(parts(cache).core, idle=True)
             match = await cache.match(tokens)
             assert (match.device, match.host) in {(0, 0), (3 * PAGE, 3 * PAGE)}
             turn += 1

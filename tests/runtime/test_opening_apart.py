@@ -11,7 +11,8 @@ import torch
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice, Gate
 from asynccache.runtime import cache as cache_module
-from tests.runtime.runtime_kit import machine, push_out, serve, settings, settled, text, turns
+from asynccache.worker import local
+from tests.runtime.runtime_kit import fence_all, parts, push_out, serve, settings, settled, text, turns
 
 
 class Slow(CpuDevice):
@@ -33,7 +34,7 @@ class Slow(CpuDevice):
 
 async def begun(device: Slow, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[AsyncCache]:
     """A cache on its way; the test goes on beside it."""
-    monkeypatch.setattr(cache_module, "_open_device", lambda name: device)
+    monkeypatch.setattr(local, "open_device", lambda name: device)
     opening = asyncio.create_task(AsyncCache(settings(device=8, host=8)).__aenter__())
     await asyncio.to_thread(device.asked.wait, 60)
     return opening
@@ -88,7 +89,7 @@ async def held(cache: AsyncCache, device: CpuDevice) -> tuple[Lease, Gate]:
     await settled(cache)
     await push_out(cache, 8)
     gate = device.gate()
-    machine(cache).mover.fence(gate)
+    fence_all(cache, gate)
     return await cache.lease(text(4, extra=1)).__aenter__(), gate
 
 
@@ -133,7 +134,7 @@ async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_str
     cache._closer.cancel()
     await closing
     with pytest.raises(CacheClosed):
-        machine(cache).mover._backups.record()
+        parts(cache).worker.mover._backups.record()
     await device.aclose()
 
 
@@ -146,8 +147,8 @@ async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cach
         await serve(cache, text(3, seed=seed))
         await settled(cache)
     await push_out(cache, 12)
-    mover, gate = machine(cache).mover, device.gate()
-    mover.fence(gate)
+    mover, gate = parts(cache).worker.mover, device.gate()
+    fence_all(cache, gate)
     one = await cache.lease(text(3, seed=1, extra=1)).__aenter__()
     await turns(100)
     two = await cache.lease(text(3, seed=2, extra=1)).__aenter__()

@@ -18,8 +18,9 @@ from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
     compute,
-    machine,
+    fence_all,
     opened,
+    parts,
     push_out,
     serve,
     settings,
@@ -44,7 +45,7 @@ async def on_the_host(cache: AsyncCache, tokens: Sequence[int], device: int) -> 
 
 def failing_loads(cache: AsyncCache) -> None:
     """Every load_back from now on is reported as failed."""
-    stage = machine(cache).load_back
+    stage = parts(cache).worker.load_back
     post = stage._post
     stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
 
@@ -61,7 +62,7 @@ class Held:
 
     def loads(self, cache: AsyncCache) -> Gate:
         gate = self.device.gate()
-        machine(cache).mover.fence(gate)
+        fence_all(cache, gate)
         return gate
 
 
@@ -138,7 +139,7 @@ async def test_a_commit_waits_for_pages_on_their_way_that_it_does_not_hold(fails
         commit = asyncio.create_task(mine.commit(text(4, extra=1)))
         await turns(50)
         assert not commit.done()
-        assert not machine(cache).driver.lock.locked(), "it waits outside the lock"
+        assert not parts(cache).driver.lock.locked(), "it waits outside the lock"
         gate.open()
         table = (await commit)[:4].tolist()
         assert (table == own) == fails

@@ -12,8 +12,8 @@ import pytest
 from asynccache import AsyncCache, CacheFull, PrefetchStatus
 from asynccache.core.cache import Begin, Join, Opened, Skip, Wait
 from asynccache.runtime import claims
-from asynccache.runtime.stages import prefetch
-from tests.runtime.runtime_kit import machine, opened, push_out, serve, settings, settled, text, turns, until
+from asynccache.runtime import prefetching as prefetch
+from tests.runtime.runtime_kit import opened, parts, push_out, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend
 
 TEXTS = 4
@@ -197,7 +197,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         await turns()
         assert cache.statistics().core.operations["prefetch"] == 1, "it overtook the one before it"
         tries: list[bytes] = []
-        core, ask = machine(cache).core, machine(cache).core.prefetch_open
+        core, ask = parts(cache).core, parts(cache).core.prefetch_open
 
         def asked(space: bytes, key: bytes, begin: Begin = Begin.NEXT) -> Opened | Wait | Join | Skip:
             tries.append(key)
@@ -208,7 +208,7 @@ async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
         assert tries == [], "who waits does not ask"
         storage.let()
         assert [(await handle).tokens for handle in (first, second, small, again)] == [24, 24, 8, 24]
-        keys = [machine(cache).own(handle).key for handle in (second, small, again)]
+        keys = [parts(cache).prefetching.own(handle).key for handle in (second, small, again)]
         assert [key for key in tries if key != keys[2]][:2] == keys[:2]
     await storage.aclose()
 

@@ -9,7 +9,7 @@ import pytest
 from asynccache import PrefetchPolicy, PrefetchStatus
 from asynccache.runtime.prefetch import Wish
 from asynccache.storage import PageKey, Record, Result
-from tests.runtime.runtime_kit import machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
 from tests.runtime.test_prefetching import HeldBackend, stored
 
 
@@ -24,10 +24,10 @@ async def test_a_handle_that_is_told_while_it_waits_for_the_lock_fetches_nothing
     async with stored() as storage, opened(config, storage=storage) as cache:
         storage.hold()
         asked = storage.asked
-        async with machine(cache).driver.lock:
+        async with parts(cache).driver.lock:
             handle = cache.prefetch(text(6))
             await turns()
-            machine(cache).own(handle).tell(wish)
+            parts(cache).prefetching.own(handle).tell(wish)
         await turns()
         ended, result = handle.done(), handle.result
         storage.let()
@@ -45,10 +45,10 @@ async def test_a_handle_that_is_stopped_while_it_waits_for_the_lock_stops_nobody
         storage.hold()
         first = cache.prefetch(text(6))
         await until(lambda: storage.waiting == 1)
-        async with machine(cache).driver.lock:
+        async with parts(cache).driver.lock:
             second = cache.prefetch(text(6))
             await turns()
-            machine(cache).own(second).tell(Wish.STOP)
+            parts(cache).prefetching.own(second).tell(Wish.STOP)
         await turns()
         ended = second.done()
         storage.let()

@@ -11,13 +11,13 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheFull, PrefetchPolicy, PrefetchResult, PrefetchStatus
-from asynccache.runtime.stages import fetch
+from asynccache.runtime import fetching as fetch
 from asynccache.storage import PageKey, Record, Result
 from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
-    machine,
     opened,
+    parts,
     serve,
     settings,
     settled,
@@ -210,7 +210,7 @@ async def test_timeout_stops_when_its_time_is_over() -> None:
         await until(lambda: storage.waiting == 1)
         storage.let(1)
         await until(lambda: storage.waiting == 1)
-        handle = next(iter(machine(cache).prefetching.handles))  # type: ignore[union-attr]
+        handle = next(iter(parts(cache).prefetching.handles))
         await until(lambda: handle.wish > 0)
         storage.let()
         lease = await entering

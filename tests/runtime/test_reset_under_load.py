@@ -9,7 +9,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import PrefetchStatus
 from asynccache.memory.cpu import CpuDevice
-from tests.runtime.runtime_kit import machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
 
 
 class SlowClears(MemoryBackend):
@@ -36,7 +36,7 @@ async def test_what_is_published_while_storage_is_cleared_is_stored_afterwards()
         await until(lambda: storage.clearing == 1)
         await serve(cache, text(4, seed=1))
         flushing = asyncio.create_task(cache.flush())
-        await until(lambda: machine(cache).backup_host.meter.ops > 1)
+        await until(lambda: parts(cache).worker.backup_host.meter.ops > 1)
         await turns()
         assert not flushing.done()
         storage.permits.release()
@@ -72,7 +72,7 @@ async def test_a_backup_held_back_before_the_tree_is_forgotten_is_never_stored()
     storage, device = SlowClears(), CpuDevice()
     storage.permits.release()
     async with opened(settings(host=32), device=device, storage=storage) as cache:
-        driver, ready = machine(cache).driver, device.gate()
+        driver, ready = parts(cache).driver, device.gate()
         async with cache.lease(text(4)) as lease:
             await lease.commit(text(4), ready=ready)
         async with driver.lock:

@@ -20,9 +20,9 @@ from tests.runtime.runtime_kit import (
     PAGE,
     compute,
     holds,
-    machine,
     opened,
     page_hashes,
+    parts,
     push_out,
     settings,
     settled,
@@ -197,7 +197,7 @@ async def test_ten_requests_for_an_evicted_prefix_load_each_page_and_state_once(
 def spy_on_clones(cache: AsyncCache) -> list[Clone]:
     """The private copies that are started from now on."""
     clones: list[Clone] = []
-    driver = machine(cache).driver
+    driver = parts(cache).driver
     perform = driver.perform
 
     def spy(plan: object, *more: object) -> None:

@@ -14,7 +14,7 @@ import pytest
 from asynccache.core.plan import Outcome
 from asynccache.ranks import SingleRank
 from asynccache.runtime.acks import FREEZE_EVERY, Freezer
-from tests.runtime.runtime_kit import PAGE, machine, opened, serve, settings, text, until
+from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, until
 
 
 class AtStep(SingleRank):
@@ -58,7 +58,7 @@ async def test_one_rank_decides_at_once_and_steps_for_nothing() -> None:
 @pytest.mark.asyncio
 async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
     async with opened(settings(host=16)) as cache:
-        driver = machine(cache).driver
+        driver = parts(cache).driver
         await serve(cache, text(4))
         async with driver.lock:  # the ack task cannot come by
             await until(lambda: driver.unapplied == 1)
@@ -70,14 +70,14 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
 @pytest.mark.asyncio
 async def test_the_ack_task_drains_everything_at_once() -> None:
     async with opened(settings(device=64, host=64)) as cache:
-        driver, calls = machine(cache).driver, []
-        complete = machine(cache).core.complete
+        driver, calls = parts(cache).driver, []
+        complete = parts(cache).core.complete
 
         def spy(outcomes: Sequence[Outcome]) -> object:
             calls.append(len(outcomes))
             return complete(outcomes)
 
-        machine(cache).core.complete = spy  # type: ignore[method-assign,assignment]
+        parts(cache).core.complete = spy  # type: ignore[method-assign,assignment]
         for seed in range(5):
             await serve(cache, text(2, seed))
         await driver.lock.acquire()
@@ -105,10 +105,11 @@ def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> No
         gc.unfreeze()
 
 
-def test_settings_and_errors_are_imported_without_torch() -> None:
+def test_torch_comes_with_the_first_cache_and_not_before() -> None:
     code = (
-        "import sys, asynccache; asynccache.CacheConfig; asynccache.CacheFull; assert 'torch' not in sys.modules;"
-        "asynccache.AsyncCache; assert 'torch' in sys.modules; assert set(asynccache.__all__) == set(dir(asynccache))"
+        "import sys, asynccache as a; a.CacheConfig; a.CacheFull; a.AsyncCache; assert 'torch' not in sys.modules;"
+        "a.AsyncCache(a.CacheConfig(model='m', components=(a.Full(bytes_per_token=4, device_tokens=16),)));"
+        "assert 'torch' in sys.modules; assert set(a.__all__) == set(dir(a))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=_root())
 

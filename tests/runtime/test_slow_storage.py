@@ -22,7 +22,7 @@ from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import machine, settings, text
+from tests.runtime.runtime_kit import parts, settings, text
 
 LENGTH = 12
 AT_ONCE = Hostility(delay=0.0)
@@ -79,7 +79,7 @@ def run(backend: Any, requests: int = 300, seed: int = 1, **more: Any) -> Seen:
                 running.add(asyncio.ensure_future(serve(cache, number, seen)))
             await asyncio.gather(*running)
             seen.statistics = cache.statistics()
-            check(machine(cache).core)
+            check(parts(cache).core)
         await device.aclose()
         return seen
 
@@ -146,7 +146,7 @@ def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
             gate.open.set()
             await asyncio.sleep(1.0)
             seen = [key.key for key in inner.pages]  # in the order in which they were stored
-            pools, core, space = machine(cache).pools, machine(cache).core, machine(cache).space(None)
+            pools, core, space = parts(cache).worker._map, parts(cache).core, parts(cache).namespaces.space(None)
             first = {n: pools.key("full", core.known_hashes(space, _key(n))[:32]).key for n in range(10)}
             stored = sorted(range(10), key=lambda number: seen.index(first[number]))
         await device.aclose()
@@ -188,7 +188,7 @@ def test_flush_stores_everything_however_little_may_wait(quota: float) -> None:
             gate.open.set()
             assert await cache.flush(timeout=60.0) == (0, 0)
             assert len(backend.pages) == 15 * LENGTH
-            check(machine(cache).core, idle=True)
+            check(parts(cache).core, idle=True)
         await device.aclose()
 
     simulate(main, 1)

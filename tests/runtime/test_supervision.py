@@ -14,7 +14,7 @@ from asynccache.core.plan import Move, Outcome, Status
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event
-from tests.runtime.runtime_kit import compute, machine, opened, push_out, serve, settings, settled, text, until
+from tests.runtime.runtime_kit import compute, fence_all, opened, parts, push_out, serve, settings, settled, text, until
 
 
 class Boom(Exception):
@@ -29,15 +29,15 @@ async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_han
         await settled(cache)
         await push_out(cache, 8)
         gate = device.gate()
-        machine(cache).mover.fence(gate)
+        fence_all(cache, gate)
         lease = await cache.lease(text(4, seed=1, extra=1)).__aenter__()
         other = await cache.lease(text(3, seed=3)).__aenter__()
         waiting: list[asyncio.Task[object]] = [
             asyncio.create_task(lease.loaded()),
             asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__()),
         ]
-        await until(lambda: len(machine(cache).driver.line) == 1)
-        machine(cache).mover.backup = broken  # type: ignore[method-assign]
+        await until(lambda: len(parts(cache).driver.line) == 1)
+        parts(cache).worker.mover.backup = broken  # type: ignore[method-assign]
         await other.commit(text(3, seed=3))  # its backup kills the worker
         waiting.append(asyncio.create_task(cache.flush()))
 
@@ -62,7 +62,7 @@ def broken(moves: Sequence[Move], after: Sequence[Event] = ()) -> Event:
 async def test_the_users_task_is_not_cancelled_when_a_worker_dies() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
-        machine(cache).supervisor.fail(Boom())
+        parts(cache).supervisor.fail(Boom())
         for _ in range(10):
             await asyncio.sleep(0)  # a cancellation would arrive here
         report = await cache.aclose()
@@ -99,7 +99,7 @@ async def test_cancelling_aclose_stops_the_waiting_and_closing_goes_on() -> None
         with pytest.raises(asyncio.CancelledError):
             await closing
         assert (await cache.aclose()).error is None
-        assert len(machine(cache).supervisor) == 0
+        assert len(parts(cache).supervisor) == 0
 
 
 def begin(work: Coroutine[Any, Any, Any]) -> None:
@@ -147,7 +147,7 @@ async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> Non
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
         async with cache.lease(text(2)) as lease:
-            spawn = machine(cache).supervisor.spawn
+            spawn = parts(cache).supervisor.spawn
 
             def stillborn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None] | None:
                 task = spawn(work, name)
@@ -155,7 +155,7 @@ async def test_a_hand_off_that_is_cancelled_before_it_began_is_answered() -> Non
                 task.cancel()
                 return task
 
-            machine(cache).supervisor.spawn = stillborn  # type: ignore[method-assign]
+            parts(cache).supervisor.spawn = stillborn  # type: ignore[method-assign]
             future = lease.commit_threadsafe(text(2))
             await until(future.done)
             assert isinstance(future.exception(), CacheClosed)
@@ -200,7 +200,7 @@ async def test_a_hand_off_that_fails_tells_its_thread_and_kills_no_worker() -> N
 async def test_a_core_that_refuses_an_outcome_closes_the_cache() -> None:
     async with CpuDeviceOf() as device:
         cache = await AsyncCache(settings(), device=device).__aenter__()
-        machine(cache).driver.post(Outcome(12345, Status.DONE))
+        parts(cache).driver.post(Outcome(12345, Status.DONE))
         with pytest.raises((InvariantViolation, CacheClosed)):
             await cache.match(text(1))
         assert isinstance((await cache.aclose()).error, InvariantViolation)

@@ -10,7 +10,7 @@ import pytest
 from asynccache import AsyncCache, CacheClosed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.supervisor import Supervisor
-from tests.runtime.runtime_kit import machine, serve, settings, text, until
+from tests.runtime.runtime_kit import parts, serve, settings, text, until
 
 
 @pytest.mark.asyncio
@@ -19,8 +19,8 @@ async def test_every_waiter_hears_of_a_supervisor_that_was_cancelled() -> None:
     cache = await AsyncCache(settings(device=8), device=device).__aenter__()
     lease = await cache.lease(text(8)).__aenter__()
     waiting = asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__())
-    await until(lambda: len(machine(cache).driver.line) == 1)
-    supervisor = machine(cache).supervisor._task
+    await until(lambda: len(parts(cache).driver.line) == 1)
+    supervisor = parts(cache).supervisor._task
     assert supervisor is not None
     supervisor.cancel()
     with pytest.raises(CacheClosed):

@@ -12,8 +12,9 @@ from asynccache.memory.cpu import CpuDevice
 from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
-    machine,
+    fence_all,
     opened,
+    parts,
     push_out,
     serve,
     settings,
@@ -145,7 +146,7 @@ async def test_an_engine_waits_layer_by_layer() -> None:
         await settled(cache)
         await push_out(cache, 8)
         gate = device.gate()
-        machine(cache).mover.fence(gate)
+        fence_all(cache, gate)
         engine = device.stream("engine")
         async with cache.lease(text(4, extra=1)) as lease:
             lease.wait_layer(engine, 0)
@@ -160,5 +161,5 @@ async def test_an_engine_waits_layer_by_layer() -> None:
             assert_cached_bytes(cache, lease, text(4))
             await lease.loaded()
             await lease.layer(0)
-        check(machine(cache).core)
+        check(parts(cache).core)
     await device.aclose()

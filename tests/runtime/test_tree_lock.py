@@ -19,7 +19,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.simulated_world import play
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
-from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
 
 SEEDS = range(8)
 
@@ -33,7 +33,7 @@ async def test_a_split_outside_the_tree_lock_is_refused_and_closes_the_cache() -
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     await serve(cache, text(4))
-    core, driver = machine(cache).core, machine(cache).driver
+    core, driver = parts(cache).core, parts(cache).driver
     node = next(iter(core.world.roots.values())).children
     assert node
     with pytest.raises(InvariantViolation, match="tree lock"):
@@ -52,7 +52,7 @@ async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock
     device = CpuDevice()
     cache = await AsyncCache(settings(), device=device).__aenter__()
     with pytest.raises(InvariantViolation, match="nobody holds the tree lock"):
-        machine(cache).driver.locked(machine(cache).core.drain)
+        parts(cache).driver.locked(parts(cache).core.drain)
     assert cache.closed is not None
     await cache.aclose()
     await device.aclose()
@@ -68,7 +68,7 @@ async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_conte
     async with opened(settings(device=32, host=32)) as cache:
 
         def spy(world: World, *arguments: Any) -> Any:
-            held.append(machine(cache).driver.lock.locked())
+            held.append(parts(cache).driver.lock.locked())
             return split(world, *arguments)
 
         monkeypatch.setattr(World, "split", spy)
@@ -115,10 +115,10 @@ async def test_a_release_evicts_nothing_and_the_next_holder_of_the_lock_does() -
         await cache.invalidate()
         lease.release()
         assert cache.statistics().device["full"].free == 12, "nothing was evicted by the release"
-        assert machine(cache).core.behind
+        assert parts(cache).core.behind
         await cache.match(text(1))
         assert cache.statistics().device["full"].free == 16
-        assert not machine(cache).core.behind
+        assert not parts(cache).core.behind
 
 
 @pytest.mark.asyncio
@@ -154,7 +154,7 @@ def test_a_dropped_claim_backs_nothing_up_by_itself() -> None:
 @pytest.mark.asyncio
 async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_the_lock_first() -> None:
     async with opened(settings(host=16)) as cache:
-        driver = machine(cache).driver
+        driver = parts(cache).driver
         await driver.lock.acquire()
         serving = asyncio.ensure_future(serve(cache, text(2)))
         await turns()
@@ -162,7 +162,7 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
         await serving
         await settled(cache)
         held: list[Outcome] = []
-        stage = machine(cache).backup_host
+        stage = parts(cache).worker.backup_host
         post, stage._post = stage._post, held.append
         await serve(cache, text(4, 5))
         await until(lambda: len(held) == 1)
@@ -181,8 +181,8 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
 async def test_a_grant_waits_for_no_queue() -> None:
     """However many outcomes wait, whoever finds the lock free applies them and is granted without one turn."""
     async with opened(settings(device=64, host=64)) as cache:
-        driver, held = machine(cache).driver, list[Outcome]()
-        stage = machine(cache).backup_host
+        driver, held = parts(cache).driver, list[Outcome]()
+        stage = parts(cache).worker.backup_host
         post, stage._post = stage._post, held.append
         for seed in range(5):
             await serve(cache, text(2, seed))
@@ -236,7 +236,7 @@ async def test_a_prefetch_that_must_wait_for_a_backup_is_queued_again_and_nothin
         assert (await second).tokens == 6 * PAGE
         await turns()
         assert not first.done()
-        assert not machine(cache).driver.lock.locked(), "who waits for a backup does not hold the lock"
+        assert not parts(cache).driver.lock.locked(), "who waits for a backup does not hold the lock"
         computed.open()
         await first
         lease.release()
@@ -260,7 +260,7 @@ async def test_closing_ends_a_prefetch_whose_commit_waits_and_its_pages_go_back(
     await lease.commit(text(6, 1), ready=computed)
     storage.gate.set()
     await turns()
-    core = machine(cache).core
+    core = parts(cache).core
     assert core.statistics().operations["prefetch"] == 1
     assert core.statistics().operations["backup_host"] == 1
     lease.release(after=computed)

@@ -20,7 +20,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import Chain, namespace_digest
 from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle
 from asynccache.runtime.saving import unsaved
-from tests.runtime.runtime_kit import PAGE, compute, machine, opened, serve, settings, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, text, turns, until
 
 
 @pytest.mark.asyncio
@@ -67,7 +67,7 @@ class Sliced:
     """Has a call of the core answer with so many slices that do nothing first."""
 
     def __init__(self, cache: AsyncCache, name: str, slices: int = 3) -> None:
-        self.core, self.name, self.slices = machine(cache).core, name, slices
+        self.core, self.name, self.slices = parts(cache).core, name, slices
         self.call = getattr(self.core, name)
         setattr(self.core, name, self)
 
@@ -85,7 +85,7 @@ async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_c
             sliced = Sliced(cache, "extend")
             growing = asyncio.create_task(lease.extend(4 * PAGE))
             await asyncio.sleep(0)
-            assert machine(cache).driver.lock.locked()
+            assert parts(cache).driver.lock.locked()
             growing.cancel()
             await asyncio.wait([growing])
             assert growing.cancelled()
@@ -145,7 +145,7 @@ async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
 @pytest.mark.asyncio
 async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_waits_for_has_ended() -> None:
     async with opened(settings(device=8)) as cache:
-        driver, core = machine(cache).driver, machine(cache).core
+        driver, core = parts(cache).driver, parts(cache).core
         commit, asked = core.commit, 0
 
         def waiting(*args: Any) -> Any:
@@ -168,12 +168,12 @@ async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_wai
 @pytest.mark.asyncio
 async def test_a_survey_that_waits_for_the_tree_asks_about_what_came_meanwhile() -> None:
     async with opened(settings()) as cache:
-        parts, key = machine(cache), np.array(text(2), "<i4").tobytes()
-        async with parts.driver.lock:
-            survey = asyncio.create_task(unsaved(parts))
+        driver, key = parts(cache).driver, np.array(text(2), "<i4").tobytes()
+        async with driver.lock:
+            survey = asyncio.create_task(unsaved(driver))
             await turns(3)
-            grant = parts.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))
+            grant = driver.core.lease(Ask(b"new", key, 0, 2 * PAGE, 0))
             assert isinstance(grant, Grant)
-            parts.driver.perform(parts.core.commit(grant.lease, key, b"").plan)
-            parts.driver.perform(parts.core.release(grant.lease))
+            driver.perform(driver.core.commit(grant.lease, key, b"").plan)
+            driver.perform(driver.core.release(grant.lease))
         assert (await survey).host == 2

@@ -33,6 +33,7 @@ from asynccache_shim.request import end_request
 from asynccache import CacheFull, ConfigError, Lease, RankDivergence, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.ranks import Topology
+from asynccache.runtime.lockstep import Lockstep
 from asynccache.testing.simulated_backend import Hostility
 from asynccache.testing.simulated_loop import Deadlock, SimulatedLoop, simulate
 from asynccache.testing.simulated_ranks import Fate
@@ -376,8 +377,8 @@ def diverges(topology: Topology, **drawn: Any) -> None:
 
 def test_loads_that_are_looked_at_on_one_rank_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def loading(self: Lease) -> bool:
-        lockstep = self._machine.lockstep
-        assert lockstep is not None
+        lockstep = self._parts.driver.agreement
+        assert isinstance(lockstep, Lockstep)
         ledger = lockstep._ledger
         mine = [lockstep._numbers[op] for op in self._held().loads if op in lockstep._numbers]
         return any(not ledger[number].progress.status for number in mine)

@@ -14,7 +14,7 @@ from asynccache.cli.sizing import configure
 from asynccache.config import CacheConfig
 from asynccache.errors import ConfigError
 from asynccache.memory import mover
-from asynccache.runtime.stages.fetch import Fetch
+from asynccache.runtime.fetching import Fetch
 
 SMALL = ["--rate", "0", "--concurrency", "6", "--bytes-per-token", "64", "--window", "128", "--requests", "80",
          "--device-tokens", "12288", "--host-tokens", "24576", "--components", "full,swa", "--quiet"]

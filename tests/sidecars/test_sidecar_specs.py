@@ -11,9 +11,8 @@ from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Full, Si
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind, HitPolicy
 from asynccache.memory.cpu import CpuDevice
-from asynccache.runtime import announcing
-from asynccache.runtime.poolmap import PoolMap
 from asynccache.storage.records import pool_digest, store_layout
+from asynccache.worker.poolmap import PoolMap
 from tests.sidecars.sidecar_kit import deepseek, everything, indexed, opened, stack, text
 
 ALL, TRAILING = HitPolicy
@@ -178,8 +177,8 @@ def test_a_page_of_a_logical_full_is_announced_with_the_last_of_its_parts() -> N
     """A router is told that storage has a page when the part that is written last comes."""
     for config, name in ((deepseek(), "draft"), (indexed(), "full"), (everything(), "full")):
         mapped = pools(config)
-        key_of = announcing._key_of(mapped)
+        key_of = mapped.key_of
         assert key_of is not None
         assert key_of(bytes(32)) == mapped.key(name, bytes(32)).key
     bare = stack(*deepseek().components, sidecars=[], page_size=4)
-    assert announcing._key_of(pools(bare)) is None
+    assert pools(bare).key_of is None

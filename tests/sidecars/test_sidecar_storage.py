@@ -13,12 +13,12 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.settings import ComponentKind
-from asynccache.runtime.poolmap import PoolMap
+from asynccache.runtime import fetching as fetch
 from asynccache.runtime.prefetch import Wish
-from asynccache.runtime.stages import fetch
 from asynccache.storage import PageKey, Record, Result, StorageBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import machine, settled
+from asynccache.worker.poolmap import PoolMap
+from tests.runtime.runtime_kit import parts, settled
 from tests.sidecars.sidecar_kit import (
     STACKS,
     deepseek,
@@ -346,7 +346,7 @@ async def test_a_stop_leaves_a_prefix_that_is_complete_in_every_pool(
         async with opened(config, storage=backend) as cache:
             handle = cache.prefetch(prompt)
             await held.reached.wait()
-            machine(cache).own(handle).tell(Wish.STOP)
+            parts(cache).prefetching.own(handle).tell(Wish.STOP)
             held.go.set()
             assert (await handle).tokens == pages * config.page_size
             assert (await cache.match(prompt)).host == pages * config.page_size

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asynccache.memory import mover
-from asynccache.runtime.stages.fetch import Fetch
+from asynccache.runtime.fetching import Fetch
 from asynccache.testing.simulated_world import WrongBytes, draw_climate, play
 
 WORLDS = 60

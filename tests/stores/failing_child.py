@@ -25,8 +25,8 @@ from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session, loop_factory
 from asynccache.cli.tally import Tally
-from asynccache.runtime.machine import Machine
 from asynccache.runtime.prefetch import Prefetch
+from asynccache.runtime.prefetching import Prefetching
 from asynccache.storage import Breaker, BreakerState, Permit
 
 COUNTED = ("get_pages", "put_pages", "corrupt_pages", "breaker", "breaker_opened", "breaker_open_seconds", "slow_calls",
@@ -45,7 +45,7 @@ class Moments:
 
     def watch(self) -> None:
         """Hear of all that happens from now on in this process."""
-        leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Machine.prefetch
+        leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Prefetching.begin
 
         async def came(server: Server, request: Request, *rest: Any) -> None:
             self._came[request.number] = time.monotonic()
@@ -60,12 +60,12 @@ class Moments:
                 self.changes.append(time.monotonic())
             return enter(breaker, state)
 
-        def fetching(machine: Machine, space: bytes, key: bytes) -> Prefetch:
-            handle = prefetch(machine, space, key)
+        def fetching(prefetching: Prefetching, space: bytes, key: bytes) -> Prefetch:
+            handle = prefetch(prefetching, space, key)
             self.fetched += bool(len(self.changes) % 2) and not handle.done()
             return handle
 
-        Machine.prefetch = fetching  # type: ignore[assignment, method-assign]
+        Prefetching.begin = fetching  # type: ignore[assignment, method-assign]
         Server._leased, Tally.prompt, Breaker._enter = came, ready, entered  # type: ignore[assignment, method-assign]
 
 

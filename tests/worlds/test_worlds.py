@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import pytest
 
 from asynccache.errors import CopyFailed
-from asynccache.memory.device import Event
-from asynccache.memory.fences import unfired
-from asynccache.memory.mover import Mover
+from asynccache.runtime.engine import Engine
+from asynccache.runtime.fences import Fences, not_over
 from asynccache.runtime.publishing import Publishing
-from asynccache.runtime.readiness import Readiness
-from asynccache.runtime.stages.retire import RetireStage
+from asynccache.runtime.retire import RetireStage
 from asynccache.testing.simulated_loop import Deadlock
 from asynccache.testing.simulated_world import WrongBytes, play
+from asynccache.worker.contract import Batch
 
 FAST, ALL, CHUNK = 50, 200, 50
 
@@ -69,24 +68,24 @@ def survivors(worlds: int) -> str:
 
 
 def test_a_backup_that_does_not_wait_for_ready_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Readiness, "pending", lambda self: ())
+    monkeypatch.setattr(Engine, "pending", lambda self: [])
     assert survivors(300) == "WrongBytes"
 
 
 def test_pages_that_are_free_before_the_engine_let_go_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     put = RetireStage.put
-    monkeypatch.setattr(RetireStage, "put", lambda self, ops, events: put(self, ops, []))
+    monkeypatch.setattr(RetireStage, "put", lambda self, ops, batches: put(self, ops, []))
     assert survivors(600) == "WrongBytes"
 
 
 def test_a_load_that_does_not_wait_for_the_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mover, "fence", lambda self, event, slots: None)
+    monkeypatch.setattr(Fences, "add", lambda self, batch, slots: None)
     assert survivors(600) == "WrongBytes"
 
 
 def test_a_load_that_does_not_wait_for_what_a_commit_named_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def expect(self: Publishing, ready: Event) -> None:
-        self._ready = [*unfired(*self._ready), ready]
+    def expect(self: Publishing, ready: Batch) -> None:
+        self._ready = [*not_over(*self._ready), ready]
 
     monkeypatch.setattr(Publishing, "expect", expect)
     assert survivors(600) == "WrongBytes"

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 from asynccache.core.plan import Clone, LoadBack, Move, Outcome, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
-from asynccache.runtime.stages.queue import Inbox
-from asynccache.runtime.stats import Meter
+from asynccache.worker.inbox import Inbox
+from asynccache.worker.stats import Meter
 
 
 class Layers(Protocol):
@@ -49,11 +49,19 @@ class Copying(NamedTuple):
         return self.layers[i] if self.layers else self.done
 
 
+class Queued(NamedTuple):
+    """An effect, the events that it waits for on the device, and when it was queued."""
+
+    effect: LoadBack | Clone
+    after: Sequence[Event]
+    at: float
+
+
 class _Line:
     """What waits to be submitted to one stream, and what is on it, in order."""
 
     def __init__(self) -> None:
-        self.inbox: Inbox[tuple[LoadBack | Clone, float]] = Inbox()
+        self.inbox: Inbox[Queued] = Inbox()
         self.flying: deque[Copying] = deque()
         self.filled = asyncio.Event()
 
@@ -89,10 +97,10 @@ class LoadBackStage:
     def __len__(self) -> int:
         return len(self._loads.inbox) + len(self._clones.inbox)
 
-    def put(self, effect: LoadBack | Clone) -> None:
+    def put(self, effect: LoadBack | Clone, after: Sequence[Event]) -> None:
         """Queue the effect; its outcome is posted exactly once."""
         line = self._clones if isinstance(effect, Clone) else self._loads
-        line.inbox.put((effect, self._clock()))
+        line.inbox.put(Queued(effect, after, self._clock()))
         line.filled.set()
 
     def copying(self, op: int) -> Copying | None:
@@ -114,22 +122,23 @@ class LoadBackStage:
         loads = self._loads.inbox.take()
         if loads:
             self._submit_loads(loads)
-        for effect, queued in self._clones.inbox.take():
+        for effect, after, at in self._clones.inbox.take():
             assert isinstance(effect, Clone)
-            self._submit_clone(effect, queued)
+            self._submit_clone(effect, after, at)
 
-    def _submit_loads(self, loads: Sequence[tuple[LoadBack | Clone, float]]) -> None:
-        moves = [move for effect, _ in loads for move in effect.moves]
-        events = self._mover.load(moves)
+    def _submit_loads(self, loads: Sequence[Queued]) -> None:
+        moves = [move for queued in loads for move in queued.effect.moves]
+        after = list(dict.fromkeys(event for queued in loads for event in queued.after))
+        events = self._mover.load(moves, after)
         self.meter.count(len(loads), *self._size_of(moves))
-        for effect, queued in loads:
-            self._fly(self._loads, Copying(effect.op, events.layers, events.done, None, queued))
+        for effect, _, at in loads:
+            self._fly(self._loads, Copying(effect.op, events.layers, events.done, None, at))
 
-    def _submit_clone(self, effect: Clone, queued: float) -> None:
+    def _submit_clone(self, effect: Clone, after: Sequence[Event], at: float) -> None:
         source = self._by_op.get(effect.after)
         needs = source.done if source is not None else None
-        event = self._mover.clone(effect.moves, () if needs is None else (needs,))
-        self._fly(self._clones, Copying(effect.op, (), event, needs, queued))
+        event = self._mover.clone(effect.moves, after if needs is None else (*after, needs))
+        self._fly(self._clones, Copying(effect.op, (), event, needs, at))
 
     def _fly(self, line: _Line, copying: Copying) -> None:
         line.flying.append(copying)

@@ -18,36 +18,35 @@ from typing import TYPE_CHECKING, Protocol, cast
 from asynccache.config import PoolSpec
 from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
-from asynccache.core.settings import ComponentKind
+from asynccache.core.slots import SLOT_BYTES
 from asynccache.ranks import Phase
 from asynccache.runtime.completions import Commit, Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
-from asynccache.runtime.poolmap import SLOT_BYTES, Entry, PoolMap
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
-from asynccache.runtime.stats import Meter
-from asynccache.storage import PageKey, Result
+from asynccache.worker.contract import Asked, Read, Result
+from asynccache.worker.layout import FULL, Layout
+from asynccache.worker.stats import Meter
 
 if TYPE_CHECKING:
     from asynccache.core.plan import Plan
 
-FULL = int(ComponentKind.FULL)
 BATCH_BYTES = 4 << 20
 BATCH_PAGES = 128
 
 
-class Store(Protocol):
-    """The part of ``CheckedStore`` that this stage uses."""
+class Reader(Protocol):
+    """The part of ``Worker`` that a fetch uses."""
 
-    async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
-    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
+    async def ask(self, asked: Sequence[Asked]) -> list[bytes]: ...
+    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]: ...
 
 
 class Fetch:
     """An open prefetch operation. ``sharers``: the handles it serves; ``end``: how far it was committed, in tokens."""
 
     def __init__(
-        self, driver: Driver, store: Store, pools: PoolMap, meter: Meter, op: int, shape: Shape, threshold: int,
+        self, driver: Driver, worker: Reader, pools: Layout, meter: Meter, op: int, shape: Shape, threshold: int,
         late: Callable[[Prefetch], bool], completions: Completions,
     ) -> None:  # fmt: skip
         self.op = op
@@ -57,7 +56,7 @@ class Fetch:
         self.cut = Cut.NOTHING
         self.end = 0
         self._driver = driver
-        self._store = store
+        self._worker = worker
         self._pools = pools
         self._meter = meter
         self._threshold = max(threshold, shape.page_size)
@@ -175,32 +174,32 @@ class Fetch:
         full_end = first
         while full_end < last and self.wish is Wish.RUN:
             stop = min(last, full_end + BATCH_PAGES)
-            for spec in self._pools.of[FULL]:
-                await self._ask_pool(spec, full_end, stop)
+            await self._ask_pools([(spec, range(full_end, stop)) for spec in self._pools.of[FULL]])
             held = self._run_of_full(full_end, stop)
             full_end += held
             if full_end < stop:
                 break
-        for component in self._pools.components[1:]:
-            start = self._first_needed(component)
-            for spec in self._pools.of[component]:
-                for at in range(start, full_end, BATCH_PAGES):
-                    await self._ask_pool(spec, at, min(full_end, at + BATCH_PAGES))
+        auxiliary = [
+            (spec, range(self._first_needed(component), full_end))
+            for component in self._pools.components[1:] for spec in self._pools.of[component]
+        ]  # fmt: skip
+        if any(pages for _, pages in auxiliary):
+            await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
         """The first page that any end could need: windows only move on."""
         needed = needed_pages(self.shape, component, self.shape.anchor + self.shape.page_size)
         return min((*needed, self._pages_of(self.shape.anchor)))
 
-    async def _ask_pool(self, spec: PoolSpec, start: int, stop: int) -> None:
-        keys = [self._pools.key(spec.name, self._hash(page)) for page in range(start, stop)]
-        present = self._present[spec.name]
-        results = await self._store.exists(keys)
-        self._look_at(results)
-        for page, result in enumerate(results, start):
-            present[page] = result is Result.HIT
+    async def _ask_pools(self, questions: Sequence[tuple[PoolSpec, range]]) -> None:
+        """Ask for some pages of several pools, in one call."""
+        answers = await self._worker.ask([Asked(spec.name, self._hashes_of(pages)) for spec, pages in questions])
+        for (spec, pages), results in zip(questions, answers, strict=True):
+            self._look_at(results)
+            for page, result in zip(pages, results, strict=True):
+                self._present[spec.name][page] = result == Result.HIT
 
-    def _look_at(self, results: Sequence[Result]) -> None:
+    def _look_at(self, results: bytes) -> None:
         """Note what is wrong with the store, beside that it does not have a page."""
         if Result.CORRUPT in results:
             self.cut = Cut.CHECKSUM
@@ -221,7 +220,7 @@ class Fetch:
         """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got. One rank takes slots batch by
         batch, as it goes; several take them all when they have agreed."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
-        some = last if self._driver.turns.lockstep else _batch(self._pools.lead)
+        some = last if self._driver.lockstep else _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
             wanted = min(some, last - page)
             slots = await self._take_full(wanted, last - page - wanted)
@@ -254,44 +253,39 @@ class Fetch:
 
     async def _get_run(self, specs: Sequence[PoolSpec], pages: range) -> int:
         """Read ``pages`` of FULL in each of ``specs``; the first page that one of them could not give, or their end."""
-        first, stop = self._pages_of(self.shape.anchor), pages.stop
-        for spec in specs:
-            slots = self._slots[(pages.start - first) * SLOT_BYTES : (stop - first) * SLOT_BYTES]
-            stop = min((stop, *await self._get(spec, range(pages.start, stop), slots)))
-        return stop
+        first = self._pages_of(self.shape.anchor)
+        slots = self._slots[(pages.start - first) * SLOT_BYTES : (pages.stop - first) * SLOT_BYTES]
+        failed = await self._get([(spec, pages, slots) for spec in specs], run=True)
+        return min((pages.stop, *(page for missing in failed for page in missing)))
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
         """Read the auxiliary pages that ``end`` needs; False, and the maps know where, if one is not to be had."""
         phase = self._begin()
-        got: dict[str, int] = {}
-        for component, slots in aux.items():
-            pages = needed_pages(self.shape, component, end)
-            for spec in self._pools.of[component]:
-                got[spec.name] = len(pages) - len(await self._get(spec, pages, slots))
+        wanted = {c: needed_pages(self.shape, c, end) for c in aux}
+        reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
+        failed = await self._get(reads, run=False)
+        got = {spec.name: len(pages) - len(missing) for (spec, pages, _), missing in zip(reads, failed, strict=True)}
         agreed = await phase.meet(got)
-        needed = {spec.name: len(needed_pages(self.shape, c, end)) for c in aux for spec in self._pools.all_of[c]}
+        needed = {spec.name: len(wanted[c]) for c in aux for spec in self._pools.all_of[c]}
         return all(count == needed[name] for name, count in agreed.items())
 
-    async def _get(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> list[int]:
-        """Read ``pages`` of one pool into ``slots``; the pages that failed."""
-        failed: list[int] = []
-        for start in range(0, len(pages), BATCH_PAGES):
-            part = pages[start : start + BATCH_PAGES]
-            entries = list(self._entries(spec, part, slots[start * SLOT_BYTES :]))
-            failed += await self._get_part(spec, part, entries)
-        return failed
+    async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
+        """Read pages of several pools into their slots, in one call; for each, the pages that failed. ``run``: see
+        ``Worker.read``."""
+        answers = await self._worker.read(
+            [Read(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES]) for spec, pages, slots in reads],
+            run=run,
+        )
+        return [self._got(spec, pages, results)
+                for (spec, pages, _), results in zip(reads, answers, strict=True)]  # fmt: skip
 
-    def _entries(self, spec: PoolSpec, pages: Sequence[int], slots: bytes) -> Iterator[Entry]:
-        hashes = b"".join(map(self._hash, pages))
-        return self._pools.entries(spec.name, hashes, slots[: len(pages) * SLOT_BYTES])
-
-    async def _get_part(self, spec: PoolSpec, pages: Sequence[int], entries: Sequence[Entry]) -> list[int]:
-        results = await self._store.get([key for key, _ in entries], [payload for _, payload in entries])
+    def _got(self, spec: PoolSpec, pages: Sequence[int], results: bytes) -> list[int]:
+        """Note what was read of one pool. ``results``: of the first of ``pages``. The pages that failed."""
         self._look_at(results)
-        failed = [page for page, result in zip(pages, results, strict=True) if result is not Result.HIT]
+        failed = [page for page, result in zip(pages, results, strict=False) if result != Result.HIT]
         for page in failed:
             self._present[spec.name][page] = 0
-        good = len(pages) - len(failed)
+        good = len(results) - len(failed)
         self._meter.count(0, good, good if self._pools.counts(spec.name) else 0, good * spec.bytes_per_page)
         self._meter.errors += len(failed)
         return failed
@@ -311,7 +305,7 @@ class Fetch:
 
     async def _commit(self, end: int) -> None:
         commit = partial(self._try_to_commit, end)
-        if not self._driver.turns.lockstep:
+        if not self._driver.lockstep:
             await self._completions.committed(commit)
             return
         while blockers := await self._commit_in_turn(commit):
@@ -342,8 +336,10 @@ class Fetch:
         self._open = False
         self._driver.perform(plan)
 
-    def _hash(self, page: int) -> bytes:
-        return self._hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]
+    def _hashes_of(self, pages: Sequence[int]) -> bytes:
+        if isinstance(pages, range):
+            return self._hashes[pages.start * HASH_BYTES : pages.stop * HASH_BYTES]
+        return b"".join(self._hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES] for page in pages)
 
     def _pages_of(self, tokens: int) -> int:
         return tokens // self.shape.page_size

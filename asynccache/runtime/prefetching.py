@@ -1,4 +1,5 @@
-"""prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle.
+"""prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle; and the policy
+that says how long.
 
 Law: a refused prefetch waits in a line of its own, first come, first served, and is tried again; one that meets pages
 on their way joins them. Who waits there claims nothing. At the head of the line it waits for room on the host for
@@ -7,41 +8,51 @@ on their way joins them. Who waits there claims nothing. At the head of the line
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from math import inf
 from typing import Any
 
+from asynccache.config import CacheConfig
 from asynccache.core.cache import Begin, Join, Opened, Skip
 from asynccache.core.plan import Wait
+from asynccache.core.settings import PrefetchPolicy
+from asynccache.runtime.claims import Claims
+from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
+from asynccache.runtime.fetching import Fetch
+from asynccache.runtime.hashing import Chain
 from asynccache.runtime.line import Place
-from asynccache.runtime.poolmap import PoolMap
-from asynccache.runtime.prefetch import Prefetch, PrefetchStatus, Wish
-from asynccache.runtime.stages.fetch import Fetch, Store
-from asynccache.runtime.stats import Meter
+from asynccache.runtime.prefetch import Cut, Held, Prefetch, PrefetchHandle, PrefetchStatus, Wish, prefetch_of
+from asynccache.runtime.tokens import TOKEN_BYTES
+from asynccache.worker.contract import Worker
+from asynccache.worker.layout import Layout
+from asynccache.worker.stats import Meter
 
 PATIENCE = 0.5
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], object | None]
 
 
-class PrefetchStage:
-    """Runs handles. Mutable state: the handles and fetches that are under way."""
+class Prefetching:
+    """Makes handles and runs them. Mutable state: the handles and fetches that are under way."""
 
     def __init__(
-        self, driver: Driver, store: Store, pools: PoolMap, threshold: int, spawn: Spawn, clock: Callable[[], float],
-        late: Callable[[Prefetch], bool],
+        self, config: CacheConfig, driver: Driver, worker: Worker, pools: Layout, claims: Claims, clearing: Clearing,
+        spawn: Spawn, clock: Callable[[], float],
     ) -> None:  # fmt: skip
+        self._config = config
         self._driver = driver
-        self._store = store
+        self._worker = worker
         self._pools = pools
-        self._threshold = threshold
+        self._claims = claims
+        self._clearing = clearing
         self._spawn = spawn
         self._clock = clock
-        self._late = late
+        self._time = asyncio.get_running_loop().time
         self._fetches: dict[int, Fetch] = {}
         self.handles: dict[Prefetch, None] = {}  # in order of their arrival: the same on every rank
         self.outcomes: Counter[PrefetchStatus] = Counter()
@@ -49,27 +60,89 @@ class PrefetchStage:
         self.completions = Completions(driver)
 
     def __repr__(self) -> str:
-        return f"PrefetchStage({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
+        return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
+
+    def begin(self, space: bytes, key: bytes) -> Prefetch:
+        """One whose work has begun, or that is over already because there is nothing worth fetching."""
+        driver, size = self._driver, self._config.page_size
+        match = driver.unlocked(driver.core.match, space, key)
+        handle = Prefetch(
+            space, key, Chain(space, size), Held(match.device, match.host), self._time(),
+            driver.prefetch_line.ticket(), driver.check_thread, self._claims, driver.turns.wake,
+        )  # fmt: skip
+        whole = len(key) // TOKEN_BYTES // size * size
+        if not self._worker.has_stores:
+            handle.skip("no storage")
+        elif self._clearing:
+            self._skip(handle, "storage is being cleared")
+        elif whole - match.host < max(1, self._config.prefetch_threshold):
+            self._skip(handle, "below the threshold")
+        elif self._storage_is_away(space):
+            handle.cut = Cut.BACKEND
+            self._skip(handle, "storage is away")
+        else:
+            self._start(handle)
+        return handle
+
+    def own(self, handle: PrefetchHandle) -> Prefetch:
+        """Its prefetch. Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
+        return prefetch_of(handle, self._claims)
+
+    # the policy
+
+    @property
+    def policy(self) -> PrefetchPolicy:
+        """What a lease does with a prefetch that has not ended."""
+        return self._config.prefetch_policy
+
+    def deadline(self, handle: Prefetch) -> float:
+        """When the timeout policy stops ``handle``, in the loop's time."""
+        config = self._config
+        thousands = len(handle.key) / TOKEN_BYTES / 1024
+        allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
+        return handle.started + min(allowed, config.prefetch_timeout_max)
+
+    def late(self, handle: Prefetch) -> bool:
+        """Whether ``handle`` has had the time that the policy gives it."""
+        return self.policy is PrefetchPolicy.TIMEOUT and self._time() >= self.deadline(handle)
+
+    def may_stop(self, handle: Prefetch) -> bool:
+        """Whether the policy lets a lease stop ``handle`` now."""
+        if self.policy is PrefetchPolicy.TIMEOUT:
+            return not self._driver.lockstep and self.late(handle)  # ranks stop it where they agree on the time
+        return self.policy is PrefetchPolicy.BEST_EFFORT
+
+    # those under way
 
     def read_outcomes(self) -> Mapping[str, int]:
-        """How prefetches ended so far."""
+        """How prefetches ended so far; nothing, where there can be no storage."""
+        if not self._worker.takes_stores:
+            return {}
         return {status.value: self.outcomes[status] for status in PrefetchStatus}
 
     def operations(self) -> tuple[int, ...]:
         """The fetches under way."""
         return tuple(self._fetches)
 
-    def start(self, handle: Prefetch) -> None:
-        """Begin to serve ``handle``."""
+    def _storage_is_away(self, space: bytes) -> bool:
+        """One rank alone must not leave out what the others do."""
+        return not self._driver.lockstep and self._worker.is_away(space)
+
+    def _start(self, handle: Prefetch) -> None:
         self.handles[handle] = None
         handle.began = self._clock()
         if self._spawn(self._driver.turns.play(partial(self._serve, handle)), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
-    def skip(self, handle: Prefetch, reason: str) -> None:
-        """End ``handle`` before it began."""
+    def _skip(self, handle: Prefetch, reason: str) -> None:
         self.outcomes[PrefetchStatus.SKIPPED] += 1
         handle.finish(PrefetchStatus.SKIPPED, reason)
+
+    def cancel(self, space: bytes | None = None) -> None:
+        """Give up all handles of a namespace (None: of all)."""
+        for handle in tuple(self.handles):
+            if space is None or handle.space == space:
+                handle.tell(Wish.CANCEL)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The cache is closed: whoever awaits a handle is told."""
@@ -176,8 +249,8 @@ class PrefetchStage:
         if isinstance(answer, Opened):
             self._driver.ops.open(answer.op)
             fetch = Fetch(
-                self._driver, self._store, self._pools, self.meter, answer.op, answer.shape, self._threshold,
-                self._late, self.completions,
+                self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
+                self._config.prefetch_threshold, self.late, self.completions,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asynccache.core.plan import BackupHost, Move, Outcome, Status
 from asynccache.errors import CopyFailed
 from asynccache.memory.device import Event
-from asynccache.runtime.readiness import Readiness
-from asynccache.runtime.stages.queue import Inbox
-from asynccache.runtime.stats import Meter
+from asynccache.worker.inbox import Inbox
+from asynccache.worker.stats import Meter
 
 
 class Copier(Protocol):
@@ -19,23 +18,29 @@ class Copier(Protocol):
     def backup(self, moves: Sequence[Move], after: Sequence[Event] = ()) -> Event: ...
 
 
+class Queued(NamedTuple):
+    """An effect, the events that it waits for on the device, and when it was queued."""
+
+    effect: BackupHost
+    after: Sequence[Event]
+    at: float
+
+
 class BackupHostStage:
     """A queue of ``BackupHost`` effects and its worker."""
 
     def __init__(
         self,
         mover: Copier,
-        readiness: Readiness,
         post: Callable[[Outcome], None],
         size_of: Callable[[Sequence[Move]], tuple[int, int, int]],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
-        self._readiness = readiness
         self._post = post
         self._size_of = size_of
         self._clock = clock
-        self._inbox: Inbox[tuple[BackupHost, float]] = Inbox()
+        self._inbox: Inbox[Queued] = Inbox()
         self.meter = Meter()
 
     def __repr__(self) -> str:
@@ -44,9 +49,9 @@ class BackupHostStage:
     def __len__(self) -> int:
         return len(self._inbox)
 
-    def put(self, effect: BackupHost) -> None:
+    def put(self, effect: BackupHost, after: Sequence[Event]) -> None:
         """Queue the effect; its outcome is posted exactly once."""
-        self._inbox.put((effect, self._clock()))
+        self._inbox.put(Queued(effect, after, self._clock()))
 
     async def run(self) -> None:
         """Copy batch after batch, for ever. Cancelling it abandons the outcome, never a buffer in use: the device
@@ -54,19 +59,20 @@ class BackupHostStage:
         while True:
             await self._inbox.filled()
             batch = self._inbox.take()
-            moves = [move for effect, _ in batch for move in effect.moves]
-            status = await _copied(self._mover.backup(moves, self._readiness.pending()))
+            moves = [move for queued in batch for move in queued.effect.moves]
+            after = list(dict.fromkeys(event for queued in batch for event in queued.after))
+            status = await _copied(self._mover.backup(moves, after))
             self._report(batch, moves, status)
 
-    def _report(self, batch: Sequence[tuple[BackupHost, float]], moves: Sequence[Move], status: Status) -> None:
+    def _report(self, batch: Sequence[Queued], moves: Sequence[Move], status: Status) -> None:
         if status is Status.DONE:
             self.meter.count(len(batch), *self._size_of(moves))
         else:
             self.meter.errors += len(batch)
         now = self._clock()
-        for effect, queued in batch:
-            self.meter.took(now - queued)
-            self._post(Outcome(effect.op, status))
+        for queued in batch:
+            self.meter.took(now - queued.at)
+            self._post(Outcome(queued.effect.op, status))
 
 
 async def _copied(event: Event) -> Status:

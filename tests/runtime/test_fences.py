@@ -1,4 +1,4 @@
-"""Fences: which events stand before which slots, against a model that keeps every event of every slot."""
+"""Fences: which batches stand before which slots, against a model that keeps every batch of every slot."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from asynccache.memory.fences import SWEEP, Fences
+from asynccache.runtime.fences import SWEEP, Fences
 
 FULL, SWA = 0, 1
 SLOTS = {FULL: 24, SWA: 8}
 
 
 class Told:
-    """An event that fires when it is told to."""
+    """A batch that is over when it is told so."""
 
+    number = 0
     fired = False
 
     def done(self) -> bool:
@@ -47,14 +48,6 @@ def test_only_the_slots_of_an_event_wait_for_it() -> None:
     two.fired = True
     assert fences.before([(FULL, table(range(24)))]) == []
     assert len(fences) == 0
-
-
-def test_everywhere_is_every_slot() -> None:
-    fences, one = Fences(SLOTS), Told()
-    fences.add(one, None)
-    assert fences.before([(SWA, table([7]))]) == [one]
-    one.fired = True
-    assert fences.before([(SWA, table([7]))]) == []
 
 
 def test_an_event_that_has_fired_stands_before_nothing() -> None:

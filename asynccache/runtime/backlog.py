@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from asynccache.core.plan import BackupStorage
-from asynccache.runtime.poolmap import SLOT_BYTES
+from asynccache.core.slots import SLOT_BYTES
 
 
 class Backlog:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asynccache.events import Notice
-from asynccache.runtime.stages.queue import Inbox
+from asynccache.worker.inbox import Inbox
 
 
 class EventStage:

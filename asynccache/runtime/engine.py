@@ -1,0 +1,99 @@
+"""What the head knows of the engine: which batches of its work are not over, and what has to wait for them.
+
+Laws:
+* No copy reads a committed page before the batch that its commit named is over. A backup may start long after its
+  commit (the core defers it), so every copy out of device pages waits, on the device, for all that commits have named.
+* What is copied into a page waits, on the device, for the batches that some lease named while it had that page, and
+  for no other (``fences``). They are looked up when the copy is asked for: what is named later does not hold it, since
+  the engine may wait for that very copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asynccache.config import PoolSpec
+from asynccache.core.cache import CacheCore
+from asynccache.core.cache import Lease as CoreLease
+from asynccache.core.plan import BackupHost, Clone, LoadBack
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+from asynccache.runtime.fences import Fences, not_over
+from asynccache.worker.contract import Batch, Work, Worker
+
+
+class Engine:
+    """Mutable state: the fences, and the batches that commits named (``ready``) and that may not be over."""
+
+    def __init__(self, worker: Worker, core: CacheCore, pools: Sequence[PoolSpec]) -> None:
+        self.fences = Fences(_slots_of(pools))
+        self._worker = worker
+        self._core = core
+        kinds = {component.kind for component in core.config.components}
+        self._tables = sorted(int(kind) for kind in kinds if kind is not ComponentKind.MAMBA)
+        self._has_states = ComponentKind.MAMBA in kinds
+        self._ready: list[Batch] = []
+
+    def __repr__(self) -> str:
+        return f"Engine({self.fences!r}, {len(self._ready)} batches that commits named)"
+
+    def event(self, name: str, event: object | None) -> object | None:
+        """``event``, the argument ``name`` of a call, as of now, for ``batch``; None if it is None. From any thread.
+
+        Raises:
+            ConfigError: copies cannot wait for it.
+        """
+        if event is None:
+            return None
+        try:
+            return self._worker.engine_event(event)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+    def batch(self, name: str, event: object | None) -> Batch | None:
+        """The batch that ends with ``event``, the argument ``name`` of a call; None if it is None. Raises as
+        ``event``."""
+        taken = self.event(name, event)
+        return None if taken is None else self._worker.batch(taken)
+
+    def fence(self, lease: CoreLease, *batches: Batch) -> None:
+        """The engine may use the lease's pages until ``batches`` are over: what is copied into one of them later, on
+        whoever's behalf, waits for that on the device."""
+        pending = not_over(*batches)
+        if pending:
+            slots: dict[int, bytes] = {kind: self._core.pages(lease, kind) for kind in self._tables}
+            if self._has_states:
+                slots[int(ComponentKind.MAMBA)] = lease.states
+            for batch in pending:
+                self.fences.add(batch, slots)
+
+    def expect(self, ready: Batch) -> None:
+        """A commit is about to publish pages that ``ready`` writes."""
+        if not ready.done():
+            self._ready.append(ready)
+
+    def pending(self) -> list[Batch]:
+        """What commits named and is not over."""
+        if self._ready:
+            self._ready = not_over(*self._ready)
+        return self._ready
+
+    def begin(self, effect: BackupHost | LoadBack | Clone) -> None:
+        """Hand the effect to the worker, with all that it has to wait for."""
+        self._worker.perform(Work(effect, tuple(batch.number for batch in self._before(effect))))
+
+    def _before(self, effect: BackupHost | LoadBack | Clone) -> Sequence[Batch]:
+        if isinstance(effect, BackupHost):
+            return self.pending()
+        if not len(self.fences):
+            return ()
+        if isinstance(effect, LoadBack):
+            return self.fences.before((move.component, move.dst) for move in effect.moves)
+        return self.fences.before((move.component, slots) for move in effect.moves for slots in (move.src, move.dst))
+
+
+def _slots_of(pools: Sequence[PoolSpec]) -> Mapping[int, int]:
+    slots: dict[int, int] = {}
+    for spec in pools:
+        slots[int(spec.component)] = max(spec.device_pages, slots.get(int(spec.component), 0))
+    return slots

@@ -1,0 +1,49 @@
+"""Namespaces as the runtime names them: the digest of each, as of its last invalidation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+from asynccache import checks
+from asynccache.config import CacheConfig
+from asynccache.runtime.hashing import namespace_digest
+
+
+class Names(Protocol):
+    """Who is told what a namespace is called."""
+
+    def name(self, space: bytes, extra_key: str | bytes) -> None: ...
+
+
+class Namespaces:
+    """Mutable state: how often each was invalidated, and how often all were (``resets``)."""
+
+    def __init__(self, config: CacheConfig, names: Names | None) -> None:
+        self.resets = 0
+        self._config = config
+        self._names = names
+        self._epochs: Counter[str | bytes | None] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Namespaces({len(self._epochs)} invalidated, {self.resets} resets)"
+
+    def space(self, extra_key: str | bytes | None) -> bytes:
+        """The digest of a namespace, as of its last invalidation.
+
+        Raises:
+            ConfigError: ``extra_key`` is neither text nor bytes nor None.
+        """
+        if extra_key is not None:
+            checks.namespace("extra_key", extra_key)
+        epoch = self._epochs[extra_key] if self._epochs else 0
+        space = namespace_digest(self._config.model, self._config.page_size, extra_key, epoch)
+        if self._names is not None and extra_key is not None:
+            self._names.name(space, extra_key)
+        return space
+
+    def outdate(self, extra_key: str | bytes | None) -> bytes:
+        """From now on the namespace is another one; the digest that it had. Raises as ``space``."""
+        space = self.space(extra_key)
+        self._epochs[extra_key] += 1
+        return space

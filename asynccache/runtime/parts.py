@@ -1,0 +1,208 @@
+"""The parts of one open cache, put together. ``AsyncCache`` alone has all of them; each part gets what it uses.
+
+Mutable state: none of its own; what the parts have belongs to one loop and one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from asynccache.config import CacheConfig, PoolSpec
+from asynccache.core.cache import CacheCore
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
+from asynccache.errors import RankDivergence, RankFailure
+from asynccache.events import Notice
+from asynccache.ranks import Agreement, Ranks
+from asynccache.runtime.acks import Freezer, run_acks
+from asynccache.runtime.announcing import Announcing
+from asynccache.runtime.attaching import Stores
+from asynccache.runtime.backlog import Backlog
+from asynccache.runtime.claims import Claims
+from asynccache.runtime.clearing import Clearing
+from asynccache.runtime.closing import Saving
+from asynccache.runtime.door import Door
+from asynccache.runtime.driver import Driver
+from asynccache.runtime.engine import Engine
+from asynccache.runtime.keeping import Keeper
+from asynccache.runtime.lease import Leasing
+from asynccache.runtime.lockstep import Lockstep
+from asynccache.runtime.lookups import Lookups
+from asynccache.runtime.namespaces import Namespaces
+from asynccache.runtime.notices import EventStage
+from asynccache.runtime.outbox import WORKERS, Outbox
+from asynccache.runtime.prefetching import Prefetching
+from asynccache.runtime.publishing import Publisher
+from asynccache.runtime.recorded import recorded
+from asynccache.runtime.retire import RetireStage
+from asynccache.runtime.supervisor import Supervisor
+from asynccache.worker.contract import Reports
+from asynccache.worker.layout import Layout
+from asynccache.worker.stats import Meter
+
+if TYPE_CHECKING:
+    from asynccache.worker.local import LocalWorker
+
+OnEvent = Callable[[Notice], None]
+
+REMEMBERED = 1 << 14
+
+
+class Parts:
+    """Built when a cache opens; ``start`` makes its tasks, ``close`` refuses every call from then on."""
+
+    def __init__(
+        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: LocalWorker, ranks: Ranks | None,
+        agreement: Agreement, on_event: OnEvent | None,
+    ) -> None:  # fmt: skip
+        settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
+        lockstep = _lockstep(ranks, pools)
+        self.core = CacheCore(settings) if lockstep is None else recorded(settings, lockstep.record)
+        self.worker = worker
+        self.pools = Layout(pools)
+        self.lookups = Lookups(self.core)
+        self.driver = driver = Driver(self.core, lockstep or agreement)
+        self.supervisor = Supervisor(self.close)
+        driver.on_failure = self.supervisor.fail
+        self.engine = Engine(worker, self.core, pools)
+        self.events = EventStage(on_event) if on_event is not None else None
+        self.announcing = (
+            Announcing(self.events.put, config.page_size, worker, self.core.world.roots)
+            if self.events is not None else None
+        )  # fmt: skip
+        self.namespaces = Namespaces(config, self.announcing)
+        self.claims = Claims(driver)
+        self.outbox, self.clearing = self._to_storage(config.backup_quota)
+        self.prefetching = Prefetching(
+            config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
+        )
+        self.door = Door(driver, worker, self.prefetching, self.namespaces)
+        driver.at_step = self.door.serve_line
+        self.publisher = self._publisher()
+        self.keeper = Keeper(config, self.door)
+        self.stores = Stores(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
+        self.saving = Saving(driver, self.prefetching, self.claims)
+        self.leasing = Leasing(
+            driver, self.door, self.engine, self.publisher, worker, self.lookups, self.supervisor,
+            asyncio.get_running_loop(),
+        )  # fmt: skip
+        self._freezer = Freezer(lambda: self.publisher.commits) if config.freeze_gc else None
+        self._route()
+
+    def __repr__(self) -> str:
+        return f"Parts({self.driver!r}, {self.door!r}, {self.supervisor!r})"
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """Several ranks: their agreement."""
+        agreement = self.driver.agreement
+        return agreement if isinstance(agreement, Lockstep) else None
+
+    def _to_storage(self, quota: float) -> tuple[Outbox, Clearing]:
+        backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
+        post, clock = self.driver.post, time.perf_counter  # uvloop's own clock counts milliseconds
+        outbox = Outbox(self.worker, post, clock, backlog, self._note_late)
+        return outbox, Clearing(outbox.put, post, backlog)
+
+    def _publisher(self) -> Publisher:
+        retire = RetireStage(self.driver.post, self.supervisor.spawn)
+        hashes = self.worker.takes_stores or self.events is not None  # a store may be attached at any time
+        return Publisher(self.driver, self.engine, retire, hashes=hashes)
+
+    def _route(self) -> None:
+        for effect in (BackupHost, LoadBack, Clone):
+            self.driver.route(effect, self.engine.begin)
+        self.driver.route(BackupStorage, self.clearing.put)
+        if self.events is not None:
+            self.driver.route(Publish, self.events.put)
+        if self.lockstep is not None:
+            self.lockstep.on_late = self._tell_late
+
+    def _note_late(self, late: bool) -> None:
+        """One rank alone must not tell its core; several agree on it."""
+        if self.lockstep is None:
+            self._tell_late(late)
+        else:
+            self.lockstep.storage_is_late = late
+
+    def _tell_late(self, late: bool) -> None:
+        """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are
+        told that are told why."""
+        try:
+            self.driver.perform(self.driver.unlocked(self.core.note_late_storage, late))
+        except Exception:
+            if self.driver.closed is None:
+                raise
+
+    # tasks
+
+    async def start(self) -> None:
+        """Make the workers. Cancelling it leaves none behind."""
+        await self.supervisor.start()
+        reports = Reports(self.driver.post, self.supervisor.fail, self._keys)
+        for name, work in [*self.worker.start(reports), *self._workers()]:
+            self.supervisor.spawn(work, f"asynccache-{name}")
+        self.stores.begin()
+
+    def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        several = self.lockstep is not None
+        acks = self.lockstep.read_reports() if self.lockstep is not None else run_acks(self.driver, self._freezer)
+        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", acks)]
+        if self.events is not None:
+            workers.append(("events", self.events.run()))
+        if self.worker.takes_stores:
+            if not several:
+                workers.append(("prefetch-commits", self.prefetching.completions.run()))
+            workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
+        return workers
+
+    def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
+        if self.announcing is not None:
+            self.announcing.report(store, there, keys)
+
+    def close(self, cause: BaseException | None) -> None:
+        """Refuse every call from now on and tell everybody who waits: ``cause``, if a worker died of it."""
+        driver = self.driver
+        if driver.closed is None:
+            driver.close(cause)
+            if self.lockstep is not None and _is_own(cause, self.lockstep):
+                self.lockstep.resign()
+            self.door.shut(driver.closed_error)
+            if self.announcing is not None:
+                self.announcing.stop()
+            self.prefetching.fail(driver.closed_error)
+
+    # looking at it
+
+    def meters(self) -> Mapping[str, Meter]:
+        """The transfer stages' counters."""
+        return {
+            **self.worker.meters(), "backup_storage": self.outbox.meter, "prefetch": self.prefetching.meter,
+        }  # fmt: skip
+
+    def queues(self) -> Mapping[str, int]:
+        """What waits where: effects for their stages, prefetches, requests in line, outcomes for the core."""
+        return {
+            **self.worker.queues(),
+            "backup_storage": len(self.outbox),
+            "prefetch": len(self.prefetching.handles),
+            "acks": self.driver.unapplied,
+            "completions": len(self.prefetching.completions),
+            "line": len(self.driver.line),
+            "saving": len(self.driver.saving),
+        }
+
+
+def _is_own(cause: BaseException | None, lockstep: Lockstep) -> bool:
+    """Whether the other ranks do not know of it."""
+    of_group = isinstance(cause, (RankFailure, RankDivergence)) and lockstep.failed
+    return isinstance(cause, Exception) and not of_group
+
+
+def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:
+    if ranks is None or ranks.topology.ranks == 1:  # alone there is nobody to agree with
+        return None
+    return Lockstep(ranks, [spec.name for spec in pools], {spec.name for spec in pools if spec.bytes_per_page})

@@ -1,0 +1,33 @@
+"""What an embedder gives a cache instead of what the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asynccache.config import CacheConfig
+from asynccache.storage.attaching import options_of
+from asynccache.worker.contract import Device, Storage, StoreOptions
+
+MOMENT = 1.0
+"""Seconds that copies on a device of the embedder's are waited for, whatever the deadline."""
+
+
+class Given:
+    """What the embedder gives instead of what the configuration names; the embedder closes what it made."""
+
+    def __init__(self, device: Device | None = None, storage: Storage | None = None) -> None:
+        self.device = device
+        self.storage = storage
+
+    def stores(self, config: CacheConfig) -> tuple[Storage, ...]:
+        """What there is at the start."""
+        return config.stores if self.storage is None else (self.storage,)
+
+    def options(self, config: CacheConfig) -> Mapping[str, str]:
+        """What is added to the URL."""
+        return config.storage_options if self.storage is None else {}
+
+
+def planned_stores(config: CacheConfig, given: Given) -> list[StoreOptions | None]:
+    """How the stores of the start are to be used; None: opening that one will say what is wrong."""
+    return [options_of(storage, given.options(config)) for storage in given.stores(config)]

@@ -1,0 +1,266 @@
+"""The worker of the head's own process: every call is a plain call, and nothing is sent.
+
+Laws:
+* Opening is all or nothing: who fails or is cancelled leaves no device, no pool and no store behind.
+* Closing lets go in the reverse order: stores, then copies that are under way, then the device, if it is our own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from asynccache.config import CacheConfig, PoolSpec
+from asynccache.core.plan import BackupHost
+from asynccache.errors import ConfigError
+from asynccache.memory.cpu import CpuDevice
+from asynccache.memory.mover import Mover
+from asynccache.memory.naming import parse_device
+from asynccache.settle import completed
+from asynccache.storage.records import store_layout
+from asynccache.storage.tiers import TieredStore
+from asynccache.worker.batches import LocalBatch, LocalBatches
+from asynccache.worker.contract import Reports, StoreEntry, Work
+from asynccache.worker.given import MOMENT, Given
+from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.stages.backup_host import BackupHostStage
+from asynccache.worker.stages.load_back import LoadBackStage
+from asynccache.worker.stages.reading import Reading
+from asynccache.worker.stages.writing import Writing
+from asynccache.worker.stores import Stores
+
+if TYPE_CHECKING:
+    from asynccache.memory.device import Device, Event
+    from asynccache.memory.pools import DevicePool
+    from asynccache.worker.stats import Meter
+
+DELETE_PAGES = 32
+
+
+async def open_local(config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> LocalWorker:
+    """Allocate ``pools`` and open the stores. Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: pools do not fit in memory, or an unknown device or backend.
+        Unavailable: a store cannot be opened now.
+    """
+    opening = _Opening(config, pools, given)
+    try:
+        return await opening.open()
+    except BaseException:
+        await close_all(opening.tiers, opening.mover, opening.device, MOMENT, own=given.device is None)
+        raise
+
+
+class _Opening:
+    """What is open by now."""
+
+    def __init__(self, config: CacheConfig, pools: Sequence[PoolSpec], given: Given) -> None:
+        self._config = config
+        self._pools = pools
+        self._given = given
+        self.device: Device | None = given.device
+        self.mover: Mover | None = None
+        self.tiers = TieredStore()
+
+    async def open(self) -> LocalWorker:
+        config, given = self._config, self._given
+        if self.device is None:
+            await completed(asyncio.to_thread(self._open_device))  # in a thread: a GPU is measured first
+        # Pools first: they may be refused, and a store leaves traces. In a thread: to pin 100 GiB takes half a minute.
+        await completed(asyncio.to_thread(self._make_mover))
+        device, mover = self.device, self.mover
+        assert device is not None
+        assert mover is not None
+        takes_stores = config.pools()[0].host_pages > 0
+        if given.storage is not None and not takes_stores:
+            raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
+        stores = Stores(self.tiers, store_layout(config.pools()), mover.host_pools)
+        await stores.open_first(given.stores(config), given.options(config))
+        pools = PoolMap(self._pools, config.page_size, mover.host_pools)
+        return LocalWorker(device, mover, pools, stores, takes_stores=takes_stores, own_device=given.device is None)
+
+    def _open_device(self) -> None:
+        self.device = open_device(self._config.device)
+
+    def _make_mover(self) -> None:
+        assert self.device is not None
+        self.mover = Mover(self.device, self._pools)
+
+
+def open_device(name: str) -> Device:
+    """The device that a configuration names."""
+    if parse_device(name).kind == "cpu":
+        return CpuDevice()
+    from asynccache.memory.cuda.device import open_device
+
+    return open_device(name)
+
+
+async def close_all(
+    tiers: TieredStore, mover: Mover | None, device: Device | None, patience: float, *, own: bool
+) -> None:
+    """Close what there is. ``own``: the device is ours, which waits for its copies as long as it takes."""
+    try:
+        await tiers.aclose()
+    finally:
+        try:
+            if mover is not None and not own:
+                await mover.drain(patience)
+        finally:
+            if mover is not None:
+                mover.close()
+            if device is not None and own:
+                await device.aclose()
+
+
+class LocalWorker:
+    """See ``Worker``, and the module. ``mover``: the pools and streams."""
+
+    def __init__(
+        self, device: Device, mover: Mover, pools: PoolMap, stores: Stores, *, takes_stores: bool, own_device: bool
+    ) -> None:  # fmt: skip
+        self.mover = mover
+        self.layers = mover.layers
+        self.takes_stores = takes_stores
+        self.has_stores = bool(stores.tiers)
+        self._device = device
+        self._own_device = own_device
+        self._map = pools
+        self._stores = stores
+        self._tiers = stores.tiers
+        self._batches = LocalBatches()
+        self._writing = Writing(stores.tiers, pools)
+        self._reading = Reading(stores.tiers, pools)
+        self.store = self._writing.store
+        self.give_up = self._writing.give_up
+        self.ask = self._reading.ask
+        self.read = self._reading.read
+        self.clear = stores.tiers.clear
+        self.flush = stores.tiers.flush
+        self.find_store = stores.find
+        self.open_store = stores.open
+        self.drop_store = stores.drop
+        self.close_store = stores.close
+        self.unwatch_store = stores.unwatch
+
+    def __repr__(self) -> str:
+        return f"LocalWorker({self.mover!r}, {self._stores!r})"
+
+    def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """Take work from now on. Returns what its tasks are to run, by name, until they are cancelled."""
+        post, size_of, clock = reports.ended, self._map.size_of, time.perf_counter  # uvloop's clock counts milliseconds
+        self._keys = reports.keys
+        self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
+        self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
+        return [
+            ("backup-host", self.backup_host.run()),
+            ("load-back", self.load_back.run()),
+            ("clones", self.load_back.run_clones()),
+        ]
+
+    async def aclose(self, patience: float) -> None:
+        """Close stores, pools and the device. ``patience``: seconds that copies on a device that outlives this worker
+        are waited for. Cancelling it may leave some of it open.
+
+        Raises:
+            BackendError: a store could not close cleanly; all the rest is closed.
+        """
+        await close_all(self._tiers, self.mover, self._device, patience, own=self._own_device)
+
+    # the engine's work, and copies beside it
+
+    @property
+    def pools(self) -> Mapping[str, DevicePool]:
+        """The device pools by name."""
+        return self.mover.device_pools
+
+    def engine_event(self, event: object) -> Event:
+        """See ``Worker``."""
+        return self.mover.engine_event(event)
+
+    def batch(self, event: object) -> LocalBatch:
+        """See ``Worker``."""
+        return self._batches.of(cast("Event", event))
+
+    def perform(self, work: Work) -> None:
+        """See ``Worker``."""
+        effect, after = work
+        events = self._batches.events(after) if after else ()
+        if isinstance(effect, BackupHost):
+            self.backup_host.put(effect, events)
+        else:
+            self.load_back.put(effect, events)
+
+    async def layer(self, op: int, i: int) -> None:
+        """See ``Worker``."""
+        copying = self.load_back.copying(op)
+        if copying is not None:
+            await copying.layer(i).wait()
+
+    def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
+        """See ``Worker``."""
+        own = self.mover.engine_stream(stream)
+        for op in ops:
+            copying = self.load_back.copying(op)
+            if copying is not None:
+                own.wait_event(copying.layer(i))
+
+    # pages and stores; see ``Worker``
+
+    async def delete(self, hashes: Sequence[bytes]) -> None:
+        """See ``Worker``."""
+        for at in range(0, len(hashes), DELETE_PAGES):
+            pages = hashes[at : at + DELETE_PAGES]
+            await self._tiers.delete([self._map.key(pool, page) for page in pages for pool, _ in self._map.named()])
+            await asyncio.sleep(0)
+
+    def is_away(self, page_hash: bytes) -> bool:
+        """See ``Worker``."""
+        lead = self._map.lead
+        return bool(lead) and self._tiers.is_away(self._map.key(lead[-1].name, page_hash))
+
+    @property
+    def shut(self) -> bool:
+        """See ``Worker``."""
+        return self._tiers.shut
+
+    @property
+    def stores(self) -> tuple[StoreEntry, ...]:
+        """See ``Worker``."""
+        return self._stores.entries
+
+    def use_store(self, number: int, position: int | None) -> None:
+        """See ``Worker``."""
+        self._stores.use(number, position)
+        self.has_stores = True
+
+    def leave_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._stores.leave(number)
+        self.has_stores = bool(self._tiers)
+
+    def watch_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._stores.watch(number, self._keys)
+
+    @property
+    def key_of(self) -> Callable[[bytes], bytes] | None:
+        """See ``Worker``."""
+        return self._map.key_of
+
+    # looking at it
+
+    def meters(self) -> Mapping[str, Meter]:
+        """See ``Worker``."""
+        return {"backup_host": self.backup_host.meter, "load_back": self.load_back.meter}
+
+    def queues(self) -> Mapping[str, int]:
+        """See ``Worker``."""
+        return {"backup_host": len(self.backup_host), "load_back": len(self.load_back)}
+
+    def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
+        """See ``Worker``."""
+        return self._tiers.stats(), self._tiers.store_stats()

@@ -1,0 +1,73 @@
+"""The pools of one worker: what their pages weigh, where they lie on the host, and under which keys they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from asynccache.config import PoolSpec
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import Move
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.storage import PageKey
+from asynccache.storage.records import pool_digest, storage_key
+from asynccache.worker.layout import FULL, Layout
+
+Entry = tuple[PageKey, memoryview]
+
+
+class HostPages(Protocol):
+    """The part of a host pool that storage needs."""
+
+    def page(self, slot: int) -> memoryview: ...
+
+
+class PoolMap(Layout):
+    """``written``: what this worker stores, in two steps: the auxiliary components with what derives from them and what
+    follows FULL, in the order of the configuration; then FULL."""
+
+    def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
+        super().__init__(specs)
+        self.written = (_to_write({**self.of, FULL: self.follow}), _to_write({FULL: self.lead}))
+        solid = [spec for pools in self.of.values() for spec in pools]
+        self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
+        self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
+        self._host = host
+
+    def size_of(self, moves: Sequence[Move]) -> tuple[int, int, int]:
+        """Pages, those of FULL among them, and bytes that ``moves`` carry."""
+        pages = full_pages = size = 0
+        for move in moves:
+            count = len(move.src) // SLOT_BYTES
+            pages += count
+            full_pages += count if move.component == FULL else 0
+            size += count * self._weights[move.component]
+        return pages, full_pages, size
+
+    def key(self, pool: str, page_hash: bytes) -> PageKey:
+        """Where a page of ``pool`` is stored."""
+        return PageKey(pool, storage_key(page_hash, self._digests[pool]))
+
+    def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
+        """The same for several pages, ``hashes`` joined."""
+        return [self.key(pool, hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+
+    @property
+    def key_of(self) -> Callable[[bytes], bytes] | None:
+        """Where the last part of a page's FULL data is stored, from its hash; None if FULL has no stored object."""
+        if not self.lead:
+            return None
+        name = self.lead[-1].name
+        return lambda page_hash: self.key(name, page_hash).key
+
+    def entries(self, pool: str, hashes: bytes, slots: bytes) -> Iterator[Entry]:
+        """The storage key and host bytes of each page: ``hashes[i]`` at ``slots[i]``."""
+        host = self._host[pool]
+        for i, slot in enumerate(np.frombuffer(slots, np.int32).tolist()):
+            yield self.key(pool, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), host.page(slot)
+
+
+def _to_write(pools: Mapping[int, tuple[PoolSpec, ...]]) -> Mapping[int, tuple[PoolSpec, ...]]:
+    return {c: tuple(spec for spec in specs if spec.writes) for c, specs in pools.items()}

@@ -1,0 +1,64 @@
+"""prefetch, as a worker does it: which pages the stores have, and reading them into the host's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.storage import PageKey, Result
+from asynccache.worker.contract import Asked, Read
+from asynccache.worker.poolmap import PoolMap
+
+BATCH_PAGES = 128
+
+
+class Store(Protocol):
+    """The part of ``TieredStore`` that is read."""
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]: ...
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
+
+
+class Reading:
+    """Asks and reads, ``BATCH_PAGES`` pages of a pool in a call of the store."""
+
+    def __init__(self, store: Store, pools: PoolMap) -> None:
+        self._store = store
+        self._pools = pools
+
+    def __repr__(self) -> str:
+        return f"Reading({self._pools!r})"
+
+    async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
+        """See ``Worker.ask``."""
+        return [await self._ask(question) for question in asked]
+
+    async def _ask(self, asked: Asked) -> bytes:
+        answers = bytearray()
+        keys = self._pools.keys(*asked)
+        for at in range(0, len(keys), BATCH_PAGES):
+            answers += bytes(await self._store.exists(keys[at : at + BATCH_PAGES]))
+        return bytes(answers)
+
+    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+        """See ``Worker.read``."""
+        answers: list[bytes] = []
+        for pool, hashes, slots in reads:
+            pages = _run(answers[-1]) if run and answers else len(hashes) // HASH_BYTES
+            answers.append(await self._read(pool, hashes[: pages * HASH_BYTES], slots[: pages * SLOT_BYTES]))
+        return answers
+
+    async def _read(self, pool: str, hashes: bytes, slots: bytes) -> bytes:
+        answers = bytearray()
+        entries = list(self._pools.entries(pool, hashes, slots))
+        for at in range(0, len(entries), BATCH_PAGES):
+            part = entries[at : at + BATCH_PAGES]
+            answers += bytes(await self._store.get([key for key, _ in part], [payload for _, payload in part]))
+        return bytes(answers)
+
+
+def _run(answer: bytes) -> int:
+    """How many pages were read before the first one that was not."""
+    return len(answer) - len(answer.lstrip(bytes([Result.HIT])))

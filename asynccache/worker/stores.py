@@ -1,0 +1,116 @@
+"""The stores of one worker, by the numbers that the head calls them: opened, used, watched, left, closed.
+
+Law: a store is told of the host's memory, and of the ring where promoted pages lie, before anybody asks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from asynccache.storage import StoreLayout
+from asynccache.storage.attaching import close_unattached, open_all, open_attached
+from asynccache.storage.tiers import Attached, TieredStore
+from asynccache.storage.watching import watch
+from asynccache.worker.contract import Storage, StoreEntry
+
+Told = Callable[[int, bool, Sequence[bytes]], None]
+
+
+class HostMemory(Protocol):
+    """The part of a host pool that stores are told of."""
+
+    @property
+    def memory(self) -> memoryview: ...
+
+
+class Stores:
+    """Mutable state: the stores that are open, by number; those that are watched, and how that ends."""
+
+    def __init__(self, tiers: TieredStore, layout: StoreLayout, host: Mapping[str, HostMemory]) -> None:
+        self.tiers = tiers
+        self._layout = layout
+        self._host = host
+        self._open: dict[int, Attached] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
+        self._last = 0
+
+    def __repr__(self) -> str:
+        return f"Stores({self.tiers!r})"
+
+    @property
+    def entries(self) -> tuple[StoreEntry, ...]:
+        """Those that are used, nearest first."""
+        return tuple(map(self._entry, self.tiers.attached))
+
+    def find(self, name: str | None) -> StoreEntry:
+        """See ``Worker.find_store``."""
+        return self._entry(self.tiers.find(name))
+
+    def _entry(self, attached: Attached) -> StoreEntry:
+        number = next(number for number, opened in self._open.items() if opened is attached)
+        return StoreEntry(number, attached.options)
+
+    async def open_first(self, storages: Sequence[Storage], options: Mapping[str, str]) -> None:
+        """Open and use those that there are from the start. Who fails or is cancelled leaves open what is used by
+        then."""
+        await open_all(self.tiers, storages, self._layout, options)
+        for attached in self.tiers.attached:
+            self._introduce(attached)
+            self._number(attached)
+
+    async def open(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
+        """See ``Worker.open_store``."""
+        attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
+        try:
+            self._introduce(attached)
+            self.tiers.introduce(attached, position)
+        except BaseException:
+            await close_unattached(attached)
+            raise
+        return StoreEntry(self._number(attached), attached.options)
+
+    def use(self, number: int, position: int | None) -> None:
+        """See ``Worker.use_store``."""
+        self.tiers.attach(self._open[number], position)
+
+    async def drop(self, number: int) -> None:
+        """See ``Worker.drop_store``."""
+        await close_unattached(self._open.pop(number))
+
+    def leave(self, number: int) -> None:
+        """See ``Worker.leave_store``."""
+        self.tiers.detach(self._open[number])
+
+    async def close(self, number: int) -> None:
+        """See ``Worker.close_store``."""
+        await self.tiers.aclose_detached(self._open.pop(number))
+
+    def watch(self, number: int, tell: Told) -> None:
+        """``tell`` hears what the store holds, and all that it gains and loses."""
+        store = self._open[number].store
+        own = store.backend
+        store.backend, end = watch(own, partial(tell, number))
+
+        def give_back() -> None:
+            end()
+            store.backend = own
+
+        self._watched[number] = give_back
+
+    def unwatch(self, number: int) -> None:
+        """See ``Worker.unwatch_store``."""
+        end = self._watched.pop(number, None)
+        if end is not None:
+            end()
+
+    def _introduce(self, attached: Attached) -> None:
+        """Tell it where the host's pages lie."""
+        for name, pool in self._host.items():
+            attached.store.register(name, pool.memory)
+
+    def _number(self, attached: Attached) -> int:
+        self._last += 1
+        self._open[self._last] = attached
+        return self._last

@@ -1,0 +1,130 @@
+"""A worker by itself: events by number, reading up to the first page that is missing, what it is told to give up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from asynccache import CacheConfig, Full, Sidecar
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import BackupStorage, StoredPages
+from asynccache.memory.cpu import CpuDevice
+from asynccache.storage import PageKey, Result
+from asynccache.worker.batches import SWEEP, LocalBatches
+from asynccache.worker.contract import Asked, Read, Stored
+from asynccache.worker.poolmap import PoolMap
+from asynccache.worker.stages.reading import Reading
+from asynccache.worker.stages.writing import BATCH_PAGES, Writing
+
+PAGES = 4
+HASHES = b"".join(bytes([page]) * HASH_BYTES for page in range(PAGES))
+SLOTS = np.arange(PAGES, dtype=np.int32).tobytes()
+
+
+class Host:
+    """Pages of one byte, each its slot."""
+
+    def page(self, slot: int) -> memoryview:
+        return memoryview(bytearray([slot % 256]))
+
+
+def pools() -> PoolMap:
+    config = CacheConfig(
+        model="m", components=(Full(bytes_per_token=1, device_tokens=1024, host_tokens=1024),), page_size=1,
+        sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1),),
+    )  # fmt: skip
+    return PoolMap(config.pools(), 1, {"full": Host(), "side": Host()})
+
+
+class Lacking:
+    """A store of all pages but some, which notes what is asked of it."""
+
+    def __init__(self, *lacking: PageKey) -> None:
+        self.lacking = lacking
+        self.asked: list[list[str]] = []
+
+    def _answers(self, keys: Sequence[PageKey]) -> list[Result]:
+        self.asked.append([key.pool for key in keys])
+        return [Result.MISS if key in self.lacking else Result.HIT for key in keys]
+
+    async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
+        return self._answers(keys)
+
+    async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        return self._answers(keys)
+
+
+@pytest.mark.asyncio
+async def test_a_run_is_read_in_each_pool_up_to_the_first_page_that_one_lacks() -> None:
+    mapped = pools()
+    store = Lacking(mapped.key("full", HASHES[2 * HASH_BYTES : 3 * HASH_BYTES]))
+    reads = [Read(pool, HASHES, SLOTS) for pool in ("full", "side")]
+    assert await Reading(store, mapped).read(reads, run=True) == [bytes([1, 1, 0, 1]), bytes([1, 1])]
+    assert store.asked == [["full"] * 4, ["side"] * 2]
+    assert await Reading(store, mapped).read(reads, run=False) == [bytes([1, 1, 0, 1]), bytes([1, 1, 1, 1])]
+
+
+@pytest.mark.asyncio
+async def test_what_is_asked_of_several_pools_is_answered_page_by_page_in_order() -> None:
+    mapped = pools()
+    store = Lacking(mapped.key("side", HASHES[:HASH_BYTES]))
+    asked = [Asked("side", HASHES), Asked("full", HASHES[: 2 * HASH_BYTES])]
+    assert await Reading(store, mapped).ask(asked) == [bytes([0, 1, 1, 1]), bytes([1, 1])]
+
+
+class Slow:
+    """A store whose puts take until they are let through."""
+
+    def __init__(self) -> None:
+        self.puts = 0
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+        self.puts += 1
+        self.begun.set()
+        await self.go.wait()
+        return [Result.HIT] * len(keys)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_under_way() -> None:
+    count = 2 * BATCH_PAGES
+    hashes = b"".join(page.to_bytes(HASH_BYTES, "big") for page in range(count))
+    effect = BackupStorage(7, (StoredPages(0, hashes, np.arange(count, dtype=np.int32).tobytes()),))
+    for give_up, outcome in ((True, Stored(frozenset({7}), BATCH_PAGES, 0, BATCH_PAGES)),
+                             (False, Stored(frozenset(), 2 * count, count, 2 * count))):  # fmt: skip
+        store = Slow()
+        writing = Writing(store, pools())
+        storing = asyncio.ensure_future(writing.store([effect]))
+        await store.begun.wait()
+        if give_up:
+            writing.give_up(7)
+        store.go.set()
+        assert await storing == outcome
+        assert store.puts == (1 if give_up else 4)
+
+
+@pytest.mark.asyncio
+async def test_an_event_is_one_batch_until_it_is_over_and_a_number_is_never_used_again() -> None:
+    device, batches = CpuDevice(), LocalBatches()
+    first, second = device.gate(), device.gate()
+    one, two = batches.of(first), batches.of(second)
+    assert batches.of(first) is one
+    assert batches.events([one.number, two.number, 99]) == [first, second]
+    first.open()
+    await one.wait()
+    assert batches.events([one.number, two.number]) == [second]
+    numbers = set[int]()
+    for _ in range(4 * SWEEP):
+        gate = device.gate()
+        numbers.add(batches.of(gate).number)
+        gate.open()
+    assert len(numbers) == 4 * SWEEP
+    assert not numbers & {one.number, two.number}
+    assert len(batches) <= 2 * SWEEP, "batches that are over pile up"
+    assert batches.events([two.number]) == [second]
+    second.open()
+    await device.aclose()
