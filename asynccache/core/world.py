@@ -183,6 +183,7 @@ class World:
         node.slots[place] = slots
         if place == 0:
             node.parent.kids_device += 1  # type: ignore[union-attr]
+            self.reprieve(node.parent)  # type: ignore[arg-type]  # no leaf any more
         elif place == self.count:
             node.parent.kids_host += 1  # type: ignore[union-attr]
         if state == PRESENT:
