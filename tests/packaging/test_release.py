@@ -26,7 +26,7 @@ import asynccache
 from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim")
+PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim", "asynccache_vllm", "asynccache_sglang")
 CORE = {"torch", "numpy", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -108,7 +108,10 @@ def test_versions_and_changelog_agree() -> None:
 
 
 def test_every_package_says_that_it_has_types() -> None:
-    for folder in ("asynccache", "backends/asynccache_backends", "scheduler_shim/asynccache_shim"):
+    for folder in (
+        "asynccache", "backends/asynccache_backends",
+        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_vllm", "scheduler_shim/asynccache_sglang",
+    ):  # fmt: skip
         assert (ROOT / folder / "py.typed").is_file()
 
 
