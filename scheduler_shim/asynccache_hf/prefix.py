@@ -9,8 +9,10 @@ Law: pages go back when transformers has returned, whatever came of it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -126,23 +128,26 @@ class PrefixCache:
         """
         ids = _tokens(input_ids, options)
         extra_key = checks.namespace("extra_key", extra_key)
-        settings = options.pop("generation_config", None) or self._model.generation_config
+        settings = options.get("generation_config") or self._model.generation_config
         _refuse(options, settings)
+        if getattr(settings, "cache_implementation", None) is not None:
+            settings = options["generation_config"] = copy.deepcopy(settings)
+            settings.cache_implementation = None  # which cache there is, the caller has said by calling this
         mask = _mask(ids, options.pop("attention_mask", None), settings)
         copies = int(options.pop("num_return_sequences", None) or getattr(settings, "num_return_sequences", None) or 1)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
         if len(rows) > 1:
             _refuse_rows(options, settings)
-        options |= {"num_return_sequences": 1, "generation_config": settings}
-        made = [self._row(row, pads, extra_key, options) for row, pads in rows]
+        options["num_return_sequences"] = 1
+        made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings, options)
 
     # one row
 
-    def _row(self, row: torch.Tensor, pads: int, extra_key: str | bytes | None, options: Mapping[str, Any]) -> Any:
+    def _row(self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None) -> Any:
+        """``most``: the tokens that it may get."""
         tokens = row.tolist()
-        options, most = _bounded(dict(options), len(tokens), pads)
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
@@ -167,13 +172,35 @@ class PrefixCache:
         start = self._prefilled(lease, tokens)
         opened = self._paged.open(self._tables(lease), start)
         options = {**options, cache_name(self._model): opened.cache}
-        out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
+        with self._beginning(opened.cache, start):
+            out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
         made = _sequences(out)[0].tolist()
         stop = len(made) - 1  # the last token has not been computed
         with torch.inference_mode():
             opened.save(stop)
         self._loop.call(lease.commit(made[:stop]))
         return out
+
+    @contextmanager
+    def _beginning(self, cache: Any, start: int) -> Iterator[None]:
+        """See to it that the first call with ``cache`` computes what follows ``start``. transformers does by itself
+        where the cache has a length; one of recurrent states alone, called ``cache_params``, has none."""
+        name, first = cache_name(self._model), [True]
+        if name == "past_key_values" or not start:
+            yield
+            return
+
+        def cut(module: Any, args: Any, given: dict[str, Any]) -> Any:
+            if given.get(name) is not cache or not first:
+                return None
+            first.clear()
+            return args, {**given, "input_ids": given["input_ids"][:, start:], "attention_mask": None}
+
+        hook = self._model.register_forward_pre_hook(cut, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _tables(self, lease: Lease) -> dict[str, Any]:
         swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
@@ -253,6 +280,8 @@ def _refuse(options: Mapping[str, Any], settings: Any) -> None:
     for name, why in REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"{name}={checks.shown(options[name])}: {why}")
+    if getattr(settings, "prompt_lookup_num_tokens", None) is not None:
+        raise ConfigError(f"generation_config.prompt_lookup_num_tokens: {REFUSED['prompt_lookup_num_tokens']}")
     beams = options.get("num_beams", getattr(settings, "num_beams", None)) or 1
     if beams != 1:
         raise ConfigError(f"num_beams={beams}: beams swap their pasts, and a page has one")
@@ -289,9 +318,9 @@ def _ends(settings: Any) -> set[int]:
     return set() if ends is None else {int(e) for e in (ends if isinstance(ends, (list, tuple)) else [ends])}
 
 
-def _bounded(options: dict[str, Any], length: int, pads: int) -> tuple[dict[str, Any], int]:
-    """The row's own options, and how many tokens it may get. ``max_length`` counts the padding, which a row has not."""
-    settings = options["generation_config"]
+def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) -> tuple[dict[str, Any], int]:
+    """A row's own options, and how many tokens it may get. ``max_length`` counts the padding, which a row has not."""
+    options = dict(options)
     most = options.get("max_new_tokens", getattr(settings, "max_new_tokens", None))
     if most is None:
         whole = options.get("max_length") or getattr(settings, "max_length", None)

@@ -16,8 +16,10 @@ from asynccache.errors import CacheClosed, ConfigError
 from tests.engine.engine_kit import model_of, prompt
 from tests.engine.engine_models import make
 
-FAMILIES = ("llama", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
-            "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax")  # fmt: skip
+FAMILIES = (
+    "llama", "mamba", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
+    "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax",
+)  # fmt: skip
 SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024}
 LENGTH = 45
 
