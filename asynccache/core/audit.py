@@ -195,6 +195,10 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
             stamp = node.stamp[place % world.count]
             _require(entry[0] <= stamp, node, "place", place, "waits behind its stamp")
+            part = entry[1]
+            at = part.nodes.index(node)
+            _require(part.stamps[at] == entry[0], node, "place", place, "waits by another stamp than it says")
+            _require(part in part.queue.slices, node, "place", place, "waits in a slice that was taken apart")
 
 
 def _operations_cover_live_nodes(core: CacheCore) -> None:

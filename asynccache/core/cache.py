@@ -86,6 +86,11 @@ class CacheCore:
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explaining = Explaining(self.world, self._matching)
 
+    def at(self, now: float) -> None:
+        """It is ``now``, in seconds of a clock that never goes back: by it eviction tells how old a use is. A call that
+        is made before the first one of this is made at 0."""
+        self.world.recency.time = now
+
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
         return self._matching.match(space, key)

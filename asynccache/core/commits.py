@@ -44,7 +44,7 @@ def _loading(path: Sequence[Node], swa: int, window: int) -> tuple[int, ...]:
 
 
 class _Commit:
-    """One commit. ``begin`` to ``total``: the pages it publishes; ``window``: the first that SWA needs; ``spares``:
+    """One commit. ``begin`` to ``total``: the pages it publishes; ``window``: the first that SWA needs, and one before; ``spares``:
     duplicates, by component."""
 
     __slots__ = ("begin", "hashes", "key", "lease", "spares", "total", "window")
@@ -99,7 +99,7 @@ class Commits:
         world, size, page = self._world, self._page_size, self._world.page_bytes
         begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
         path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
-        window = world.components[self._swa].first_page(total) if self._swa else 0
+        window = max(0, world.components[self._swa].first_page(total) - 1) if self._swa else 0
         if path and (blockers := _loading(path, self._swa, window)):
             return Wait(world.plan(), blockers)
         work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count)
@@ -150,26 +150,37 @@ class Commits:
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
         """New nodes, still empty, for what the tree does not have: cut where released SWA pages end and where the
         window begins."""
-        total = work.total
+        total, cuts = work.total, [work.total]
         if end.end >= total:
             return []
-        if not self._swa:
-            return [self._new_node(work, end, total)]
-        released = work.lease.own_from[self._swa]
-        if released >= total:
-            return []
+        if self._swa:
+            released = work.lease.own_from[self._swa]
+            if released >= total:
+                return []
+            cuts = sorted((released, work.window, total))
+        if end.children is not None:
+            work.lease.forked = end.end
         fresh = []
-        for cut in (min(released, work.window), max(released, work.window), total):
-            if cut > end.end:
+        for cut in cuts:
+            while cut > end.end:
                 end = self._new_node(work, end, cut)
                 fresh.append(end)
         return fresh
 
     def _new_node(self, work: _Commit, parent: Node, end: int) -> Node:
-        start, page = parent.end, self._world.page_bytes
+        """A node below ``parent``, up to page ``end``, or only as far as it went when it was evicted: so what was used
+        together stays together."""
+        world = self._world
+        start, page = parent.end, world.page_bytes
+        first = work.key[start * page : (start + 1) * page]
+        known = world.policy.remember(parent, first)
+        end = known if start < known < end else end
         node = Node(work.key[start * page : end * page], end, parent, self._count)
         link(parent, node, page)
-        self._world.counters.nodes += 1
+        world.counters.nodes += 1
+        world.policy.restore(node, first, world.recency.time)
+        if self._count > 1:
+            world.recency.idle(node)
         node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
@@ -179,7 +190,6 @@ class Commits:
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
         lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
-        self._matching.touch(end, end.end)
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:
@@ -217,7 +227,6 @@ class Commits:
         at = SLOT_BYTES * memoryview(lease.states).cast("i").tolist().index(checkpoint[1])
         lease.states = lease.states[:at] + lease.states[at + SLOT_BYTES :]
         self._world.fill(node, self._mamba, slot, PRESENT)
-        self._world.policy.touch(node, self._mamba)
         return True
 
     # write policies

@@ -48,12 +48,13 @@ class Lease:
 
     ``cached``: matched at the grant. ``loads``: operations that must be DONE before its pages are good. ``valid``:
     None, or how many tokens are still good after a load failed. ``length``: committed so far. ``reserved``: FULL pages
-    exist up to here. ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
+    exist up to here. ``forked``: the page at which its prompt left what was there before. ``border``: the page before which
+    decoding needs no window any more. ``states``: its MAMBA slots,
     the working copy first.
     """
 
     __slots__ = (
-        "border", "cached", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released",
+        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released",
         "reserved", "states", "valid",
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ class Lease:
         self.hold = hold
         self.own: list[bytes] = []
         self.own_from: list[int] = []
-        self.border = self.cached = self.full = self.length = self.reserved = self.loaded_tokens = 0
+        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
         self.loads: tuple[int, ...] = ()
         self.states = b""
         self.valid: int | None = None
@@ -253,7 +254,6 @@ class Leases:
         lease.own_from = [target] * self._count
         if self._mamba:
             lease.states, lease.own[self._mamba] = lease.own[self._mamba], b""
-        self._matching.touch(lease.hold.end, target)
         self._await_arrivals(lease, path, target)
         if ask.load:
             self._clone(lease, path)
@@ -365,6 +365,7 @@ class Leases:
             return
         lease.released = True
         del self.active[lease.id]
+        self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end)
         drop_hold(self._world, lease.hold)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asynccache.core.states import ABSENT, LEAVING
 from asynccache.core.tree import Node, walk
-from asynccache.core.world import World
+from asynccache.core.world import NOWHERE, World
 
 
 class Match(NamedTuple):
@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 
 class Matching:
-    """Reads one world; writes nothing but stamps."""
+    """Reads one world; writes nothing but what makes recent."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -94,18 +94,45 @@ class Matching:
         return lacking
 
     def touch(self, node: Node, end: int) -> None:
-        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window and a page more. ``node`` is
-        that one or below it."""
-        policy = self._world.policy
+        """Somebody asked: stamp the node that ``end`` lies in, and for SWA the nodes of the last window and a page more.
+        ``node`` is that one or below it."""
+        stamp = self._world.recency.tick()
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
         if node.parent is None:
             return
-        for c in range(self._count):
-            policy.touch(node, c)
+        node.stamp[:] = [stamp] * self._count
         if self._swa:
             first = self._world.components[self._swa].first_page(end) - 1
             above: Node | None = node.parent
             while above is not None and above.end > first and above.parent is not None:
-                policy.touch(above, self._swa)
+                above.stamp[self._swa] = stamp
                 above = above.parent
+
+    def use(self, end: Node, forked: int) -> None:
+        """A request that ended in ``end`` gives back its lease, which pins all of it still: stamp its path, and of the
+        other components what a match needs that ends here, or where requests went different ways. ``forked``: the
+        page at which this one left the ways of those before it; 0: nowhere.
+
+        A prompt that is asked again ends before its last token, so for SWA this end has a page more than its window.
+        """
+        world, swa, mamba = self._world, self._swa, self._mamba
+        stamp, now, policy = world.recency.tick(), world.recency.time, world.policy
+        low, node = NOWHERE, end
+        while (parent := node.parent) is not None:
+            node.stamp[0] = stamp
+            if swa or mamba:
+                ends = node is end or (node.children is not None and len(node.children) > 1)
+                if swa:
+                    if ends:
+                        low = min(low, world.components[swa].first_page(node.end) - (node is end))
+                    if node.end > low:
+                        node.stamp[swa] = stamp
+                if mamba and ends:
+                    node.stamp[mamba] = stamp
+            policy.use(node, node.end - parent.end, node.end <= forked, now)
+            for place, entry in enumerate(node.entry):
+                if entry is not None:
+                    world.reorder(node, place)
+            node = parent
+        policy.tick(now)

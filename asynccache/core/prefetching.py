@@ -387,7 +387,7 @@ class Prefetches:
             self._fill_state(fetch, last)
         if last.parent is not None:
             for c in range(world.count):
-                world.policy.touch(last, c)
+                world.recency.touch(last, c)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
         self._drop(fetch, Status.DONE)
@@ -426,6 +426,7 @@ class Prefetches:
             node = Node(key[(start - anchor) * page : (cut - anchor) * page], cut, last, world.count)
             link(last, node, page)
             world.counters.nodes += 1
+            world.policy.restore(node, node.key[:page], world.recency.time)
             node.hashes = hashes[(start - anchor) * HASH_BYTES : (cut - anchor) * HASH_BYTES]
             self._place(fetch, node, 0, fetch.take((cut - start) * SLOT_BYTES))
             last = node

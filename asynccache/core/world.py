@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynccache.core import components
-from asynccache.core.eviction import POLICIES, Order
+from asynccache.core.eviction import EvictionPolicy, Lru, Order, Recency, withdraw
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
 from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.reuse import P2c
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
@@ -41,10 +42,10 @@ class Shelf:
 
     __slots__ = ("evictable", "orders", "slots")
 
-    def __init__(self, place: int, capacity: int) -> None:
+    def __init__(self, place: int, capacity: int, queues: int) -> None:
         self.slots = SlotPool(capacity)
         self.evictable = 0
-        self.orders = (Order(place), Order(place))
+        self.orders = (Order(place, 1), Order(place, queues))
 
     def reachable(self) -> int:
         """Free slots, and those that eviction could free."""
@@ -83,9 +84,10 @@ class World:
         self.mamba = next((c.index for c in self.components if not c.divides), 0)
         self.has_host = config.components[0].host > 0
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
-        self.shelves = [Shelf(place, capacity) for place, capacity in enumerate(capacities)]
+        self.recency = Recency()
+        self.policy = _policy(config)
+        self.shelves = [Shelf(place, capacity, self.policy.queues) for place, capacity in enumerate(capacities)]
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
-        self.policy = POLICIES[config.eviction]()
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
         self.dead_roots: list[Root] = []
@@ -188,7 +190,7 @@ class World:
         if state == PRESENT:
             self._became_present(node, place)
         if place < self.count:
-            self._reorder(node, place + self.count)
+            self.reorder(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
         """ARRIVING becomes PRESENT."""
@@ -221,7 +223,7 @@ class World:
                 shelf.evictable -= pages
             if not place % count and node.state[twin] == PRESENT:
                 self.clean_pages -= pages
-            node.entry[place] = None
+            withdraw(node, place)
         node.state[place] = ABSENT
         node.slots[place] = b""
         shelf.slots.give(slots)
@@ -230,7 +232,7 @@ class World:
             self._child_left(node, DEVICE)
         elif place == count:
             self._child_left(node, HOST)
-        self._reorder(node, twin)
+        self.reorder(node, twin)
 
     def _became_present(self, node: Node, place: int) -> None:
         count = self.count
@@ -241,7 +243,7 @@ class World:
         if not place % count and node.state[twin] == PRESENT:
             self.clean_pages += len(node.slots[place]) // SLOT_BYTES
         if place >= count:
-            self._reorder(node, twin)
+            self.reorder(node, twin)
 
     def _child_left(self, node: Node, tier: int) -> None:
         parent = node.parent
@@ -254,7 +256,7 @@ class World:
             left = parent.kids_host
         if not left and parent.parent is not None:
             for c in range(self.count):
-                self.policy.uncover(parent, node, c)
+                self.recency.uncover(parent, node, c)
             self.offer(parent, tier * self.count)
 
     # eviction orders
@@ -278,13 +280,14 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
-            stamp = node.stamp[place % self.count]
-            self.shelves[place].orders[self.late(node, place)].push(stamp, node)
+            c, late = place % self.count, self.late(node, place)
+            queue = self.policy.queue(node, c) if late else 0
+            self.shelves[place].orders[late].push(queue, node.stamp[c], node)
 
-    def _reorder(self, node: Node, place: int) -> None:
-        """What decides this cell's order, or lowers its stamp, has changed: it is offered anew."""
+    def reorder(self, node: Node, place: int) -> None:
+        """What decides where this cell waits, or lowers its stamp, has changed: it is offered anew."""
         if node.state[place] == PRESENT:
-            node.entry[place] = None
+            withdraw(node, place)
             if not node.pins[place]:
                 self.offer(node, place)
 
@@ -303,16 +306,16 @@ class World:
             self._reorder_all(node)
 
     def _reorder_all(self, node: Node) -> None:
-        self._reorder(node, 0)
+        self.reorder(node, 0)
         for place in range(self.count, 2 * self.count):
-            self._reorder(node, place)
+            self.reorder(node, place)
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
         for c in range(self.count):
-            self.policy.end(node, c)
-            self._reorder(node, c)
-            self._reorder(node, c + self.count)
+            self.recency.end(node, c)
+            self.reorder(node, c)
+            self.reorder(node, c + self.count)
 
     # pins
 
@@ -450,7 +453,7 @@ class World:
         prefix.state[place] = state
         prefix.slots[place], node.slots[place] = slots[:at], slots[at:]
         if place < self.count:
-            self.policy.fork(prefix, node, place)
+            self.recency.fork(prefix, node, place)
         if place % self.count:
             prefix.pins[place] = pins
             return
@@ -475,6 +478,7 @@ class World:
             if self.ghosts is not None:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)
+            self.policy.forget(node, parent, page, len(node.key) // self.page_bytes, self.recency.time)
             self.counters.nodes -= 1
             node = parent
         if node is node.root:
@@ -510,6 +514,14 @@ class World:
                 if agreed == self.count:
                     break
         return end
+
+
+def _policy(config: CoreConfig) -> EvictionPolicy:
+    """The policy that ``eviction`` names."""
+    if config.eviction == "lru":
+        return Lru()
+    pages = config.components[0].device + config.components[0].host
+    return P2c(config.page_size, pages)
 
 
 def split_at(world: World, node: Node, end: int) -> Node:
