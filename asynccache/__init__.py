@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache.version import VERSION
+
 if TYPE_CHECKING:
     from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
     from asynccache.configuration import load_config
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from asynccache.errors import (
         AsyncCacheError,
         BackendError,
+        BatchFailed,
         CacheClosed,
         CacheFull,
         ConfigError,
@@ -28,13 +31,14 @@ if TYPE_CHECKING:
     from asynccache.runtime.lease import Hits, Lease
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Adapter",
     "AsyncCache",
     "AsyncCacheError",
     "BackendError",
+    "BatchFailed",
     "CacheClosed",
     "CacheConfig",
     "CacheFull",
@@ -65,6 +69,7 @@ _LAZY = {
     "AsyncCache": "asynccache.runtime.cache",
     "AsyncCacheError": "asynccache.errors",
     "BackendError": "asynccache.errors",
+    "BatchFailed": "asynccache.errors",
     "CacheClosed": "asynccache.errors",
     "CacheConfig": "asynccache.config",
     "CacheFull": "asynccache.errors",

@@ -82,7 +82,12 @@ class Slow:
         self.puts = 0
         self.begun, self.go = asyncio.Event(), asyncio.Event()
 
-    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
+    def writers(self, *, shared: bool = True) -> Sequence[object]:
+        return [self]
+
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]:
         self.puts += 1
         self.begun.set()
         await self.go.wait()
