@@ -37,8 +37,8 @@ class Settings:
 
 class Board:
     """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet;
-    ``alone``: who waits in the cache's line, while nobody holds pages. ``shards``: those of the model on other ranks, if
-    there are any."""
+    ``alone``: who waits in the cache's line, while nobody holds pages. ``shards``: of the model, on other ranks; None
+    if there are none."""
 
     def __init__(self, cache: AsyncCache, settings: Settings) -> None:
         self.cache = cache

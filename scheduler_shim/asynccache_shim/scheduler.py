@@ -182,10 +182,10 @@ class Scheduler:
     async def _compute(self, works: list[tuple[Job, Work]]) -> None:
         board = self._board
         batch = Batch(tuple(work for _, work in works), tuple(board.ended))
-        board.ended.clear()
         cancelled: asyncio.CancelledError | None = None
         try:
             future = self._forward(batch)
+            board.ended.clear()
             cancelled = await returned(future)
             tokens = _checked(batch, future.result())
         except RankFailure:

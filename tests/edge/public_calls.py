@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, connect_orders
+from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, follow
 
 from asynccache import (
     Adapter,
@@ -61,6 +61,9 @@ from asynccache.storage import (
     weights_digest,
 )
 from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.worker import RankWorker, Topology
+from asynccache.worker.given import Given as NothingGiven
+from asynccache.worker.performing import Performer
 from tests.edge.edge_kit import (
     Case,
     Depends,
@@ -385,24 +388,10 @@ async def _late_attribute(world: World, given: Given) -> None:
         await called(submit, {}, given)
 
 
-class _Alone:
-    """Ranks of which the others never come."""
-
-    rank = 0
-
-    class topology:
-        ranks = 1
-
-    def links(self, length: int) -> Any:
-        raise NotImplementedError
-
-    async def gather(self, content: bytes) -> Any:
-        return [content]
-
-
-async def _orders(world: World, given: Given) -> None:
-    orders = await called(connect_orders, {"ranks": _Alone(), "host": "127.0.0.1"}, given)
-    await orders.aclose(well=True)
+async def _follow(world: World, given: Given) -> None:
+    performer = Performer(1, Topology(tp=2), NothingGiven(), None, lambda _: None)
+    performer.batches.finish(None)  # the cache is closed
+    await called(follow, {"worker": RankWorker(performer), "model": _Model()}, given)
 
 
 # the cache
@@ -647,13 +636,11 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache_shim.Scheduler": Case(
         _scheduler,
-        {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True), "orders": Thing(optional=True)},
+        {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True)},
         books=True,
     ),
     "asynccache_shim.Scheduler.submit": Case(_submit, {"request": Thing()}, books=True),
-    "asynccache_shim.connect_orders": Case(
-        _orders, {"ranks": Thing(), "host": Depends(Text()), "timeout": Number(above=0)}
-    ),
+    "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
     # stores
     "asynccache.storage.StoreOptions": plain(
         StoreOptions, {"name": Text(), "write": Flag(), "promote": Flag(), "timeout": Number(above=0),

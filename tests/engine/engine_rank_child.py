@@ -50,7 +50,8 @@ class Job:
 
 @dataclass
 class Answer:
-    """``outputs`` and ``hits``: of rank 0's requests, in order. ``moved``: pages that this rank has copied, stored and read. ``computed``: tokens. ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when
+    """``outputs`` and ``hits``: of rank 0's requests, in order. ``moved``: pages that this rank has copied, stored and
+    read. ``computed``: tokens. ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when
     they were told; on the other ranks, when there were no more batches."""
 
     rank: int

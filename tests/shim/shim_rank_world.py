@@ -18,9 +18,10 @@ from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, Settings, follow
 
-from asynccache import AsyncCache, CacheConfig, Lease, RankFailure, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
 from asynccache.memory.faults import Faults
+from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
@@ -121,6 +122,7 @@ class World:
         self.cache: AsyncCache
         self.scheduler: Scheduler
         self.models: dict[int, ShardModel] = {}
+        self.followers: dict[int, asyncio.Task[None]] = {}
         self.silent: set[int] = set()
         self._lives = 0
 
@@ -142,7 +144,7 @@ class World:
                 devices=devices, shards={rank: self._shard(rank) for rank in devices},
                 locates={rank: _located(backend) for rank, backend in backends.items()},
             )  # fmt: skip
-            followers = {rank: self.loop.create_task(self._follow(rank)) for rank in self.group.processes}
+            self.followers = {rank: self.loop.create_task(self._follow(rank)) for rank in self.group.processes}
             own = self.config
             if self.has_store:
                 own = replace(own, storage="simulated:{rank}")
@@ -154,10 +156,10 @@ class World:
                 self.report.errors[0] = error
             finally:
                 for rank in self.silent:  # a process that hears nothing is killed in the end
-                    followers[rank].cancel()
+                    self.followers[rank].cancel()
                     self.group.processes[rank].task.cancel()
-                await asyncio.wait(followers.values())
-                assert all(task.cancelled() or task.exception() is None for task in followers.values())
+                await asyncio.wait(self.followers.values())
+                assert all(task.cancelled() or task.exception() is None for task in self.followers.values())
                 await self.group.aclose()
                 audit.check(self.cache.core)
                 assert not self.cache.core.active_leases()
@@ -182,8 +184,9 @@ class World:
         self.models[rank] = self._model(process.face, rank)
         try:
             await follow(process.face, self.models[rank])
-        except RankFailure as error:
+        except (RankFailure, ConfigError) as error:
             self.report.errors[rank] = error
+            process.kill()
 
     def _model(self, worker: Any, rank: int) -> ShardModel:
         window = max((c.window for c in self.config.components if isinstance(c, SlidingWindow)), default=0)
@@ -316,7 +319,8 @@ def count_names(world: World, patch: Callable[[Any, str, Any], None]) -> None:
         return await commit(self, tokens, ready, checkpoint)
 
     def release_named(self: Lease, after: object = None, ended: bool = False) -> None:
-        note(after)
+        if self._state is LeaseState.HELD:
+            note(after)
         release(self, after, ended)
 
     patch(Lease, "commit", commit_named)
