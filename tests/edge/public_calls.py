@@ -124,6 +124,7 @@ WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as lo
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
+    "replicated": Flag(),
 }  # fmt: skip
 TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_tokens": Integer(0)}
 
@@ -536,7 +537,7 @@ CALLS: dict[str, Case] = {
     "asynccache.Sidecar": plain(
         Sidecar,
         {"name": Depends(Text()), "indices_from": Text(), "bytes_per_page": COUNT, "hit_policy": Member(optional=True),
-         "replicated": Flag(), **POOL},
+         **POOL},
         name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
     ),
     "asynccache.load_config": Case(
@@ -551,7 +552,8 @@ CALLS: dict[str, Case] = {
     "asynccache.AsyncCache": Case(
         _new_cache,
         {"config": Thing(), "device": Thing(optional=True), "storage": OneOf(Text(), Thing(optional=True)),
-         "workers": Thing(optional=True), "ranks": Thing(optional=True), "agreement": Thing(optional=True), "on_event": Function(optional=True)},
+         "workers": Thing(optional=True), "ranks": Thing(optional=True),
+         "agreement": Thing(optional=True), "on_event": Function(optional=True)},
     ),
     "asynccache.AsyncCache.lease": Case(
         _lease,
