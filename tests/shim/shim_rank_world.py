@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim.job import Job
 
 from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
@@ -218,7 +219,7 @@ class World:
         covers = tuple(range(LAYERS * self.topology.place(rank).pp, LAYERS * (self.topology.place(rank).pp + 1)))
 
         def shard(whole: CacheConfig) -> CacheConfig:
-            parts = tuple(replace(part, layers=LAYERS, covers=covers) for part in whole.components)  # type: ignore[call-arg]
+            parts = tuple(replace(part, layers=LAYERS, covers=covers) for part in whole.components)
             return replace(whole, components=parts)
 
         return shard
@@ -304,9 +305,10 @@ async def _close(backend: SimulatedBackend) -> None:
     assert backend.holding == 0
 
 
-def count_names(world: World, patch: Callable[[Any, str, Any], None]) -> None:
-    """Have the world's report say which commits and releases named a batch, of those that came after the first one."""
-    commit, release = Lease.commit, Lease.release
+def look_closely(world: World, patch: Callable[[Any, str, Any], None]) -> None:
+    """Have the world's report say which commits and releases named the last batch, of those that came after the first
+    one; and see to it that no token leaves while a load that it stands on is under way anywhere."""
+    commit, release, append = Lease.commit, Lease.release, Job.append
 
     def note(batch: object) -> None:
         shards = world.scheduler._board.shards
@@ -323,6 +325,12 @@ def count_names(world: World, patch: Callable[[Any, str, Any], None]) -> None:
             note(after)
         release(self, after, ended)
 
+    def append_late(self: Job, token: int) -> None:
+        assert self.lease is not None
+        assert not self.lease.loading, "a token leaves before the load that it stands on has ended everywhere"
+        append(self, token)
+
+    patch(Job, "append", append_late)
     patch(Lease, "commit", commit_named)
     patch(Lease, "release", release_named)
 

@@ -1,8 +1,8 @@
 """A scheduler whose model has shards on several ranks, over simulated links: the same batches everywhere, right bytes
 on every shard, and failures that end as much as they must and no more.
 
-Mutations that must be caught: a scheduler that publishes what it has computed before the others have, that names no
-batch when it gives back, that does not tell the readers of requests which ended.
+Mutations that must be caught: a scheduler that publishes what it has computed before the others have, that takes a load
+to be there when it has ended on its own rank, that names no batch when it gives back.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 from asynccache_shim import Batch, Finish, Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim.board import Board
 from asynccache_shim.payload import PayloadWriter
 from asynccache_shim.shards import Shards
 
-from asynccache import AsyncCache, BatchFailed, ConfigError, RankFailure
+from asynccache import AsyncCache, BatchFailed, ConfigError, Lease, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime import cache as cache_module
 from asynccache.testing.simulated_links import SimulatedGroup
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import Topology
-from tests.shim.shim_kit import PAGE, PatternModel, config, continuation, serving
-from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, count_names, draw_asks, draw_config
+from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, serving
+from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, draw_asks, draw_config, look_closely
 
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
@@ -50,7 +52,7 @@ def test_every_shard_computes_what_the_scheduler_says(
 ) -> None:
     async def world(loop: SimulatedLoop) -> Report:
         made = World(loop, seed, topology)
-        count_names(made, monkeypatch.setattr)
+        look_closely(made, monkeypatch.setattr)
         return await made.run()
 
     report = simulate(world, seed)
@@ -67,6 +69,45 @@ def test_the_worlds_are_worth_their_time() -> None:
         assert sum(report.hits[tier] for report in reports) > 0
     assert sum(report.retractions for report in reports) > 0
     assert sum(report.ends["aborted"] for report in reports) > 0
+
+
+def test_a_scheduler_that_names_no_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def world(loop: SimulatedLoop) -> Report:
+        made = World(loop, 3, TP2)
+        look_closely(made, monkeypatch.setattr)
+        return await made.run()
+
+    monkeypatch.setattr(Board, "batch", None)
+    assert simulate(world, 3).unnamed > 0
+
+
+def test_a_load_that_is_taken_to_be_there_when_it_has_ended_on_one_rank_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one of some worlds a shard elsewhere finds wrong bytes, or a token leaves too early."""
+    monkeypatch.setattr(Lease, "loaded", _loaded_here)
+
+    def play_some() -> None:
+        for seed in range(12):
+            simulate(partial(_late, seed=seed, monkeypatch=monkeypatch), seed)
+
+    with pytest.raises(BaseException, match=r"wrong KV|leaves before|wrong state|TaskGroup"):
+        play_some()
+
+
+async def _late(loop: SimulatedLoop, seed: int, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The world of ``seed``, whose copies take long."""
+    with monkeypatch.context() as patch:
+        made = World(loop, seed, TP2, faults=Faults(delayed=0.3), latency=1e-2)
+        look_closely(made, patch.setattr)
+        return await made.run()
+
+
+async def _loaded_here(self: Lease) -> None:
+    own = self._parts.worker.own  # type: ignore[attr-defined]
+    for op in self._held().loads:
+        for i in range(LAYERS):
+            await own.local.layer(op, i)
 
 
 # one rank and several
@@ -229,7 +270,7 @@ def test_requests_are_told_at_once_whatever_the_model_is_busy_with(fate: str) ->
             loop.call_later(1000.0, lambda: future.set_exception(OSError("the model's group has timed out")))
             return future
 
-        loop.run_in_executor = slow  # type: ignore[method-assign]
+        loop.run_in_executor = slow  # type: ignore[assignment, method-assign]
         try:
             request = world.scheduler.submit(Request([1, 2, 3], Limits(2)))
             await begun
