@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 OPENING = 600.0
 """Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from everything."""
+UNABLE = 1024
+"""Batches that an engine could not run and that are remembered, for who asks when they are over."""
 DELETED = 4096
 """Pages in one message."""
 
@@ -166,6 +168,7 @@ class WorkerGroup:
         self._open: dict[int, _Open] = {}
         self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
+        self._unable: dict[int, Mapping[int, str]] = {}
         self._entries: tuple[StoreEntry, ...] = ()
         self._opened: dict[int, StoreEntry] = {}
         self._shared: dict[int, bool] = {}
@@ -416,11 +419,10 @@ class WorkerGroup:
     async def batch_ended(self, number: int) -> None:
         """See ``AsyncCache.batch_ended``."""
         batch = self._batches.get(number)
-        if batch is None:
-            return
-        await batch.wait()
-        if batch.errors:
-            raise BatchFailed(number, batch.errors)
+        if batch is not None:
+            await batch.wait()
+        if number in self._unable:
+            raise BatchFailed(number, self._unable[number])
 
     def _over(self, rank: int, news: m.Over) -> None:
         batch = self._batches.get(news.number)
@@ -430,6 +432,10 @@ class WorkerGroup:
         batch.over(rank, news.error)
         if batch.done():
             del self._batches[news.number]
+            if batch.errors:
+                self._unable[news.number] = batch.errors
+                if len(self._unable) > UNABLE:
+                    del self._unable[next(iter(self._unable))]
 
     def perform(self, work: Work) -> None:
         """See ``Worker``."""
