@@ -64,9 +64,9 @@ class Shards:
         Cancelling it takes effect then.
 
         Raises:
-            BatchFailed: the model failed on another rank.
             RankFailure: a rank is gone.
             Exception: what ``own`` raises.
+            BatchFailed: the model failed on other ranks alone.
         """
         number = self.sent
         assert number is not None
@@ -75,9 +75,11 @@ class Shards:
         if not over.done():
             await self._end_own(number, own.exception())
         cancelled = await returned(over) or cancelled
-        elsewhere = None if over.cancelled() else over.exception()
         if cancelled is not None:
             raise cancelled
+        elsewhere = over.exception()
+        if isinstance(elsewhere, RankFailure):
+            raise elsewhere  # of which the model here may have failed, too
         answer = own.result()
         if elsewhere is not None:
             raise elsewhere

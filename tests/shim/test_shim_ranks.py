@@ -62,6 +62,13 @@ def test_every_shard_computes_what_the_scheduler_says(
     assert report.unnamed == 0
 
 
+@pytest.mark.parametrize("seed", worlds(6, quick=1))
+def test_eight_shards_compute_what_the_scheduler_says(seed: int) -> None:
+    report = play(seed, Topology(tp=2, cp=2, pp=2))
+    assert sum(report.ends.values()) >= REQUESTS
+    assert report.ends["failed"] == 0
+
+
 def test_the_worlds_are_worth_their_time() -> None:
     """Hits of every tier, retractions, aborts."""
     reports = [play(seed, SHAPES[seed % 3]) for seed in range(3, 9)]
@@ -287,6 +294,27 @@ def test_requests_are_told_at_once_whatever_the_model_is_busy_with(fate: str) ->
             loop.run_in_executor = run  # type: ignore[method-assign]
 
     assert 0 in served(1, ask, config=config(16)).errors
+
+
+def test_a_model_that_fails_for_want_of_another_rank_fails_as_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is noticed first, by the model's own groups or by the cache, and whoever is told first."""
+
+    async def told_later(self: Shards) -> None:
+        await asyncio.sleep(1)
+
+    monkeypatch.setattr(Shards, "_watch_group", told_later)
+
+    async def ask(world: World) -> None:
+        def fails(number: int) -> bool:
+            if number == 2:
+                world.kill(1)
+            return number == 2
+
+        world.models[0].fails = fails
+        with pytest.raises(RankFailure, match="rank 1"):
+            await world.scheduler.submit(Request([1, 2, 3], Limits(20))).done()
+
+    assert isinstance(served(1, ask, config=config(16)).errors[0], RankFailure)
 
 
 def test_an_idle_scheduler_hears_that_a_rank_is_gone() -> None:
