@@ -8,14 +8,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache.version import VERSION
+
 if TYPE_CHECKING:
-    from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+    from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar, SlidingWindow
     from asynccache.configuration import load_config
     from asynccache.core.keys import Adapter
     from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
     from asynccache.errors import (
         AsyncCacheError,
         BackendError,
+        BatchFailed,
         CacheClosed,
         CacheFull,
         ConfigError,
@@ -28,13 +31,14 @@ if TYPE_CHECKING:
     from asynccache.runtime.lease import Hits, Lease
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Adapter",
     "AsyncCache",
     "AsyncCacheError",
     "BackendError",
+    "BatchFailed",
     "CacheClosed",
     "CacheConfig",
     "CacheFull",
@@ -53,6 +57,7 @@ __all__ = [
     "PrefetchStatus",
     "RankDivergence",
     "RankFailure",
+    "Replicated",
     "Sidecar",
     "SlidingWindow",
     "WritePolicy",
@@ -65,6 +70,7 @@ _LAZY = {
     "AsyncCache": "asynccache.runtime.cache",
     "AsyncCacheError": "asynccache.errors",
     "BackendError": "asynccache.errors",
+    "BatchFailed": "asynccache.errors",
     "CacheClosed": "asynccache.errors",
     "CacheConfig": "asynccache.config",
     "CacheFull": "asynccache.errors",
@@ -83,6 +89,7 @@ _LAZY = {
     "PrefetchStatus": "asynccache.runtime.prefetch",
     "RankDivergence": "asynccache.errors",
     "RankFailure": "asynccache.errors",
+    "Replicated": "asynccache.config",
     "Sidecar": "asynccache.config",
     "SlidingWindow": "asynccache.config",
     "WritePolicy": "asynccache.core.settings",

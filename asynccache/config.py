@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TypeVar
 
 from asynccache import checks
@@ -35,6 +36,22 @@ _SECONDS = within(0)
 _SHARE = within(0, 1)
 
 
+class Replicated(Enum):
+    """Over which ranks every page of a pool has the same bytes, as the latent vectors of MLA have over tensor parallel
+    ranks. Where such ranks share a store one of them stores the pages for all. True stands for all ranks of a pipeline
+    stage, False for none."""
+
+    NO = "no"
+    TP = "tp"
+    CP = "cp"
+    TP_CP = "tp,cp"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The directions."""
+        return () if self is Replicated.NO else tuple(self.value.split(","))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Full:
     """Full attention: every token keeps ``bytes_per_token`` bytes (all layers together; 0: a logical pool).
@@ -49,6 +66,7 @@ class Full:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -65,6 +83,7 @@ class SlidingWindow:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -80,6 +99,7 @@ class Mamba:
     host_states: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -97,7 +117,7 @@ class Sidecar:
     """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds.
 
     ``indices_from``: a component's pool or another sidecar. ``hit_policy`` follows from it (None); what is given is
-    checked against it. ``replicated``: every rank holds the same bytes, so one of them stores the pages for all.
+    checked against it. ``replicated``: see ``Replicated``.
     """
 
     name: str
@@ -106,7 +126,7 @@ class Sidecar:
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     hit_policy: HitPolicy | None = None
-    replicated: bool = False
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -123,8 +143,10 @@ class PoolSpec:
     """One pool, resolved. ``bytes_per_page`` covers all ``layers``; 0: logical (slots, no buffer, no stored object).
 
     ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
-    ``device_pages`` and ``host_pages`` are that component's slot counts. ``shard`` names the part of every page that
-    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it.
+    ``device_pages`` and ``host_pages`` are that component's slot counts. ``replicated``: the directions (``"tp"``,
+    ``"cp"``) in which ranks hold the same bytes. ``shard`` names the part of every page that
+    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it where ranks share
+    a store.
     """
 
     name: str
@@ -135,7 +157,7 @@ class PoolSpec:
     host_pages: int
     hit_policy: HitPolicy
     indices_from: str | None = None
-    replicated: bool = False
+    replicated: tuple[str, ...] = ()
     dtype: str = "uint8"
     covers: tuple[int, ...] = ()
     shard: str = "replicated"
@@ -149,11 +171,12 @@ class PoolSpec:
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
         """The pool as tp rank ``rank`` of ``ranks`` holds it, in its place among context parallel ranks and pipeline
         stages: a part of every page, or all of it, stored by the first. ``covers`` says which stage it is, if given."""
-        parts = [] if self.replicated else [("tp", rank, ranks), ("cp", *cp)]
+        places = {"tp": (rank, ranks), "cp": cp}
+        parts = [(name, *at) for name, at in places.items() if name not in self.replicated]
         if not self.covers:
             parts.append(("pp", *pp))
         label = " ".join(f"{name} {number}/{count}" for name, number, count in parts if count > 1)
-        writes = not self.replicated or (rank == 0 and cp[0] == 0)
+        writes = all(places[name][0] == 0 for name in self.replicated)
         return replace(self, shard=label or self.shard, writes=writes)
 
 
@@ -262,7 +285,7 @@ class CacheConfig:
             device_pages=_slots(component, self.page_size, host=False),
             host_pages=_slots(component, self.page_size, host=True),
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
-            dtype=component.dtype, covers=component.covers,
+            replicated=component.replicated.over, dtype=component.dtype, covers=component.covers,
         )
 
 
@@ -288,6 +311,10 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
 def _settle_pool(pool: Component | Sidecar, where: str) -> None:
     """What can be said of a pool by itself."""
     checks.settle_fields(pool, f"{where}: ")
+    replicated: object = pool.replicated
+    if checks.is_flag(replicated):
+        replicated = Replicated.TP_CP if replicated else Replicated.NO
+    object.__setattr__(pool, "replicated", checks.member(f"{where}: replicated", replicated, Replicated))
     covers = pool.covers
     if not isinstance(covers, (tuple, list)):
         raise ConfigError(f"{where}: covers={checks.shown(covers)} must be a tuple of integers")
@@ -321,7 +348,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
     return PoolSpec(
         name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
         device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
-        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype, covers=spec.covers,
+        indices_from=spec.indices_from, replicated=spec.replicated.over, dtype=spec.dtype, covers=spec.covers,
     )
 
 

@@ -6,6 +6,8 @@ should catch it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class AsyncCacheError(Exception):
     """Base of all errors that asynccache raises on purpose."""
@@ -39,7 +41,23 @@ class CopyFailed(AsyncCacheError):
 
 
 class RankFailure(AsyncCacheError):
-    """Another rank died, hung or reported bad health."""
+    """A rank of a group is gone, silent, or cannot go on, for this ``reason``. ``rank``: which; None: it has no number
+    here."""
+
+    def __init__(self, reason: str, rank: int | None = None) -> None:
+        super().__init__(reason if rank is None else f"rank {rank}: {reason}")
+        self.reason = reason
+        self.rank = rank
+
+
+class BatchFailed(AsyncCacheError):
+    """An engine could not run a batch: batch ``number``, on the ranks of ``reasons``, each with what it said."""
+
+    def __init__(self, number: int, reasons: Mapping[int, str]) -> None:
+        said = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+        super().__init__(f"batch {number}: {said}")
+        self.number = number
+        self.reasons = dict(reasons)
 
 
 class RankDivergence(AsyncCacheError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _LAYERS = "Layers that the bytes are divided among, evenly."
+_REPLICATED = "Over which ranks every page has the same bytes, so that one of them stores them for all."
 _COVERS = (
     "For each of the layers the layer of the model that it belongs to, never falling; none: their own "
     "numbers."
@@ -38,6 +39,7 @@ _ATTENTION = {
     "host_tokens": "Room in host memory, in tokens: whole pages; 0: no host tier.",
     "layers": _LAYERS,
     "covers": _COVERS,
+    "replicated": _REPLICATED,
     "dtype": _DTYPE,
 }
 
@@ -50,6 +52,7 @@ COMPONENTS = {
         "host_states": "Room in host memory, in states; 0: no host tier.",
         "layers": _LAYERS,
         "covers": _COVERS,
+        "replicated": _REPLICATED,
         "dtype": _DTYPE,
     },
 }
@@ -66,7 +69,7 @@ SIDECAR = {
     "layers": _LAYERS,
     "covers": _COVERS,
     "hit_policy": "Which pages a hit needs; follows from `indices_from`, and is checked against it.",
-    "replicated": "Whether every rank holds the same bytes, so that one stores them for all.",
+    "replicated": _REPLICATED,
     "dtype": _DTYPE,
 }
 

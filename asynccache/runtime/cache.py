@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,14 +34,18 @@ from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
+from asynccache.worker.gathering import Workers
 from asynccache.worker.given import MOMENT, Given, planned_stores
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
-    from asynccache.worker.contract import DevicePool
-    from asynccache.worker.local import LocalWorker
+    from asynccache.worker.contract import DevicePool, Worker
+    from asynccache.worker.rank import RankWorker
 
 ExtraKey = str | bytes | None
+
+MOST_PAYLOAD = 8 << 20
+"""Bytes that a batch's payload may have."""
 
 
 class CloseReport(NamedTuple):
@@ -83,6 +87,9 @@ class AsyncCache:
     """A hierarchical KV cache; see the package's README.
 
     ``device`` and ``storage`` replace what the configuration names; the caller closes what the caller made.
+    ``workers``: those of an engine of several ranks, from ``asynccache.worker.listen``: every page has its part on each
+    of them, events are the numbers of batches (``send_batch``), and stores are URLs. ``device`` is then that of the
+    head's own rank.
     ``ranks``: this rank among others (see ``asynccache.ranks``): then every rank makes the same calls, in one order,
     and ``step`` once an iteration.
     ``on_event`` is told of everything that ``asynccache.events`` publishes, in order, from the loop; it must be quick.
@@ -94,6 +101,7 @@ class AsyncCache:
         *,
         device: Device | None = None,
         storage: Storage | None = None,
+        workers: Workers | None = None,
         ranks: Ranks | None = None,
         agreement: Agreement | None = None,
         on_event: OnEvent | None = None,
@@ -111,14 +119,18 @@ class AsyncCache:
             check_storage("storage", storage)
         if on_event is not None:
             checks.function("on_event", on_event)
-        from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
+        if workers is not None:
+            checks.instance("workers", workers, Workers)
+        self._workers = workers
+        if workers is None or workers.own is not None:
+            from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
 
-        self._open_local = open_local
-        self._given = Given(device, storage)
+            self._open_local = open_local
+        self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
         self._ranks = ranks
         self._agreement = agreement or SingleRank()
         self._on_event = on_event
-        self._worker: LocalWorker | None = None
+        self._worker: Worker | None = None
         self._parts: Parts | None = None
         self._opening: Interruptible | None = None
         self._closer: asyncio.Task[CloseReport] | None = None
@@ -179,7 +191,12 @@ class AsyncCache:
 
     async def _open_worker(self, pools: tuple[PoolSpec, ...]) -> None:
         """Everything that may take long, or fail on one rank alone."""
-        self._worker = await self._open_local(self.config, pools, self._given)
+        if self._workers is not None:
+            from asynccache.worker.group import open_group
+
+            self._worker = await open_group(self.config, self._given, self._workers)
+        else:
+            self._worker = await self._open_local(self.config, pools, self._given)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -353,6 +370,40 @@ class AsyncCache:
         ttl = checks.number("ttl", ttl, above=0)
         return await parts.keeper.keep(parts.namespaces.space(extra_key), as_key(tokens), ttl)
 
+    # the engine's batches, where there are several workers
+
+    def send_batch(self, payload: bytes = b"", leases: Sequence[Lease] = ()) -> int:
+        """Tell every worker of a batch of the engine's work, behind all that the cache has decided by now; its number,
+        for ``ready`` and ``after`` of the leases' calls. A batch is over when the engine has ended it on every worker
+        (``RankWorker``, ``EngineBatch.end``) and its events there have fired.
+
+        ``payload``: whatever the engine wants to tell its workers. ``leases``: those whose pages it reads; it gets the
+        loads of theirs that are not over, for ``wait_layers``.
+
+        Raises:
+            ConfigError: ``payload`` is no bytes, or more than 8 MiB; or there are no ``workers``.
+            RuntimeError: a lease is not held.
+        """
+        parts = self._ready()
+        payload = checks.instance("payload", payload, bytes)
+        if len(payload) > MOST_PAYLOAD:
+            raise ConfigError(f"payload: {len(payload)} bytes are more than {MOST_PAYLOAD}")
+        held = [checks.instance("leases", lease, Lease)._held() for lease in leases]
+        loads = dict.fromkeys(op for core in held for op in core.loads if op in parts.driver.ops)
+        return parts.worker.send_batch(payload, tuple(loads))
+
+    async def batch_ended(self, number: int) -> None:
+        """Return when the batch is over on every worker. Cancelling it stops the waiting.
+
+        Raises:
+            BatchFailed: an engine could not run it.
+            ConfigError: ``number`` was not sent.
+            RankFailure: a worker is gone; the cache is closed.
+        """
+        parts = self._opened()
+        parts.worker.engine_event(number)
+        await parts.worker.batch_ended(number)
+
     # the whole cache
 
     async def step(self) -> None:
@@ -463,8 +514,18 @@ class AsyncCache:
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
-        """The device pools by name: where the engine reads and writes KV."""
+        """The device pools of this process by name: where the engine reads and writes KV. Empty, where it has no rank
+        of its own."""
         return self._opened().worker.pools
+
+    @property
+    def worker(self) -> RankWorker | None:
+        """The head's own rank among ``workers``: its pools and batches, for the engine in this process. None, if it has
+        no rank, and where there are no ``workers``."""
+        from asynccache.worker.group import WorkerGroup
+
+        worker = self._opened().worker
+        return worker.face if isinstance(worker, WorkerGroup) else None
 
     @property
     def core(self) -> CacheCore:

@@ -19,6 +19,7 @@ flight), ``draining``, ``closed``, ``broken``, and ``unsettled`` (what a store w
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
@@ -409,7 +410,7 @@ class Driver:
         assert self.closed is not None
         cause = self.closed.__cause__
         if isinstance(cause, (RankFailure, RankDivergence)):
-            return type(cause)(*cause.args)
+            return copy.copy(cause)
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
         return error

@@ -44,7 +44,7 @@ from asynccache.worker.layout import Layout
 from asynccache.worker.stats import Meter
 
 if TYPE_CHECKING:
-    from asynccache.worker.local import LocalWorker
+    from asynccache.worker.contract import Worker
 
 OnEvent = Callable[[Notice], None]
 
@@ -55,7 +55,7 @@ class Parts:
     """Built when a cache opens; ``start`` makes its tasks, ``close`` refuses every call from then on."""
 
     def __init__(
-        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: LocalWorker, ranks: Ranks | None,
+        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: Worker, ranks: Ranks | None,
         agreement: Agreement, on_event: OnEvent | None,
     ) -> None:  # fmt: skip
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)

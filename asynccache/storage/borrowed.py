@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asynccache.storage.contract import StorageBackend
+from asynccache.storage.contract import StorageBackend, is_shared
 from asynccache.storage.probing import Probeable
 from asynccache.storage.watching import Watchable
 
@@ -20,6 +20,7 @@ class Borrowed:
         self.register = backend.register
         self.stats = backend.stats
         self.flush = backend.flush
+        self.shared = is_shared(backend)
         if isinstance(backend, Watchable):
             self.watch = backend.watch
         if isinstance(backend, Probeable):

@@ -47,7 +47,8 @@ def best_off(states: Iterable[float]) -> BreakerState:
 class Breaker:
     """All of its mutable state is its own; it belongs to one store.
 
-    ``jitter``: a factor for each back-off, so that those who share a store do not come back all at once.
+    ``jitter``: a factor for each back-off, so that those who share a store do not come back all at once. ``changed``:
+    called after every change of ``state``; it must be quick, and may be replaced.
 
     In its methods ``now`` is in seconds, of one clock that never goes back; ``permit`` is what ``allow`` returned;
     ``kind`` is any text. What is none of that is refused with ``ConfigError``, and nothing has changed.
@@ -62,6 +63,7 @@ class Breaker:
     ) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0
+        self.changed: Callable[[], object] = _nobody
         self._threshold = checks.integer("threshold", threshold, 1)
         self._first_backoff = backoff = checks.number("backoff", backoff, above=0)
         self._max_backoff = checks.number("max_backoff", max_backoff, above=0)
@@ -147,7 +149,12 @@ class Breaker:
     def _enter(self, state: BreakerState) -> Permit:
         self.state = state
         self._era = Permit(self._era + 1)
+        self.changed()
         return self._era
+
+
+def _nobody() -> None:
+    pass
 
 
 def _permit(permit: Permit) -> Permit:

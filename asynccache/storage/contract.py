@@ -66,8 +66,16 @@ def check_layout(layout: object) -> StoreLayout:
     return found
 
 
+def is_shared(backend: object) -> bool:
+    """Whether what other processes store in the same place is found through ``backend``, and the other way round: it
+    says so by an attribute ``shared``, which is optional. Of pages that several workers hold alike one is written there
+    for all; to any other store each worker writes its own."""
+    return bool(getattr(backend, "shared", False))
+
+
 class StorageBackend(Protocol):
-    """Async and batched over keys. One instance serves one event loop."""
+    """Async and batched over keys. One instance serves one event loop. One that processes share has an attribute
+    ``shared`` that is true (``is_shared``)."""
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
         """HIT or MISS per key, FAILED where it cannot be known."""

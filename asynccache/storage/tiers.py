@@ -19,7 +19,7 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.storage.breaker import BreakerState, best_off
 from asynccache.storage.checked import CheckedStore
-from asynccache.storage.contract import PageKey, Result
+from asynccache.storage.contract import PageKey, Result, is_shared
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions, Wanted
 
@@ -30,13 +30,14 @@ _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED:
 
 
 class Attached:
-    """A store among others: ``options`` say how it is used. ``owned``: it is closed when it leaves. ``there``: false
-    once it was detached."""
+    """A store among others: ``options`` say how it is used. ``owned``: it is closed when it leaves. ``shared``: see
+    ``is_shared``. ``there``: false once it was detached."""
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
         self.store = store
         self.options = options
         self.owned = owned
+        self.shared = is_shared(store.backend)
         self.there = True
         self.told = False
         self._calls = 0
@@ -183,12 +184,19 @@ class TieredStore:
 
     # pages
 
-    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """Store each payload; HIT where at least one store has it now. FAILED, if none is written.
+    def writers(self, *, shared: bool = True) -> list[Attached]:
+        """Those that are written; ``shared`` false: without those that other workers write to, too."""
+        return [one for one in self._stores if one.options.write and (shared or not one.shared)]
+
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]:
+        """Store each payload; HIT where at least one store has it now. FAILED, if none is written. ``shared``: as for
+        ``writers``.
 
         Cancelling it returns after every store has let go of the payloads.
         """
-        writers = [attached for attached in self._stores if attached.options.write]
+        writers = self.writers(shared=shared)
         if len(writers) == 1:
             return await writers[0].put(keys, payloads)
         answers = await _all([attached.put(keys, payloads) for attached in writers])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from asynccache.storage.contract import PageKey, Record, Result, StorageBackend
+from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
 from asynccache.storage.probing import Probeable
 
 Tell = Callable[[bool, Sequence[bytes]], None]
@@ -37,6 +37,7 @@ class Reporting:
         self.stats = inner.stats
         self.flush = inner.flush
         self.aclose = inner.aclose
+        self.shared = is_shared(inner)
         if isinstance(inner, Probeable):
             self.probe = inner.probe
 

@@ -3,4 +3,42 @@
 The cache's head (``asynccache.runtime``) decides through the core and hands *work* to a worker; outcomes come back.
 Both are values of integers and bytes (``contract``). A worker knows pools, slots and hashes; it knows no tree, no lease
 and no request.
+
+An engine of several ranks has a worker in each of its processes. ``listen`` is for the head's process, ``connect`` for
+all others; what one of them gives is for ``AsyncCache(workers=...)``, the other's is that rank's pools and batches.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynccache.worker.gathering import Workers, listen
+    from asynccache.worker.rank import RankWorker
+    from asynccache.worker.sent import EngineBatch
+    from asynccache.worker.serving import connect
+    from asynccache.worker.topology import Place, Topology
+
+__all__ = ["EngineBatch", "Place", "RankWorker", "Topology", "Workers", "connect", "listen"]
+
+_LAZY = {
+    "EngineBatch": "asynccache.worker.sent",
+    "Place": "asynccache.worker.topology",
+    "RankWorker": "asynccache.worker.rank",
+    "Topology": "asynccache.worker.topology",
+    "Workers": "asynccache.worker.gathering",
+    "connect": "asynccache.worker.serving",
+    "listen": "asynccache.worker.gathering",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

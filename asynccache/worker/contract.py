@@ -11,8 +11,8 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asynccache import checks
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome
@@ -92,16 +92,35 @@ class Batch(Protocol):
 
 
 class Worker(Protocol):
-    """Performs what the head decides. Belongs to the head's loop, but for ``engine_event``."""
+    """Performs what the head decides: one worker, or several as one. Belongs to the head's loop, but for
+    ``engine_event``. An event that an engine names is one of the device, or, with several workers, a batch's number."""
 
-    layers: int
-    """How many the model has."""
-    has_stores: bool
-    """Whether any store is used. It is asked for every lease."""
+    @property
+    def layers(self) -> int:
+        """How many the model has."""
+        ...
+
+    @property
+    def has_stores(self) -> bool:
+        """Whether any store is used. It is asked for every lease."""
+        ...
+
+    def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """Take work from now on. Returns what its tasks are to run, by name, until they are cancelled."""
+        ...
+
+    async def aclose(self, patience: float) -> None:
+        """Close stores, pools and devices. ``patience``: seconds that copies on a device that outlives the cache are
+        waited for. Cancelling it may leave some of it open.
+
+        Raises:
+            BackendError: a store could not close cleanly; all the rest is closed.
+        """
+        ...
 
     @property
     def pools(self) -> Mapping[str, DevicePool]:
-        """The device pools by name: where the engine reads and writes KV."""
+        """The device pools of this process by name: where the engine reads and writes KV."""
         ...
 
     # the engine's work, and copies beside it
@@ -116,6 +135,16 @@ class Worker(Protocol):
 
     def batch(self, event: object) -> Batch:
         """The batch that ``event``, from ``engine_event``, is the end of; the same one as long as it is not over."""
+        ...
+
+    def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
+        """Tell every worker of a batch of the engine's work that needs ``loads``; its number. Raises ``ConfigError``:
+        the only worker is in this process, where batches are events."""
+        ...
+
+    async def batch_ended(self, number: int) -> None:
+        """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``BatchFailed``: an engine could
+        not run it."""
         ...
 
     def perform(self, work: Work) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from asynccache.config import CacheConfig
 from asynccache.storage.attaching import options_of
@@ -13,15 +13,20 @@ MOMENT = 1.0
 
 
 class Given:
-    """What the embedder gives instead of what the configuration names; the embedder closes what it made."""
+    """What the embedder gives instead of what the configuration names; the embedder closes what it made. ``locate``:
+    what a store's URL stands for, where that is not the URL itself."""
 
-    def __init__(self, device: Device | None = None, storage: Storage | None = None) -> None:
+    def __init__(
+        self, device: Device | None = None, storage: Storage | None = None,
+        locate: Callable[[str], Storage] = lambda url: url,
+    ) -> None:  # fmt: skip
         self.device = device
         self.storage = storage
+        self.locate = locate
 
     def stores(self, config: CacheConfig) -> tuple[Storage, ...]:
         """What there is at the start."""
-        return config.stores if self.storage is None else (self.storage,)
+        return tuple(map(self.locate, config.stores)) if self.storage is None else (self.storage,)
 
     def options(self, config: CacheConfig) -> Mapping[str, str]:
         """What is added to the URL."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from asynccache.config import CacheConfig, PoolSpec
-from asynccache.core.plan import BackupHost
+from asynccache.core.plan import BackupHost, Clone, LoadBack
 from asynccache.errors import ConfigError
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.mover import Mover
@@ -143,6 +143,9 @@ class LocalWorker:
         self.find_store = stores.find
         self.open_store = stores.open
         self.drop_store = stores.drop
+        self.knows_store = stores.knows
+        self.is_shared = stores.is_shared
+        self.on_health = stores.on_change
         self.close_store = stores.close
         self.unwatch_store = stores.unwatch
 
@@ -185,10 +188,21 @@ class LocalWorker:
         """See ``Worker``."""
         return self._batches.of(cast("Event", event))
 
+    def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
+        """See ``Worker``."""
+        raise ConfigError("send_batch: a cache without workers= has one worker, in this process: name events instead")
+
+    async def batch_ended(self, number: int) -> None:
+        """See ``Worker``."""
+        self.send_batch(b"", ())
+
     def perform(self, work: Work) -> None:
         """See ``Worker``."""
         effect, after = work
-        events = self._batches.events(after) if after else ()
+        self.begin(effect, self._batches.events(after) if after else ())
+
+    def begin(self, effect: BackupHost | LoadBack | Clone, events: Sequence[Event]) -> None:
+        """``perform``, behind ``events`` of the device."""
         if isinstance(effect, BackupHost):
             self.backup_host.put(effect, events)
         else:
@@ -250,6 +264,11 @@ class LocalWorker:
     def key_of(self) -> Callable[[bytes], bytes] | None:
         """See ``Worker``."""
         return self._map.key_of
+
+    @property
+    def digest(self) -> bytes:
+        """See ``PoolMap.digest``."""
+        return self._map.digest
 
     # looking at it
 

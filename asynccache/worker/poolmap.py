@@ -25,12 +25,13 @@ class HostPages(Protocol):
 
 
 class PoolMap(Layout):
-    """``written``: what this worker stores, in two steps: the auxiliary components with what derives from them and what
-    follows FULL, in the order of the configuration; then FULL."""
+    """``written``: what is stored, in two steps: the auxiliary components with what derives from them and what follows
+    FULL, in the order of the configuration; then FULL."""
 
     def __init__(self, specs: Sequence[PoolSpec], page_size: int, host: Mapping[str, HostPages]) -> None:
         super().__init__(specs)
-        self.written = (_to_write({**self.of, FULL: self.follow}), _to_write({FULL: self.lead}))
+        self.written: tuple[Mapping[int, tuple[PoolSpec, ...]], ...]
+        self.written = ({**self.of, FULL: self.follow}, {FULL: self.lead})
         solid = [spec for pools in self.of.values() for spec in pools]
         self._digests = {spec.name: pool_digest(spec, page_size) for spec in solid}
         self._weights = {c: sum(spec.bytes_per_page for spec in pools) for c, pools in self.of.items()}
@@ -50,6 +51,15 @@ class PoolMap(Layout):
         """Where a page of ``pool`` is stored."""
         return PageKey(pool, storage_key(page_hash, self._digests[pool]))
 
+    def has(self, pool: str) -> bool:
+        """Whether this worker has bytes of ``pool``."""
+        return pool in self._digests
+
+    @property
+    def digest(self) -> bytes:
+        """What a page's hash becomes a key with in the last pool of FULL; empty, if FULL has no stored object."""
+        return self._digests[self.lead[-1].name] if self.lead else b""
+
     def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
         """The same for several pages, ``hashes`` joined."""
         return [self.key(pool, hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
@@ -67,7 +77,3 @@ class PoolMap(Layout):
         host = self._host[pool]
         for i, slot in enumerate(np.frombuffer(slots, np.int32).tolist()):
             yield self.key(pool, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), host.page(slot)
-
-
-def _to_write(pools: Mapping[int, tuple[PoolSpec, ...]]) -> Mapping[int, tuple[PoolSpec, ...]]:
-    return {c: tuple(spec for spec in specs if spec.writes) for c, specs in pools.items()}

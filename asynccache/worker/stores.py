@@ -35,6 +35,7 @@ class Stores:
         self._open: dict[int, Attached] = {}
         self._watched: dict[int, Callable[[], None]] = {}
         self._last = 0
+        self._changed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         return f"Stores({self.tiers!r})"
@@ -60,8 +61,10 @@ class Stores:
             self._introduce(attached)
             self._number(attached)
 
-    async def open(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
-        """See ``Worker.open_store``."""
+    async def open(
+        self, storage: Storage, options: Mapping[str, str], position: int | None, *, number: int | None = None
+    ) -> StoreEntry:
+        """See ``Worker.open_store``. ``number``: what somebody else wants it to be called."""
         attached = await open_attached(storage, self._layout, options, lambda taken: self.tiers.check(taken, position))
         try:
             self._introduce(attached)
@@ -69,7 +72,21 @@ class Stores:
         except BaseException:
             await close_unattached(attached)
             raise
-        return StoreEntry(self._number(attached), attached.options)
+        return StoreEntry(self._number(attached, number), attached.options)
+
+    def knows(self, number: int) -> bool:
+        """Whether a store of this number is open."""
+        return number in self._open
+
+    def is_shared(self, number: int) -> bool:
+        """See ``asynccache.storage.contract.is_shared``."""
+        return self._open[number].shared
+
+    def on_change(self, changed: Callable[[], object]) -> None:
+        """``changed`` is called when a store begins or ceases to refuse calls, of those that are open now or later."""
+        self._changed = changed
+        for attached in self._open.values():
+            attached.store.breaker.changed = changed
 
     def use(self, number: int, position: int | None) -> None:
         """See ``Worker.use_store``."""
@@ -110,7 +127,9 @@ class Stores:
         for name, pool in self._host.items():
             attached.store.register(name, pool.memory)
 
-    def _number(self, attached: Attached) -> int:
-        self._last += 1
+    def _number(self, attached: Attached, number: int | None = None) -> int:
+        self._last = number or self._last + 1
         self._open[self._last] = attached
+        if self._changed is not None:
+            attached.store.breaker.changed = self._changed
         return self._last

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from asynccache_shim.board import Settings
 from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Model, Sampling, Work
-from asynccache_shim.orders import Orders
 from asynccache_shim.request import Finish, Limits, Matched, Request, State
 from asynccache_shim.scheduler import Scheduler
-from asynccache_shim.streams import connect_orders
+from asynccache_shim.shards import follow
 
 __all__ = [
     "NO_TOKEN",
@@ -20,12 +19,11 @@ __all__ = [
     "Limits",
     "Matched",
     "Model",
-    "Orders",
     "Request",
     "Sampling",
     "Scheduler",
     "Settings",
     "State",
     "Work",
-    "connect_orders",
+    "follow",
 ]

@@ -6,8 +6,6 @@ Laws:
   line waits for backups and other users of the cache, with a chunk that fits; it gives way to whoever ranks before it.
 * Nobody gives up what is cached of it because room for load_back is a moment away.
 * Who was retracted does not come back before pages were given back.
-* Several ranks: nobody waits for pages in a task or in the cache's line. What did not fit is tried again after each
-  step, as long as anything is in flight; loads are looked at after each step, too.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from asynccache import CacheClosed, CacheFull, Lease, LoadFailed
+from asynccache import AsyncCacheError, CacheFull, Lease, LoadFailed
 from asynccache_shim.admission import Offer, cut_offers, demand, offer, passes
 from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board
@@ -45,10 +43,10 @@ async def _end_patience(board: Board, job: Job) -> None:
     if job.patient or job.handle is None or job.handle.done():
         return
     try:
-        async with _lease(board, job, Offer(1, 1, 0), wait=False, shorter=False):
-            return  # it came to its end just now
+        lease = await _lease(board, job, Offer(1, 1, 0), wait=False, shorter=False).__aenter__()
     except CacheFull:
         return
+    lease.release(board.batch)  # it came to its end just now
 
 
 async def _admit_one(board: Board, job: Job, budget: int) -> bool:
@@ -83,8 +81,6 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
     users of the cache are in the way; or else the smallest."""
     if job.over or await _try(board, job, offers):
         return not job.over
-    if board.lockstep:
-        return await _admit_last(board, job, offers[-1])
     try:
         if not board.cache.statistics().leases:
             with suppress(CacheFull):
@@ -93,18 +89,6 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
     except CacheFull as error:
         board.drop(job, Finish.FAILED, error)
         return False
-
-
-async def _admit_last(board: Board, job: Job, terms: Offer) -> bool:
-    """Several ranks: what could make room may still be under way; if nothing is, in with the smallest chunk, and
-    without what is cached of it if need be, or never."""
-    if board.cache.in_flight or board.cache.statistics().leases:
-        return False
-    if await _try(board, job, [terms], shorter=True):
-        return True
-    if not board.cache.in_flight:
-        board.drop(job, Finish.FAILED, CacheFull("the pages cannot be had: nothing is in flight that could free them"))
-    return False
 
 
 async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
@@ -118,14 +102,14 @@ async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> b
     try:
         entered = await _wait_in_line(job, lease)
     except BaseException:
-        lease.release()
+        lease.release(board.batch)
         raise
     finally:
         board.alone = None
     if entered and not job.over:
         _entered(board, job, lease)
         return True
-    lease.release()
+    lease.release(board.batch)
     return False
 
 
@@ -154,7 +138,7 @@ async def _try(board: Board, job: Job, offers: list[Offer], *, shorter: bool = F
         except CacheFull:
             continue
         if job.over:
-            lease.release()
+            lease.release(board.batch)
             return False
         _entered(board, job, lease)
         return True
@@ -171,18 +155,7 @@ def _lease(board: Board, job: Job, terms: Offer, *, wait: bool, shorter: bool) -
 def _entered(board: Board, job: Job, lease: Lease) -> None:
     job.entered(lease, board.shape.page_size, board.shape.has_mamba)
     board.hold(job)
-    if not board.lockstep:
-        job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
-
-
-async def note_loaded(board: Board) -> None:
-    """Whoever needs no load_back is RUNNING now; several ranks: and whose load_back has ended."""
-    if not board.lockstep:
-        await asyncio.sleep(0)
-        return
-    for job in list(board.held.values()):
-        if job.request.state is State.LOADING and job.lease is not None and not job.lease.loading:
-            await _loaded(board, job, job.lease)
+    job.watch = asyncio.get_running_loop().create_task(_loaded(board, job, lease), name=f"load-{job.id}")
 
 
 async def _loaded(board: Board, job: Job, lease: Lease) -> None:
@@ -192,7 +165,7 @@ async def _loaded(board: Board, job: Job, lease: Lease) -> None:
     except LoadFailed as error:
         job.watch = None
         _enter_again(board, job, error)
-    except CacheClosed as error:
+    except AsyncCacheError as error:  # the cache is closed
         job.watch = None
         board.drop(job, Finish.FAILED, error)
     else:
@@ -209,5 +182,5 @@ def _enter_again(board: Board, job: Job, error: LoadFailed) -> None:
     board.release(job)
     try:
         arrive(board, job)
-    except CacheClosed as closed:
+    except AsyncCacheError as closed:
         board.drop(job, Finish.FAILED, closed)

@@ -2,9 +2,6 @@
 
 Law: a fetch never holds up anybody else's admission, and one that the cache refuses for now waits in the cache's own
 line. When a request comes back (retracted, or its pages failed to arrive) it arrives anew.
-
-Several ranks: no task waits for a fetch, and no clock is read here. Whether one has ended is looked at after a step,
-which is where it ends on all ranks; the time-out of a fetch is the cache's own.
 """
 
 from __future__ import annotations
@@ -30,22 +27,14 @@ def patience(config: CacheConfig, tokens: int) -> float | None:
 def arrive(board: Board, job: Job) -> None:
     """Into the queue, while what storage has of it is being fetched."""
     board.waiting[job.id] = job
-    job.patient = not board.lockstep or board.cache.config.prefetch_policy is not PrefetchPolicy.BEST_EFFORT
+    job.patient = True
     job.handle = board.cache.prefetch(job.tokens, extra_key=job.terms.extra_key)
     if job.handle.done():
         job.request.state = State.WAITING
         board.call(job)
     else:
         job.request.state = State.PREFETCHING
-        if not board.lockstep:
-            job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
-
-
-def note_fetched(board: Board) -> None:
-    """Several ranks, after a step: whose fetch has ended may be admitted."""
-    for job in board.waiting.values():
-        if job.request.state is State.PREFETCHING and job.handle is not None and job.handle.done():
-            job.request.state = State.WAITING
+        job.watch = asyncio.get_running_loop().create_task(_fetched(board, job), name=f"prefetch-{job.id}")
 
 
 async def _fetched(board: Board, job: Job) -> None:

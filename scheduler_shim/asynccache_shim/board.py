@@ -15,6 +15,7 @@ from asynccache_shim.admission import Shape, Slots, shape_of
 from asynccache_shim.job import Job
 from asynccache_shim.planning import by_rank
 from asynccache_shim.request import Finish, State, end_request
+from asynccache_shim.shards import Shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,12 @@ class Settings:
 
 class Board:
     """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet;
-    ``alone``: who waits in the cache's line, while nobody holds pages. ``lockstep``: whether there are several ranks;
-    then nothing here may depend on what finishes when, and only the scheduler's own task calls the cache."""
+    ``alone``: who waits in the cache's line, while nobody holds pages. ``shards``: of the model, on other ranks; None
+    if there are none."""
 
-    def __init__(self, cache: AsyncCache, settings: Settings, lockstep: bool = False) -> None:
+    def __init__(self, cache: AsyncCache, settings: Settings) -> None:
         self.cache = cache
         self.settings = settings
-        self.lockstep = lockstep
         self.shape: Shape = shape_of(cache.config)
         if settings.step_tokens < settings.max_running + self.shape.page_size:
             raise ConfigError(
@@ -52,12 +52,19 @@ class Board:
         self.waiting: dict[int, Job] = {}
         self.held: dict[int, Job] = {}
         self.alone: Job | None = None
+        self.shards: Shards | None = None
         self.ended: list[int] = []
         self.freed = 0
         self.bell = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"Board({len(self.waiting)} waiting, {len(self.held)} hold pages)"
+
+    @property
+    def batch(self) -> int | None:
+        """What commits and releases name: the last batch that several ranks compute; None where there is one rank,
+        whose model has returned by then."""
+        return None if self.shards is None else self.shards.sent
 
     def room(self) -> Slots:
         """Free and evictable slots of the device."""
@@ -92,7 +99,7 @@ class Board:
         self.held.pop(job.id, None)
         lease = job.left()
         if lease is not None:
-            lease.release(ended=job.terms.ended)
+            lease.release(self.batch, ended=job.terms.ended)
             self.ended.append(job.id)
             self.freed += 1
 
@@ -104,7 +111,7 @@ class Board:
             return
         keeps = self.shape.has_mamba and computed > job.checkpointed and not computed % self.shape.page_size
         checkpoint = (computed, int(lease.states[0])) if keeps else None
-        await lease.commit(job.tokens[:computed], checkpoint=checkpoint)
+        await lease.commit(job.tokens[:computed], self.batch, checkpoint)
 
     def drop(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
         """It is over: nothing of it stays."""

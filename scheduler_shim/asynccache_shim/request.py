@@ -125,8 +125,7 @@ class Request:
         return f"Request({len(self.tokens)} tokens, {len(self.output)} generated, {end.value})"
 
     def abort(self) -> None:
-        """The caller wants no more of it. Its stream ends at once (several ranks: before their next step); what it
-        holds goes back once no step uses it."""
+        """The caller wants no more of it. Its stream ends at once; what it holds goes back once no step uses it."""
         if self.finish is not None:
             return
         if self._aborted is None:
@@ -201,11 +200,6 @@ def enlist(request: Request, aborted: Callable[[], None]) -> None:
     request._terms = request.terms
     request.state = State.WAITING
     request._aborted = aborted
-
-
-def fix_terms(request: Request, terms: Terms) -> None:
-    """These terms are what other ranks are told, and act on; so does this one."""
-    request._terms = terms
 
 
 def add_token(request: Request, token: int) -> None:

@@ -122,11 +122,11 @@ async def _settle(board: Board, job: Job, work: Work) -> None:
     lease = job.lease
     assert lease is not None
     if work.stop <= job.entry or work.checkpoint is not None:
-        job.pages = await lease.commit(work.tokens[: work.stop], checkpoint=work.checkpoint)
-        lease.adopt()
+        job.pages = await lease.commit(work.tokens[: work.stop], board.batch, work.checkpoint)
+        lease.adopt(board.batch)
         if work.checkpoint is not None:
             job.checkpointed = work.stop
-    lease.advance(work.stop)
+    lease.advance(work.stop, board.batch)
 
 
 async def _generated(board: Board, job: Job, token: int) -> None:

@@ -5,63 +5,46 @@ Laws:
   the event loop.
 * Pages are given back only when no step uses them: a cancellation that arrives while the model runs waits for it.
 * When the loop dies, every request is told what of.
-* Several ranks: before each step all apply one order of rank 0's, and nothing else that comes from outside. While
-  anything waits or is in flight there is a step every ``PACE`` seconds at least, whether there is work or not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
 from types import TracebackType
 from typing import NoReturn
 
-from asynccache import AsyncCache, CacheClosed, ConfigError, RankDivergence, RankFailure, checks
-from asynccache.ranks.handshake import shake_hands
+from asynccache import AsyncCache, CacheClosed, ConfigError, RankFailure, checks
 from asynccache_shim.admission import check_fits
-from asynccache_shim.admitting import admit, note_loaded
-from asynccache_shim.arrivals import arrive, note_fetched
+from asynccache_shim.admitting import admit
+from asynccache_shim.arrivals import arrive
 from asynccache_shim.board import Board, Settings
 from asynccache_shim.job import Job
-from asynccache_shim.model import NO_TOKEN, Batch, Model, Sampling, Work
-from asynccache_shim.orders import Desk, Order, Orders, decode, encode
+from asynccache_shim.model import NO_TOKEN, Batch, Model, Work
 from asynccache_shim.request import MAX_TOKEN, Finish, Request, end_request, enlist
 from asynccache_shim.running import finish_step, grow_all, plan_admitted, works_of
+from asynccache_shim.shards import Shards
 from asynccache_shim.thread import ModelThread, returned
-
-PACE = 0.001
 
 
 class Scheduler:
     """``async with Scheduler(cache, model) as scheduler: scheduler.submit(request)``.
 
-    The cache stays the caller's, who closes it afterwards; of several ranks, one that fails closes it, saving nothing.
-    Belongs to the cache's loop.
+    The cache stays the caller's, who closes it afterwards. Belongs to the cache's loop.
 
-    ``orders``: one rank among several, each with a scheduler, a cache and a model of its own; the scheduler closes
-    them. Callers come to rank 0; the others wait for its end in ``finished``. Until then nobody else calls the cache.
-    The model's answer must be the same on all ranks.
+    Where the cache has workers on other ranks, ``model`` is this rank's shard, and the others compute each step with
+    ``follow``. The tokens are those that ``model`` returns here.
     """
 
-    def __init__(
-        self, cache: AsyncCache, model: Model, settings: Settings | None = None, *, orders: Orders | None = None
-    ) -> None:
+    def __init__(self, cache: AsyncCache, model: Model, settings: Settings | None = None) -> None:
         checks.instance("cache", cache, AsyncCache)
         checks.provider("model", model, Model)  # type: ignore[type-abstract]
         settings = Settings() if settings is None else checks.instance("settings", settings, Settings)
-        if orders is not None:
-            checks.provider("orders", orders, Orders)  # type: ignore[type-abstract]
-        self._board = Board(cache, settings, orders is not None)
-        self._orders = orders
-        self._desk = Desk()
+        self._board = Board(cache, settings)
         self._model = model
         self._thread = ModelThread()
         self._loop: asyncio.Task[None] | None = None
         self._closing = False
-        self._closed_by_order = False
         self._failure: BaseException | None = None
         self._count = 0
         self.steps = 0
@@ -75,19 +58,13 @@ class Scheduler:
         return self._failure
 
     async def __aenter__(self) -> Scheduler:
-        """Start the loop. Several ranks: compare settings first.
-
-        Raises:
-            ConfigError: ranks differ in a setting.
-            RankFailure: a rank is gone or silent.
-        """
-        if self._orders is not None:
-            try:
-                await shake_hands(self._orders.gather, {"scheduler": asdict(self._board.settings)})
-            except BaseException:
-                await self._orders.aclose(well=False)
-                raise
-            self._orders.watch(self._lost)
+        """Start the loop. Raises ``ConfigError``: the cache has workers on other ranks and none on this one, where a
+        shard of the model is to run."""
+        cache, own = self._board.cache, self._board.cache.worker
+        if own is not None:
+            self._board.shards = Shards(cache, own, self._lost)
+        elif not cache.pools:
+            raise ConfigError("scheduler: it runs on a rank of the model, and this process has none")
         self._loop = asyncio.get_running_loop().create_task(self._run(), name="asynccache-scheduler")
         return self
 
@@ -100,35 +77,17 @@ class Scheduler:
             raise self._failure
 
     async def aclose(self) -> None:
-        """Abort what is left, give all pages back, stop. Several ranks: rank 0's ends all of them; another one that is
-        closed before is lost to them. Cancelling it stops the waiting; closing goes on."""
+        """Abort what is left, give all pages back, stop. Cancelling it stops the waiting; closing goes on."""
         self._closing = True
-        if self._orders is None:
-            for job in self._board.jobs():
-                job.request.abort()
-        elif self._orders.leads:
-            self._desk.closing = True
-        elif self._loop is not None:
-            self._loop.cancel()
+        for job in self._board.jobs():
+            job.request.abort()
         self._board.bell.set()
         if self._loop is not None:
             await asyncio.wait([self._loop])
         self._end_all()
         self._thread.close(wait=False)
-        if self._orders is not None and (self._loop is None or self._loop.cancelled()):
-            await self._orders.aclose(well=False)  # a loop that was cancelled before it began has not
-
-    async def finished(self) -> None:
-        """Return when the loop has ended: several ranks, when rank 0's scheduler was closed. Cancelling it stops the
-        waiting.
-
-        Raises:
-            BaseException: what the loop died of.
-        """
-        assert self._loop is not None
-        await asyncio.wait([self._loop])
-        if self._failure is not None:
-            raise self._failure
+        if self._board.shards is not None:
+            self._board.shards.close()
 
     # callers
 
@@ -138,25 +97,17 @@ class Scheduler:
         Raises:
             CacheFull: it could not run in empty pools.
             CacheClosed: the scheduler is closed, or died.
-            RankFailure, RankDivergence: so it died.
+            RankFailure: another rank is gone.
             ConfigError: it is no request, or was submitted before, or one of its attributes was set to what is
-                unusable; or this is not rank 0.
+                unusable.
         """
         checks.instance("request", request, Request)
         if self._closing:
             self._refuse()
-        if self._orders is not None and not self._orders.leads:
-            raise ConfigError("submit: rank 0 takes the requests")
         terms = request.terms
         check_fits(self._board.shape, len(terms.tokens) + terms.limits.max_new_tokens - 1)
         self._count += 1
-        number = self._count
-        if self._orders is not None:
-            request.sampling = _seeded(request.sampling)
-            enlist(request, lambda: self._abort_everywhere(number))
-            self._submit_everywhere(number, request)
-            return request
-        job = Job(request, number)
+        job = Job(request, self._count)
         enlist(request, lambda: self._aborted(job))
         try:
             arrive(self._board, job)
@@ -165,17 +116,9 @@ class Scheduler:
             raise
         return request
 
-    def _submit_everywhere(self, number: int, request: Request) -> None:
-        try:
-            self._desk.submit(number, request)
-        except Exception as error:
-            end_request(request, Finish.FAILED, error)
-            raise
-        self._board.bell.set()
-
     def _refuse(self) -> NoReturn:
-        if isinstance(self._failure, (RankFailure, RankDivergence)):
-            raise type(self._failure)(*self._failure.args)
+        if isinstance(self._failure, RankFailure):
+            raise RankFailure(*self._failure.args)
         raise CacheClosed("the scheduler is closed") from self._failure
 
     def _aborted(self, job: Job) -> None:
@@ -185,84 +128,31 @@ class Scheduler:
             self._board.drop(job, Finish.ABORTED)
         self._board.bell.set()
 
-    def _abort_everywhere(self, number: int) -> None:
-        request = self._desk.abort(number)
-        if request is not None:
-            end_request(request, Finish.ABORTED)
-        self._board.bell.set()
-
     # the loop
 
     async def _run(self) -> None:
         try:
-            await (self._alone() if self._orders is None else self._together(self._orders))
+            while not self._closing:
+                self._board.bell.clear()
+                if not await self.step():
+                    await self._board.bell.wait()
         except Exception as error:
             self._failure = self._failure or error
         finally:
             self._end_all()
-            if self._orders is not None:
-                await self._orders.aclose(well=self._closed_by_order)
-                if self._failure is not None:  # nothing can be agreed on any more; who saved alone would only diverge
-                    await self._board.cache.aclose(0.0)
-
-    async def _alone(self) -> None:
-        while not self._closing:
-            self._board.bell.clear()
-            if not await self.step():
-                await self._board.bell.wait()
 
     def _end_all(self) -> None:
         self._closing = True
         finish = Finish.ABORTED if self._failure is None else Finish.FAILED
         for job in self._board.jobs():
             self._board.drop(job, finish, self._failure)
-        for request in self._desk.left():
-            end_request(request, finish, self._failure)
-
-    # several ranks
-
-    async def _together(self, orders: Orders) -> None:
-        while self._failure is None:
-            order = self._desk.order() if orders.leads else decode(await orders.receive())
-            if orders.leads:
-                orders.send(encode(order))
-            self._obey(order)
-            if order.closing:
-                self._closed_by_order = True
-                return
-            if not await self.step() and orders.leads:
-                await self._pause()
-
-    def _obey(self, order: Order) -> None:
-        """The same on every rank."""
-        board = self._board
-        for number, request in order.arrivals:
-            job = Job(request, number)
-            try:
-                arrive(board, job)
-            except ConfigError as error:
-                board.drop(job, Finish.FAILED, error)
-        for number in order.aborted:
-            aborted = board.waiting.get(number) or board.held.get(number)
-            if aborted is not None:
-                board.drop(aborted, Finish.ABORTED)
-
-    async def _pause(self) -> None:
-        """Rank 0, which has computed nothing: until somebody comes, or for a moment while anything is under way."""
-        board = self._board
-        board.bell.clear()
-        if self._desk or self._failure is not None:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PACE if board.waiting or board.cache.in_flight else None):
-                await board.bell.wait()
 
     def _lost(self, failure: RankFailure) -> None:
-        """A rank is gone: whoever waits is told now. What is held goes back when no step uses it any more."""
+        """Another rank is gone: whoever waits is told now. What is held goes back when the model has returned."""
         self._failure = self._failure or failure
         self._closing = True
-        for request in [*(job.request for job in self._board.jobs()), *self._desk.left()]:
-            end_request(request, Finish.FAILED, self._failure)
+        for job in self._board.jobs():
+            end_request(job.request, Finish.FAILED, self._failure)
         self._board.bell.set()
 
     # one step
@@ -273,14 +163,10 @@ class Scheduler:
         Cancelling it while the model runs takes effect when the model has returned and its results are applied.
         """
         board = self._board
-        await board.cache.step()
-        if board.lockstep:
-            note_fetched(board)
-            await note_loaded(board)
         self._reap()
         stops, budget = await grow_all(board)
         await admit(board, budget)
-        await note_loaded(board)
+        await asyncio.sleep(0)  # whoever needs no load_back is RUNNING now
         plan_admitted(board, stops, budget)
         works = await works_of(board, stops)
         if works:
@@ -296,14 +182,15 @@ class Scheduler:
     async def _compute(self, works: list[tuple[Job, Work]]) -> None:
         board = self._board
         batch = Batch(tuple(work for _, work in works), tuple(board.ended))
-        board.ended.clear()
-        future = self._thread.start(self._model.forward, batch)
-        cancelled = await returned(future)
+        cancelled: asyncio.CancelledError | None = None
         try:
+            future = self._forward(batch)
+            board.ended.clear()
+            cancelled = await returned(future)
             tokens = _checked(batch, future.result())
+        except RankFailure:
+            raise
         except Exception as error:
-            if board.lockstep:  # nobody here knows what the other ranks' models did
-                raise RankFailure(f"the model failed on this rank: {error!r}") from error
             for job, _ in works:
                 board.drop(job, Finish.FAILED, error)
         else:
@@ -312,12 +199,14 @@ class Scheduler:
         if cancelled is not None:
             raise cancelled
 
-
-def _seeded(sampling: Sampling) -> Sampling:
-    """What is drawn is the same on every rank."""
-    if sampling.temperature <= 0 or sampling.seed is not None:
-        return sampling
-    return sampling._replace(seed=random.getrandbits(32))
+    def _forward(self, batch: Batch) -> asyncio.Future[Sequence[int]]:
+        """What the model returns, here and, where it has shards on other ranks, when they have."""
+        shards = self._board.shards
+        if shards is None:
+            return self._thread.start(self._model.forward, batch)
+        shards.send(batch)
+        own = self._thread.start(self._model.forward, batch)
+        return asyncio.get_running_loop().create_task(shards.everywhere(own), name="scheduler-batch")
 
 
 def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:

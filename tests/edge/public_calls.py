@@ -17,7 +17,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, connect_orders
+from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings, follow
 
 from asynccache import (
     Adapter,
@@ -61,6 +61,9 @@ from asynccache.storage import (
     weights_digest,
 )
 from asynccache.testing.simulated_backend import SimulatedBackend
+from asynccache.worker import RankWorker, Topology
+from asynccache.worker.given import Given as NothingGiven
+from asynccache.worker.performing import Performer
 from tests.edge.edge_kit import (
     Case,
     Depends,
@@ -121,6 +124,7 @@ WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as lo
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
+    "replicated": Flag(),
 }  # fmt: skip
 TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_tokens": Integer(0)}
 
@@ -385,24 +389,10 @@ async def _late_attribute(world: World, given: Given) -> None:
         await called(submit, {}, given)
 
 
-class _Alone:
-    """Ranks of which the others never come."""
-
-    rank = 0
-
-    class topology:
-        ranks = 1
-
-    def links(self, length: int) -> Any:
-        raise NotImplementedError
-
-    async def gather(self, content: bytes) -> Any:
-        return [content]
-
-
-async def _orders(world: World, given: Given) -> None:
-    orders = await called(connect_orders, {"ranks": _Alone(), "host": "127.0.0.1"}, given)
-    await orders.aclose(well=True)
+async def _follow(world: World, given: Given) -> None:
+    performer = Performer(1, Topology(tp=2), NothingGiven(), None, lambda _: None)
+    performer.batches.finish(None)  # the cache is closed
+    await called(follow, {"worker": RankWorker(performer), "model": _Model()}, given)
 
 
 # the cache
@@ -547,7 +537,7 @@ CALLS: dict[str, Case] = {
     "asynccache.Sidecar": plain(
         Sidecar,
         {"name": Depends(Text()), "indices_from": Text(), "bytes_per_page": COUNT, "hit_policy": Member(optional=True),
-         "replicated": Flag(), **POOL},
+         **POOL},
         name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
     ),
     "asynccache.load_config": Case(
@@ -562,7 +552,8 @@ CALLS: dict[str, Case] = {
     "asynccache.AsyncCache": Case(
         _new_cache,
         {"config": Thing(), "device": Thing(optional=True), "storage": OneOf(Text(), Thing(optional=True)),
-         "ranks": Thing(optional=True), "agreement": Thing(optional=True), "on_event": Function(optional=True)},
+         "workers": Thing(optional=True), "ranks": Thing(optional=True),
+         "agreement": Thing(optional=True), "on_event": Function(optional=True)},
     ),
     "asynccache.AsyncCache.lease": Case(
         _lease,
@@ -647,13 +638,11 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache_shim.Scheduler": Case(
         _scheduler,
-        {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True), "orders": Thing(optional=True)},
+        {"cache": Thing(), "model": Thing(), "settings": Thing(optional=True)},
         books=True,
     ),
     "asynccache_shim.Scheduler.submit": Case(_submit, {"request": Thing()}, books=True),
-    "asynccache_shim.connect_orders": Case(
-        _orders, {"ranks": Thing(), "host": Depends(Text()), "timeout": Number(above=0)}
-    ),
+    "asynccache_shim.follow": Case(_follow, {"worker": Thing(), "model": Thing()}),
     # stores
     "asynccache.storage.StoreOptions": plain(
         StoreOptions, {"name": Text(), "write": Flag(), "promote": Flag(), "timeout": Number(above=0),
@@ -799,7 +788,10 @@ CALLS: dict[str, Case] = {
 
 _VALUE = "a value: Mirror checks of an event what it takes up, and msgspec all of one that comes from the wire"
 
+_GROUP = "a cache with workers only takes it: tests/group/test_group_edges.py calls it with all that is odd"
+
 NOT_CALLED: dict[str, Unchecked] = {
+    **{f"asynccache.AsyncCache.{name}": Unchecked(_GROUP) for name in ("send_batch", "batch_ended")},
     "asynccache.Lease": Unchecked("AsyncCache.lease makes it, and takes all that it is made of"),
     **{f"asynccache.events.{name}": Unchecked(_VALUE) for name in ("BlockRemoved", "BlockStored", "EventBatch")},
 }

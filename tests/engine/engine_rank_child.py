@@ -1,4 +1,4 @@
-"""One rank of a served model as a process of its own: cache, scheduler and its part of the model.
+"""One rank of a served model as a process of its own: rank 0 has the cache and the scheduler, and each its shard.
 
 Reads jobs from stdin, a line of JSON each; answers each with a line. Rank 0 asks what the job's ``rounds`` say.
 """
@@ -9,29 +9,32 @@ import asyncio
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynccache_shim import Limits, Request, Scheduler, Settings, connect_orders
-from asynccache_shim.orders import Order
+from asynccache_shim import Limits, Request, Scheduler, Settings, follow
 
-from asynccache import AsyncCache, CacheConfig, Full, Hits, PrefetchPolicy, RankDivergence, RankFailure
+from asynccache import AsyncCache, CacheConfig, Full, Hits, PrefetchPolicy, RankFailure
 from asynccache.core.audit import check
-from asynccache.ranks import Topology
-from asynccache.ranks.gloo import GlooRanks, connect
+from asynccache.worker import RankWorker, Topology, connect, listen
 from tests.engine.sharded_qwen3 import Shape, ShardedQwen3
 
 PAGE = 8
+SECRET = b"what only the ranks of this test know"
 
 
 @dataclass
 class Job:
     """``rounds``: prompts that are asked at the same time, and how many tokens each is to get; ``logits``: a file for
-    them. ``endless``: rank 0 asks the last round again until the group fails."""
+    them. ``endless``: rank 0 asks the last round again until the group fails. ``address``: where rank 0 listens;
+    ``meeting``: of the model's own groups."""
 
+    address: str
     meeting: str
     topology: tuple[int, int, int]
     rank: int
@@ -47,63 +50,102 @@ class Job:
 
 @dataclass
 class Answer:
-    """``outputs`` and ``hits``: by request, in order. ``stages``: pages that each transfer stage has moved here.
-    ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when they were told; on the other
-    ranks, when the scheduler had ended."""
+    """``outputs`` and ``hits``: of rank 0's requests, in order. ``moved``: pages that this rank has copied, stored and
+    read. ``computed``: tokens. ``callers``: how requests failed at rank 0. ``at``: the machine's monotonic clock when
+    they were told; on the other ranks, when there were no more batches."""
 
     rank: int
     outputs: list[list[int]] = field(default_factory=list)
     hits: list[tuple[int, int, int]] = field(default_factory=list)
-    stages: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
     computed: int = 0
-    digest: int = 0
     error: str = ""
     text: str = ""
     callers: list[str] = field(default_factory=list)
     at: float = 0.0
 
 
-class Recorded(Scheduler):
-    """Knows its requests on every rank."""
-
-    requests: dict[int, Request]
-
-    def _obey(self, order: Order) -> None:
-        self.requests |= dict(order.arrivals)
-        super()._obey(order)
-
-
 async def serve(job: Job) -> Answer:
     answer = Answer(job.rank)
     topology = Topology(*job.topology)
     group = await asyncio.to_thread(_groups, job, topology)
-    ranks = await connect(topology, job.rank, f"file://{job.meeting}-cache", timeout=job.timeout, arrival=60)
     try:
-        async with AsyncCache(_config(job, topology), ranks=ranks) as cache:
-            await _scheduled(job, ranks, cache, group, answer)
-            await cache.step()
-            await cache.flush()
-            check(cache.core, idle=True)
-            answer.digest = cache._opened().lockstep.chain.digest  # type: ignore[union-attr]
-            answer.stages = {name: stage.pages for name, stage in cache.statistics().stages.items()}
-    except (RankFailure, RankDivergence) as error:
+        if job.rank == 0:
+            await _lead(job, topology, group, answer)
+        else:
+            await _follow(job, topology, group, answer)
+    except RankFailure as error:
         answer.error, answer.text = type(error).__name__, str(error)
-        check(cache.core)
-    await ranks.aclose()
     return answer
 
 
+async def _lead(job: Job, topology: Topology, group: Any, answer: Answer) -> None:
+    """The rank of the scheduler."""
+    part = partial(shard, topology, 0)
+    async with listen(job.address, topology, secret=SECRET, timeout=job.timeout, arrival=60, shard=part) as workers:
+        cache = AsyncCache(_config(job, topology), workers=workers)
+        try:
+            async with cache:
+                assert cache.worker is not None
+                model = _model(job, topology, cache.worker, group)
+                moved = _counted(cache.worker)
+                async with Scheduler(cache, model, Settings(step_tokens=48, max_running=4)) as scheduler:
+                    await _ask(job, scheduler, answer)
+                await cache.flush()
+                check(cache.core, idle=True)
+        finally:
+            check(cache.core)
+    answer.computed, answer.moved = model.computed, moved()
+
+
+async def _follow(job: Job, topology: Topology, group: Any, answer: Answer) -> None:
+    """All other ranks."""
+    part = partial(shard, topology, job.rank)
+    async with connect(job.address, job.rank, secret=SECRET, shard=part, arrival=60) as worker:
+        model = _model(job, topology, worker, group)
+        moved = _counted(worker)
+        try:
+            await follow(worker, model)
+        finally:
+            answer.at = time.monotonic()
+    answer.computed, answer.moved = model.computed, moved()
+    if model.logits and job.logits is not None:
+        torch.save(model.logits, job.logits)
+
+
+def _model(job: Job, topology: Topology, worker: RankWorker, group: Any) -> ShardedQwen3:
+    return ShardedQwen3(torch.load(job.weights), Shape(), topology, job.rank, worker.pools, PAGE, group)
+
+
+def _counted(worker: RankWorker) -> Callable[[], dict[str, float]]:
+    """What this rank has moved, asked when its worker is closed already."""
+    local = worker._performer.local
+    assert local is not None
+    stores = [attached.store for attached in local._tiers.attached]
+
+    def moved() -> dict[str, float]:
+        copied: dict[str, float] = {name: meter.pages for name, meter in local.meters().items()}
+        return copied | {name: sum(store.stats()[name] for store in stores) for name in ("put_pages", "get_pages")}
+
+    return moved
+
+
 def _config(job: Job, topology: Topology) -> CacheConfig:
-    shape = Shape()
-    covers = tuple(shape.stage(topology, topology.place(job.rank)))
     full = Full(
-        bytes_per_token=shape.token_bytes(topology), device_tokens=job.device * PAGE, host_tokens=job.host * PAGE,
-        layers=len(covers), covers=covers, dtype="float32",
+        bytes_per_token=Shape().token_bytes(topology), device_tokens=job.device * PAGE, host_tokens=job.host * PAGE,
+        dtype="float32",
     )  # fmt: skip
-    return CacheConfig(
+    return shard(topology, 0, CacheConfig(
         model="qwen3", components=(full,), page_size=PAGE, prefetch_threshold=PAGE, storage=job.storage,
         prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, close_deadline=60.0,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def shard(topology: Topology, rank: int, config: CacheConfig) -> CacheConfig:
+    """With the layers of this rank's pipeline stage."""
+    covers = tuple(Shape().stage(topology, topology.place(rank)))
+    (full,) = config.components
+    return replace(config, components=(replace(full, layers=len(covers), covers=covers),))
 
 
 def _groups(job: Job, topology: Topology) -> Any:
@@ -121,28 +163,6 @@ def _groups(job: Job, topology: Topology) -> Any:
     return mine
 
 
-async def _scheduled(job: Job, ranks: GlooRanks, cache: AsyncCache, group: Any, answer: Answer) -> None:
-    weights = torch.load(job.weights)
-    model = ShardedQwen3(weights, Shape(), ranks.topology, job.rank, cache.pools, PAGE, group)
-    orders = await connect_orders(ranks, timeout=job.timeout)
-    scheduler = Recorded(cache, model, Settings(step_tokens=48, max_running=4), orders=orders)
-    scheduler.requests = {}
-    try:
-        async with scheduler:
-            if job.rank == 0:
-                await _ask(job, scheduler, answer)
-            else:
-                await scheduler.finished()
-    finally:
-        answer.at = answer.at or time.monotonic()
-    ended = scheduler.requests.values()
-    answer.outputs = [request.output for request in ended]
-    answer.hits = [request.hits or Hits(0, 0, 0) for request in ended]
-    answer.computed = model.computed
-    if model.logits and job.logits is not None:
-        torch.save(model.logits, job.logits)
-
-
 async def _ask(job: Job, scheduler: Scheduler, answer: Answer) -> None:
     rounds = list(job.rounds)
     while rounds:
@@ -157,6 +177,9 @@ async def _ask(job: Job, scheduler: Scheduler, answer: Answer) -> None:
         if job.endless and not rounds:
             say({"serving": True})
             rounds.append(asked)
+            continue
+        answer.outputs += [request.output for request in requests]
+        answer.hits += [request.hits or Hits(0, 0, 0) for request in requests]
 
 
 def say(line: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Qwen3 by hand, over ranks: heads and the MLP's width over tp, layers over pp; KV in the pages of each rank's cache.
+"""Qwen3 by hand, over ranks: heads and the MLP's width over tp, layers over pp; KV in the pages of each rank's worker.
 
 The weights are those of a model of transformers, cut up here; the sums over tp and the activations between stages go
-through groups of the model's own. Every rank returns the tokens that the last stage has chosen.
+through groups of the model's own. Every rank returns the tokens that the last stage has chosen; what counts is what
+rank 0 returns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from asynccache_shim import NO_TOKEN, Batch, Work
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
-from asynccache.ranks import Place, Topology
+from asynccache.worker import Place, Topology
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -63,7 +64,7 @@ class Layer:
 
 
 class ShardedQwen3:
-    """A ``Model`` of one rank. ``pools``: of its cache; ``tp_group``: None for one rank. The default group is all."""
+    """A ``Model`` of one rank. ``pools``: of its worker; ``tp_group``: None for one rank. The default group is all."""
 
     def __init__(
         self, weights: Weights, shape: Shape, topology: Topology, rank: int, pools: Mapping[str, Any], page_size: int,

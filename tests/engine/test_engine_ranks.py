@@ -1,7 +1,8 @@
 """A real model on four processes, tp 2 x pp 2: the same tokens as on one rank, and hits of every tier on every stage.
 
 One rank is transformers' own Qwen3 under the engine; the four compute with a model written by hand, heads and layers
-cut up, out of the same weights. No logit that decides is a near tie, which is asserted.
+cut up, out of the same weights: rank 0 with the scheduler, the others with ``follow``. No logit that decides is a near
+tie, which is asserted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asynccache import AsyncCache
 from tests.engine.engine_kit import prompt
 from tests.engine.engine_models import make
 from tests.engine.engine_rank_child import PAGE, Answer
-from tests.ranks.crew import Member
+from tests.engine.member import Member
 
 LIMIT = 1e-4
 MARGIN = 0.01
@@ -88,8 +89,9 @@ class Crew:
         for rank, member in self.members.items():
             member.tell({
                 "rank": rank, "topology": TP2_PP2, "meeting": str(self.folder / f"meeting-{self.jobs}"),
+                "address": f"unix:{self.folder}/head-{self.jobs}",
                 "weights": self.weights, "rounds": rounds, "device": DEVICE, "host": HOST,
-                "storage": f"file:{self.folder / stores}-{rank}?capacity=64MiB&segment=8MiB",
+                "storage": f"file:{self.folder / stores}-{{rank}}?capacity=64MiB&segment=8MiB",
                 "logits": str(self.folder / f"logits-{self.jobs}-{rank}.pt"), **more,
             })  # fmt: skip
 
@@ -124,12 +126,9 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 
 
 def alike(answers: list[Answer]) -> None:
-    """On every rank the same was asked, found and said."""
+    """On every rank the same was computed, and all went well."""
     assert [answer.text for answer in answers] == [""] * 4
-    first = answers[0]
-    for answer in answers:
-        assert (answer.outputs, answer.hits, answer.digest) == (first.outputs, first.hits, first.digest)
-        assert answer.computed == first.computed
+    assert len({answer.computed for answer in answers}) == 1
 
 
 def same_logits(theirs: dict[tuple[int, int], torch.Tensor], ours: dict[tuple[int, int], torch.Tensor]) -> None:
@@ -171,7 +170,7 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
     assert all(device > 0 for device, _, _ in hits[2:4])
     assert all(host > 0 for _, host, _ in hits[8:10])
     for answer in answers:
-        assert min(answer.stages[name] for name in ("backup_host", "load_back", "backup_storage")) > 0
+        assert min(answer.moved[name] for name in ("backup_host", "load_back", "put_pages")) > 0
     crew.leave()
 
     outputs, logits = await on_one_rank([last])
@@ -182,8 +181,8 @@ async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_s
     same_logits(crew.logits(), logits)
     assert all(device == host == 0 and storage > 0 for device, host, storage in answers[0].hits)
     for answer in answers:
-        assert answer.stages["prefetch"] > 0
-        assert answer.stages["load_back"] > 0
+        assert answer.moved["get_pages"] > 0
+        assert answer.moved["load_back"] > 0
 
 
 def lose(crew: Crew, victim: int, how: signal.Signals) -> None:

@@ -24,7 +24,7 @@ from asynccache.storage import PageKey, Record, Result, StorageBackend, parse_ur
 from asynccache.storage.records import store_layout
 from asynccache.testing.faulty_backend import FaultyBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import PAGE, compute, parts, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, compute, local, parts, serve, settings, settled, text
 
 Blocks = dict[str, set[int]]
 Opening = Callable[[CacheConfig, Path], Awaitable[StorageBackend]]
@@ -143,7 +143,7 @@ class World:
 
     def keys(self, blocks: set[int]) -> set[bytes]:
         """The storage keys of these blocks, of those that were ever in the tree."""
-        pools = parts(self.cache).worker._map
+        pools = local(self.cache)._map
         for node in nodes(self.cache):
             for page in hashes_of(node):
                 self.hashes[pools.key("full", page).key] = block_hash(page)

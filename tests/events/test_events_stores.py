@@ -30,7 +30,7 @@ from tests.events.test_events_mirror import (
     roomy,
     stored_keys,
 )
-from tests.runtime.runtime_kit import parts, serve, settings, settled, text, turns
+from tests.runtime.runtime_kit import local, parts, serve, settings, settled, text, turns
 
 STORAGE = Medium.STORAGE.value
 
@@ -48,7 +48,7 @@ def there(backends: dict[str, StorageBackend], cache: AsyncCache) -> set[bytes]:
 
 
 def known_to_the_tree(cache: AsyncCache) -> set[bytes]:
-    pools = parts(cache).worker._map
+    pools = local(cache)._map
     return {pools.key("full", page).key for node in nodes(cache) for page in hashes_of(node)}
 
 

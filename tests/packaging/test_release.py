@@ -27,7 +27,7 @@ from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim", "asynccache_vllm", "asynccache_sglang")
-CORE = {"torch", "numpy", "aiofiles", "xxhash", "uvloop"}
+CORE = {"torch", "numpy", "msgspec", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

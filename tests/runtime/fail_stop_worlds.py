@@ -40,6 +40,7 @@ from tests.runtime.runtime_kit import (
     PAGE,
     assert_cached_bytes,
     compute,
+    local,
     page_hashes,
     parts,
     serve,
@@ -399,7 +400,7 @@ async def windows(here: Here) -> None:
     stored = dict(here.backend.pages)
     await cache.reset()
     here.backend.pages.update(stored)
-    spoilt = parts(cache).worker._map.key("swa", page_hashes(text(4, 1))[3])
+    spoilt = local(cache)._map.key("swa", page_hashes(text(4, 1))[3])
     here.backend.pages[spoilt] = here.backend.pages[spoilt][0], b""
     for seed in range(60, 66):
         await ask(here, text(1, seed))

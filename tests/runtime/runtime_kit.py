@@ -19,6 +19,7 @@ from asynccache.runtime.hashing import extend_chain, namespace_digest
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.parts import Parts
 from asynccache.storage import StorageBackend
+from asynccache.worker.local import LocalWorker
 from tests.waiting import turns as turns
 from tests.waiting import until as until
 
@@ -49,10 +50,17 @@ def parts(cache: AsyncCache) -> Parts:
     return cache._parts
 
 
+def local(cache: AsyncCache) -> LocalWorker:
+    """The worker of a cache that has one."""
+    worker = parts(cache).worker
+    assert isinstance(worker, LocalWorker)
+    return worker
+
+
 def fence_all(cache: AsyncCache, event: Event) -> None:
     """What is copied into any page of the device from now on waits for ``event``."""
     slots = {int(c.kind): np.arange(c.device, dtype=np.int32).tobytes() for c in cache.core.config.components}
-    parts(cache).engine.fences.add(parts(cache).worker.batch(event), slots)
+    parts(cache).engine.fences.add(local(cache).batch(event), slots)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from asynccache.runtime.lease import Lease
 from tests.runtime.runtime_kit import (
     PAGE,
     fence_all,
+    local,
     opened,
     parts,
     push_out,
@@ -285,7 +286,7 @@ async def test_a_lease_that_shares_a_failed_load_says_how_much_is_valid() -> Non
         await serve(cache, text(4, seed=1))
         await settled(cache)
         await push_out(cache, 12)
-        stage = parts(cache).worker.load_back
+        stage = local(cache).load_back
         post = stage._post
         stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
         async with cache.lease(text(4, 1, extra=1)) as one, cache.lease(text(4, 1, extra=2)) as two:

@@ -16,6 +16,7 @@ from asynccache.runtime.tokens import as_key
 from tests.runtime.runtime_kit import (
     PAGE,
     compute,
+    local,
     opened,
     page_hashes,
     parts,
@@ -106,7 +107,7 @@ async def test_a_batch_that_the_device_refuses_hangs_nobody(monkeypatch: pytest.
             await serve(cache, text(4))
             await settled(cache)
             await push_out(cache, 16)
-            monkeypatch.setattr(parts(cache).worker.mover, "load", refuse)
+            monkeypatch.setattr(local(cache).mover, "load", refuse)
             async with cache.lease(text(4, extra=1)) as lease:
                 with pytest.raises(RuntimeError, match="the device is gone"):
                     lease.wait_layer(device.stream("engine"), 0)

@@ -16,7 +16,7 @@ from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Plan
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.treelock import TreeLock
-from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 
 CALLS = ("lease", "commit", "extend", "release", "advance", "truncate", "complete", "drain", "prefetch_open",
          "prefetch_take_full", "prefetch_take_aux", "prefetch_commit", "prefetch_revoke")  # fmt: skip
@@ -27,7 +27,7 @@ async def with_an_outcome_that_waits() -> AsyncIterator[tuple[AsyncCache, Outcom
     """A backup has landed, and nobody has told the core."""
     async with opened(settings(device=16, host=16)) as cache:
         held: list[Outcome] = []
-        stage = parts(cache).worker.backup_host
+        stage = local(cache).backup_host
         post = stage._post
         stage._post = held.append
         await serve(cache, text(4))
@@ -115,7 +115,7 @@ async def test_between_two_slices_what_waits_is_applied() -> None:
             await serve(cache, text(3, seed))
         await settled(cache)
         held: list[Outcome] = []
-        stage = parts(cache).worker.backup_host
+        stage = local(cache).backup_host
         post = stage._post
         stage._post = held.append
         await serve(cache, text(4, seed=5000))

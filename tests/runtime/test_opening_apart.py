@@ -11,8 +11,8 @@ import torch
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease
 from asynccache.memory.cpu import CpuDevice, Gate
 from asynccache.runtime import cache as cache_module
-from asynccache.worker import local
-from tests.runtime.runtime_kit import fence_all, parts, push_out, serve, settings, settled, text, turns
+from asynccache.worker import local as worker_module
+from tests.runtime.runtime_kit import fence_all, local, push_out, serve, settings, settled, text, turns
 
 
 class Slow(CpuDevice):
@@ -34,7 +34,7 @@ class Slow(CpuDevice):
 
 async def begun(device: Slow, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[AsyncCache]:
     """A cache on its way; the test goes on beside it."""
-    monkeypatch.setattr(local, "open_device", lambda name: device)
+    monkeypatch.setattr(worker_module, "open_device", lambda name: device)
     opening = asyncio.create_task(AsyncCache(settings(device=8, host=8)).__aenter__())
     await asyncio.to_thread(device.asked.wait, 60)
     return opening
@@ -134,7 +134,7 @@ async def test_closing_that_is_cancelled_while_it_waits_for_copies_gives_the_str
     cache._closer.cancel()
     await closing
     with pytest.raises(CacheClosed):
-        parts(cache).worker.mover._backups.record()
+        local(cache).mover._backups.record()
     await device.aclose()
 
 
@@ -147,7 +147,7 @@ async def test_a_batch_that_is_refused_while_another_is_on_its_way_ends_the_cach
         await serve(cache, text(3, seed=seed))
         await settled(cache)
     await push_out(cache, 12)
-    mover, gate = parts(cache).worker.mover, device.gate()
+    mover, gate = local(cache).mover, device.gate()
     fence_all(cache, gate)
     one = await cache.lease(text(3, seed=1, extra=1)).__aenter__()
     await turns(100)

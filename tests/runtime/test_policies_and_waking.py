@@ -19,6 +19,7 @@ from tests.runtime.runtime_kit import (
     assert_cached_bytes,
     compute,
     fence_all,
+    local,
     opened,
     parts,
     push_out,
@@ -45,7 +46,7 @@ async def on_the_host(cache: AsyncCache, tokens: Sequence[int], device: int) -> 
 
 def failing_loads(cache: AsyncCache) -> None:
     """Every load_back from now on is reported as failed."""
-    stage = parts(cache).worker.load_back
+    stage = local(cache).load_back
     post = stage._post
     stage._post = lambda outcome: post(Outcome(outcome.op, Status.FAILED))
 

@@ -9,7 +9,7 @@ from asynccache_backends.memory import MemoryBackend
 
 from asynccache import PrefetchStatus
 from asynccache.memory.cpu import CpuDevice
-from tests.runtime.runtime_kit import opened, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import local, opened, parts, serve, settings, settled, text, turns, until
 
 
 class SlowClears(MemoryBackend):
@@ -36,7 +36,7 @@ async def test_what_is_published_while_storage_is_cleared_is_stored_afterwards()
         await until(lambda: storage.clearing == 1)
         await serve(cache, text(4, seed=1))
         flushing = asyncio.create_task(cache.flush())
-        await until(lambda: parts(cache).worker.backup_host.meter.ops > 1)
+        await until(lambda: local(cache).backup_host.meter.ops > 1)
         await turns()
         assert not flushing.done()
         storage.permits.release()

@@ -22,7 +22,7 @@ from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import parts, settings, text
+from tests.runtime.runtime_kit import local, parts, settings, text
 
 LENGTH = 12
 AT_ONCE = Hostility(delay=0.0)
@@ -146,7 +146,7 @@ def test_the_oldest_is_dropped_and_the_newest_kept() -> None:
             gate.open.set()
             await asyncio.sleep(1.0)
             seen = [key.key for key in inner.pages]  # in the order in which they were stored
-            pools, core, space = parts(cache).worker._map, parts(cache).core, parts(cache).namespaces.space(None)
+            pools, core, space = local(cache)._map, parts(cache).core, parts(cache).namespaces.space(None)
             first = {n: pools.key("full", core.known_hashes(space, _key(n))[:32]).key for n in range(10)}
             stored = sorted(range(10), key=lambda number: seen.index(first[number]))
         await device.aclose()

@@ -14,7 +14,19 @@ from asynccache.core.plan import Move, Outcome, Status
 from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.device import Event
-from tests.runtime.runtime_kit import compute, fence_all, opened, parts, push_out, serve, settings, settled, text, until
+from tests.runtime.runtime_kit import (
+    compute,
+    fence_all,
+    local,
+    opened,
+    parts,
+    push_out,
+    serve,
+    settings,
+    settled,
+    text,
+    until,
+)
 
 
 class Boom(Exception):
@@ -37,7 +49,7 @@ async def test_a_worker_that_dies_closes_the_cache_with_its_error_and_nobody_han
             asyncio.create_task(cache.lease(text(8, seed=2)).__aenter__()),
         ]
         await until(lambda: len(parts(cache).driver.line) == 1)
-        parts(cache).worker.mover.backup = broken  # type: ignore[method-assign]
+        local(cache).mover.backup = broken  # type: ignore[method-assign]
         await other.commit(text(3, seed=3))  # its backup kills the worker
         waiting.append(asyncio.create_task(cache.flush()))
 

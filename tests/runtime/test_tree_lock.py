@@ -19,7 +19,7 @@ from asynccache.runtime.driver import Driver
 from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.simulated_world import play
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
-from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, settings, settled, text, turns, until
+from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
 
 SEEDS = range(8)
 
@@ -162,7 +162,7 @@ async def test_what_the_ack_task_has_in_its_hands_is_applied_by_whoever_takes_th
         await serving
         await settled(cache)
         held: list[Outcome] = []
-        stage = parts(cache).worker.backup_host
+        stage = local(cache).backup_host
         post, stage._post = stage._post, held.append
         await serve(cache, text(4, 5))
         await until(lambda: len(held) == 1)
@@ -182,7 +182,7 @@ async def test_a_grant_waits_for_no_queue() -> None:
     """However many outcomes wait, whoever finds the lock free applies them and is granted without one turn."""
     async with opened(settings(device=64, host=64)) as cache:
         driver, held = parts(cache).driver, list[Outcome]()
-        stage = parts(cache).worker.backup_host
+        stage = local(cache).backup_host
         post, stage._post = stage._post, held.append
         for seed in range(5):
             await serve(cache, text(2, seed))

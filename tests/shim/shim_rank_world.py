@@ -1,91 +1,39 @@
-"""Worlds of schedulers in lockstep: one per rank, on caches in lockstep, with callers at rank 0 only.
+"""Worlds of a scheduler whose model has a shard on each of several ranks, over simulated links.
 
-One seed decides everything. What differs by rank: how long copies, reads, the model and the orders take, and which of
-them fail. Must hold on all ranks, step for step: who holds pages and how far each is, who waits, who was retracted,
-what is computed, the cache's digest; and the tokens of every request, and the right bytes in every page that is read.
+One seed decides everything: the pools, who asks for what, how long copies, reads, models and links take, and which
+copies and reads fail on which rank. Must hold: the tokens of every request, the right bytes in every page that any
+shard reads, the same batches on every rank in the same order, and that each commit and release names a batch which
+was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings
-from asynccache_shim.orders import Order
+from asynccache_shim import Batch, Limits, Request, Sampling, Scheduler, Settings, follow
+from asynccache_shim.job import Job
 
-from asynccache import AsyncCache, CacheConfig, RankDivergence, RankFailure, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, ConfigError, Lease, RankFailure, SlidingWindow
 from asynccache.core import audit
 from asynccache.memory.faults import Faults
-from asynccache.ranks import Topology
+from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
 from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_links import SimulatedGroup
 from asynccache.testing.simulated_loop import SimulatedLoop
-from asynccache.testing.simulated_ranks import Fate, SimulatedRanks
-from tests.shim.shim_kit import PAGE, PatternModel, config, continuation
+from asynccache.worker import Topology
+from asynccache.worker.contract import Storage
+from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation
 
 TIMEOUT = 30.0
 REQUESTS = 10
-
-
-class SimulatedOrders:
-    """``Orders`` of one rank of a ``World``, in one process: late, in order, and silent once a rank is gone."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world = world
-        self.rank = rank
-        self.leads = rank == 0
-        self.gather = world.net.member(rank).gather
-        self.left = False
-        self._flying: deque[bytes] = deque()
-        self._arrived: deque[bytes] = deque()
-        self._last = 0.0
-        self._failure: RankFailure | None = None
-        self._lost: Callable[[RankFailure], None] | None = None
-        self._news = asyncio.Event()
-
-    def watch(self, lost: Callable[[RankFailure], None]) -> None:
-        self._lost = lost
-
-    def send(self, order: bytes) -> None:
-        for other in self.world.orders[1:]:
-            other.fly(order)
-
-    def fly(self, order: bytes) -> None:
-        loop = self.world.loop
-        self._last = max(self._last, loop.time() + self.world.net.delay())
-        self._flying.append(order)
-        loop.call_at(self._last, self._arrive)
-
-    def _arrive(self) -> None:
-        self._arrived.append(self._flying.popleft())
-        self._news.set()
-
-    async def receive(self) -> bytes:
-        await self.world.net.stand(self.rank)
-        while not self._arrived:
-            if self._failure is not None:
-                raise self._failure
-            self._news.clear()
-            await self._news.wait()
-        return self._arrived.popleft()
-
-    def lose(self, reason: str) -> None:
-        """Another rank is gone."""
-        if self._failure is None and not self.left:
-            self._failure = RankFailure(reason)
-            if self._lost is not None:
-                self._lost(self._failure)
-            self._news.set()
-
-    async def aclose(self, *, well: bool) -> None:
-        self.left = True
-        if not well and self.world.net.fates[self.rank] is Fate.ALIVE:
-            self.world.gone(self.rank, self.world.net.delay())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,142 +50,53 @@ class Ask:
 
 @dataclass(slots=True)
 class Report:
-    """``log``: by number of step, what the first rank to take it saw. ``idle``: steps without a batch."""
+    """``ends``: of requests, by how. ``errors``: what ended each rank, if not well. ``named``, ``unnamed``: commits and
+    releases with and without a batch. ``told``: seconds from a rank's end until all others had ended."""
 
-    log: dict[tuple[int, int], Any] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    outputs: list[list[int]] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     errors: dict[int, BaseException] = field(default_factory=dict)
+    failures: list[BaseException] = field(default_factory=list)
+    named: int = 0
+    unnamed: int = 0
     retractions: int = 0
-    idle: int = 0
     steps: int = 0
     told: float = 0.0
 
 
-class Watched(Scheduler):
-    """Says after each step what the world compares."""
+class ShardModel(PatternModel):
+    """One rank's shard, which keeps what it was handed. ``fails``: the forwards, counted from 0, that raise."""
 
-    def __init__(self, member: Member, orders: SimulatedOrders) -> None:
-        super().__init__(member.cache, member.model, member.settings, orders=orders)
-        self.member = member
-        self.requests: dict[int, Request] = {}
-        self.taken = 0
-        self.begun = asyncio.Event()
-
-    def _obey(self, order: Order) -> None:
-        self.requests |= dict(order.arrivals)
-        super()._obey(order)
-
-    async def step(self) -> bool:
-        self.begun.set()
-        computed = await super().step()
-        self.taken += 1
-        if self.failure is None:  # who has heard that a rank is gone ends its requests, whatever the others do
-            self.member.compare(self.taken, self._board, computed)
-        return computed
-
-
-class Member:
-    """One rank."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world = world
+    def __init__(self, pools: Any, window: int, rank: int) -> None:
+        super().__init__(pools, window, salt=rank + 1)
         self.rank = rank
-        place = world.topology.place(rank)
-        self.stage = place.pp
-        self.settings = world.settings
-        faults = replace(world.faults, seed=world.seed + rank)
-        self.device = SimulatedDevice(seed=world.seed + rank, latency=(0.0, world.latency), faults=faults)
-        self.backend = (
-            SimulatedBackend(Random(f"{world.seed}/backend {rank}"), world.hostility, world.pages)
-            if world.has_store else None
-        )  # fmt: skip
-        self.cache: AsyncCache
-        self.model: PatternModel
-        self.scheduler: Watched
+        self.handed: list[Any] = []
+        self.fails: Callable[[int], bool] = lambda _: False
 
-    async def live(self, life: int) -> None:
-        """One cache and scheduler from open to close."""
-        world = self.world
-        own = _on_stage(world.config, self.stage)
-        window = max((c.window for c in own.components if isinstance(c, SlidingWindow)), default=0)
-        ranks = world.net.member(self.rank)
-        self.cache = AsyncCache(own, device=self.device, storage=self.backend, ranks=ranks)
-        try:
-            async with self.cache:
-                self.model = PatternModel(self.cache, window, salt=self.rank + 1)
-                self.scheduler = Watched(self, world.orders[self.rank])
-                async with self.scheduler:
-                    if self.rank == 0:
-                        await world.callers(self.scheduler, life)
-                    else:
-                        await self.scheduler.finished()
-                self._ended(life)
-                await self.cache.step()  # from here on this task is the one that steps
-                await self.cache.flush()
-                audit.check(self.cache.core)
-                assert not self.cache.core.active_leases()
-                assert not self.cache.core.active_fetches()
-        except (RankFailure, RankDivergence) as error:
-            world.report.errors[self.rank] = error
-            audit.check(self.cache.core)
-            assert not self.cache.core.active_leases()
+    def forward(self, batch: Batch) -> list[int]:
+        self.handed.append(_plain(batch))
+        if self.fails(len(self.handed) - 1):
+            raise OSError("out of memory")
+        return super().forward(batch)
 
-    def _ended(self, life: int) -> None:
-        for number, request in self.scheduler.requests.items():
-            assert request.finish is not None
-            said = (request.output, request.finish, request.hits, request.retractions, request.terms.sampling)
-            first = self.world.report.outputs.setdefault((life, number), said)
-            assert first == said, f"rank {self.rank}, request {number}: {said}, elsewhere {first}"
 
-    def compare(self, taken: int, board: Any, computed: bool) -> None:
-        report = self.world.report
-        lockstep = self.cache._opened().lockstep
-        assert lockstep is not None
-
-        def of(jobs: dict[int, Any]) -> list[Any]:
-            return [
-                (j.id, j.request.state, j.computed, j.length, j.reserved, j.request.retractions, j.pages.tolist())
-                for j in jobs.values()
-            ]  # fmt: skip
-
-        batch = [(w.request_id, w.start, w.stop, w.pages.tolist()) for w in self.model.batches[-1].works] \
-            if computed else None  # fmt: skip
-        seen = (of(board.held), of(board.waiting), board.freed, batch, lockstep.chain.digest)
-        first = report.log.setdefault((self.world.life, taken), seen)
-        assert first == seen, f"rank {self.rank}, step {taken}: {seen}, elsewhere {first}"
-        if taken % 8 == 0:
-            audit.check(self.cache.core)
-        if self.rank == 0:
-            report.steps += 1
-            report.idle += not computed
-
-    async def die(self, life: asyncio.Task[None]) -> None:
-        """Its tasks are a process that is gone: they end, wherever they stand."""
-        for task in (self.scheduler._loop, life):
-            assert task is not None
-            task.cancel()
-            await asyncio.wait([task])
-        await self.cache.aclose()
-
-    async def close(self) -> None:
-        if self.backend is not None:
-            await self.backend.aclose()
-            assert self.backend.holding == 0
-        await self.device.aclose()
+def _plain(batch: Batch) -> Any:
+    return batch.ended, [
+        (w.request_id, w.tokens[: w.stop].tolist(), w.start, w.stop, w.pages.tolist(), w.swa_pages.tolist(),
+         w.states.tolist(), w.checkpoint, w.sample, w.sampling)
+        for w in batch.works
+    ]  # fmt: skip
 
 
 class World:
-    """``config`` and the like replace what the seed draws."""
+    """``config`` and the like replace what the seed draws. Devices and stores outlive a group, as machines do."""
 
     def __init__(self, loop: SimulatedLoop, seed: int, topology: Topology, **drawn: Any) -> None:
         random = Random(f"{seed}/shim")
         self.loop = loop
         self.seed = seed
         self.topology = topology
-        self.life = 0
-        self.net = SimulatedRanks(topology, Random(f"{seed}/net"), timeout=TIMEOUT)
         self.config = draw_config(seed)
         self.has_store = random.random() < 0.8
         running = random.randint(1, 5)
@@ -246,6 +105,7 @@ class World:
             load_attempts=1000,
         )  # fmt: skip
         self.latency = random.choice((0.0, 1e-4, 1e-3, 1e-2))
+        self.delay = random.choice((0.0, 1e-4, 1e-3, 1e-2))
         calm = random.random() < 0.3
         self.faults = Faults() if calm else Faults(delayed=0.1, failing=random.choice((0.0, 0.05, 0.2)))
         self.hostility = Hostility(delay=0.001) if calm else Hostility(
@@ -253,84 +113,226 @@ class World:
             unavailable=random.choice((0.0, 0.1)), vanished=random.choice((0.0, 0.05)),
         )  # fmt: skip
         self.asks: Sequence[Ask] = draw_asks(seed, self.config)
+        self.fails: dict[int, Callable[[int], bool]] = {}
         for name, value in drawn.items():
             assert hasattr(self, name)
             setattr(self, name, value)
-        self.pages: dict[PageKey, tuple[bytes, bytes]] = {}
+        self.stored: dict[int, dict[PageKey, tuple[bytes, bytes]]] = {rank: {} for rank in range(topology.ranks)}
         self.report = Report()
-        self.orders = [SimulatedOrders(self, rank) for rank in range(topology.ranks)]
-        self.members = [Member(self, rank) for rank in range(topology.ranks)]
+        self.group: SimulatedGroup
+        self.cache: AsyncCache
+        self.scheduler: Scheduler
+        self.models: dict[int, ShardModel] = {}
+        self.followers: dict[int, asyncio.Task[None]] = {}
+        self.silent: set[int] = set()
+        self._lives = 0
 
     async def run(self) -> Report:
         """To the end; with a store a second time, which finds what the first one stored."""
-        for life in range(2 if self.has_store else 1):
-            self.life = life
-            await asyncio.gather(*(member.live(life) for member in self.members))
-            self.renew()
-        for member in self.members:
-            await member.close()
+        for _ in range(2 if self.has_store else 1):
+            await self.live(self.callers)
+            assert not self.report.errors
+            self._alike()
         return self.report
 
-    def renew(self) -> None:
-        """New connections."""
-        self.net.reconnect()
-        self.orders = [SimulatedOrders(self, rank) for rank in range(self.topology.ranks)]
+    async def live(self, callers: Callable[[], Any]) -> None:
+        """One group from open to close, which does what ``callers`` says; how it ended is in the report."""
+        self._lives += 1
+        async with AsyncExitStack() as stack:
+            devices, backends = self._machines(stack)
+            self.group = SimulatedGroup(
+                Random(f"{self.seed}/links {self._lives}"), self.topology, delay=self.delay, timeout=TIMEOUT,
+                devices=devices, shards={rank: self._shard(rank) for rank in devices},
+                locates={rank: _located(backend) for rank, backend in backends.items()},
+            )  # fmt: skip
+            self.followers = {rank: self.loop.create_task(self._follow(rank)) for rank in self.group.processes}
+            own = self.config
+            if self.has_store:
+                own = replace(own, storage="simulated:{rank}")
+            self.cache = AsyncCache(own, device=devices[0], workers=self.group.workers)
+            self.cache._given.locate = _located(backends.get(0))
+            try:
+                await self._lead(callers)
+            except RankFailure as error:
+                self.report.errors[0] = error
+            finally:
+                for rank in self.silent:  # a process that hears nothing is killed in the end
+                    self.followers[rank].cancel()
+                    self.group.processes[rank].task.cancel()
+                await asyncio.wait(self.followers.values())
+                assert all(task.cancelled() or task.exception() is None for task in self.followers.values())
+                await self.group.aclose()
+                audit.check(self.cache.core)
+                assert not self.cache.core.active_leases()
 
-    async def lose(self, victim: int, fate: Fate, after: float) -> Report:
-        """``victim`` is killed or hangs. All others are told and end; then a new group begins."""
-        lives = [self.loop.create_task(member.live(0)) for member in self.members]
-        await asyncio.sleep(after)
-        struck = self.loop.time()
-        if fate is Fate.KILLED:
-            self.net.kill(victim)
-            self.gone(victim, self.net.delay())
-        else:
-            self.net.hang(victim)
-            self.gone(victim, TIMEOUT)
-        await asyncio.gather(*(life for rank, life in enumerate(lives) if rank != victim))
-        self.report.told = self.loop.time() - struck
-        await self.members[victim].die(lives[victim])
-        self.report.errors.pop(victim, None)
-        self.net.fates[victim] = Fate.ALIVE
-        self.renew()
-        self.life = 1
-        await asyncio.gather(*(member.live(1) for member in self.members))
-        for member in self.members:
-            await member.close()
+    async def _lead(self, callers: Callable[[], Any]) -> None:
+        async with self.cache:
+            assert self.cache.worker is not None
+            self.models[0] = self._model(self.cache.worker, 0)
+            async with Scheduler(self.cache, self.models[0], self.settings) as scheduler:
+                self.scheduler = scheduler
+                await callers()
+            self.report.steps += scheduler.steps
+            await self.cache.flush()
+            assert not self.cache.core.active_fetches()
+
+    async def _follow(self, rank: int) -> None:
+        process = self.group.processes[rank]
+        await process.opened.wait()
+        if process.failure is not None:
+            self.report.errors[rank] = process.failure
+            return
+        self.models[rank] = self._model(process.face, rank)
+        try:
+            await follow(process.face, self.models[rank])
+        except (RankFailure, ConfigError) as error:
+            self.report.errors[rank] = error
+            process.kill()
+
+    def _model(self, worker: Any, rank: int) -> ShardModel:
+        window = max((c.window for c in self.config.components if isinstance(c, SlidingWindow)), default=0)
+        model = ShardModel(worker, window, rank)
+        model.fails = self.fails.get(rank, model.fails)
+        return model
+
+    def _alike(self) -> None:
+        """Every shard was handed what the scheduler's own was."""
+        first = self.models[0].handed
+        for rank, model in self.models.items():
+            assert model.handed == first, f"rank {rank} was handed something else"
+
+    def _machines(self, stack: AsyncExitStack) -> tuple[dict[int, SimulatedDevice], dict[int, SimulatedBackend]]:
+        devices: dict[int, SimulatedDevice] = {}
+        backends: dict[int, SimulatedBackend] = {}
+        for rank in range(self.topology.ranks):
+            faults = replace(self.faults, seed=self.seed + rank)
+            devices[rank] = SimulatedDevice(seed=self.seed + rank, latency=(0.0, self.latency), faults=faults)
+            stack.push_async_callback(devices[rank].aclose)
+            if self.has_store:
+                random = Random(f"{self.seed}/backend {rank} {self._lives}")
+                backends[rank] = SimulatedBackend(random, self.hostility, self.stored[rank])
+                stack.push_async_callback(_close, backends[rank])
+        return devices, backends
+
+    def _shard(self, rank: int) -> Callable[[CacheConfig], CacheConfig]:
+        """With the layers of this rank's pipeline stage."""
+        covers = tuple(range(LAYERS * self.topology.place(rank).pp, LAYERS * (self.topology.place(rank).pp + 1)))
+
+        def shard(whole: CacheConfig) -> CacheConfig:
+            parts = tuple(replace(part, layers=LAYERS, covers=covers) for part in whole.components)
+            return replace(whole, components=parts)
+
+        return shard
+
+    def kill(self, rank: int) -> None:
+        """Its process is gone, which its peers are told."""
+        self.group.processes[rank].kill()
+
+    def hang(self, rank: int) -> None:
+        """Its process does nothing any more."""
+        self.group.processes[rank].link.fall_silent()
+        self.silent.add(rank)
+
+    async def lose(self, strike: Callable[[], None], after: float) -> Report:
+        """``strike`` ends a rank while requests run: all others are told and end. Then a new group begins."""
+        struck: list[float] = []
+
+        def now() -> None:
+            struck.append(self.loop.time())
+            strike()
+
+        async def struck_down() -> None:
+            self.loop.call_later(after, now)
+            await self.callers()
+            await asyncio.sleep(2 * TIMEOUT)  # an idle scheduler hears it, too
+            assert isinstance(self.scheduler.failure, RankFailure)
+            raise RankFailure("told")
+
+        await self.live(struck_down)
+        self.report.told = self.loop.time() - struck[0]
+        self.fails, self.silent = {}, set()
+        lost, self.report.errors = self.report.errors, {}
+        await self.live(self.callers)
+        assert not self.report.errors
+        self.report.errors = lost
         return self.report
 
-    def gone(self, rank: int, after: float) -> None:
-        """The others hear it in so many seconds; rank 0 only of all, and all of rank 0, which tells the rest."""
-        others = self.orders[1:] if rank == 0 else [self.orders[0]]
-        for other in others:
-            self.loop.call_later(after, other.lose, f"rank {rank} is gone")
-
-    async def callers(self, scheduler: Scheduler, life: int) -> None:
+    async def callers(self) -> None:
         """Every request, and what must come of it."""
         try:
             async with asyncio.TaskGroup() as group:
                 for ask in self.asks:
                     await asyncio.sleep(ask.after)
-                    group.create_task(self._one(scheduler, ask))
-        except* (RankFailure, RankDivergence) as errors:
+                    group.create_task(self._one(ask))
+        except* RankFailure as errors:
             raise errors.exceptions[0] from None
 
-    async def _one(self, scheduler: Scheduler, ask: Ask) -> None:
+    async def _one(self, ask: Ask) -> None:
         tokens = list(ask.tokens)
         request = Request(
             tokens, Limits(ask.new), priority=ask.priority, extra_key=ask.extra_key, sampling=Sampling(0.5)
         )  # fmt: skip
         if ask.abort is not None:
             self.loop.call_later(ask.abort, request.abort)
-        scheduler.submit(request)
-        output = await request.done()
+        self.scheduler.submit(request)
         expected = continuation(tokens, ask.new)
-        assert output == expected if ask.abort is None else output == expected[: len(output)]
+        try:
+            output = await request.done()
+        except RankFailure:
+            raise
+        except Exception as error:
+            if not self.fails:
+                raise
+            self.report.failures.append(error)
+            output = request.output
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected if ask.abort is None else output == expected[: len(output)]
         assert request.finish is not None
+        self.report.outputs.append(output)
         self.report.ends[request.finish.value] += 1
         self.report.retractions += request.retractions
         for name in ("device", "host", "storage") if request.hits else ():
             self.report.hits[name] += getattr(request.hits, name)
+
+
+def _located(backend: SimulatedBackend | None) -> Callable[[str], Storage]:
+    return lambda url: url if backend is None else backend
+
+
+async def _close(backend: SimulatedBackend) -> None:
+    await backend.aclose()
+    assert backend.holding == 0
+
+
+def look_closely(world: World, patch: Callable[[Any, str, Any], None]) -> None:
+    """Have the world's report say which commits and releases named the last batch, of those that came after the first
+    one; and see to it that no token leaves while a load that it stands on is under way anywhere."""
+    commit, release, append = Lease.commit, Lease.release, Job.append
+
+    def note(batch: object) -> None:
+        shards = world.scheduler._board.shards
+        if shards is not None and shards.sent is not None:
+            world.report.named += batch == shards.sent
+            world.report.unnamed += batch != shards.sent
+
+    async def commit_named(self: Lease, tokens: Any, ready: object = None, checkpoint: Any = None) -> Any:
+        note(ready)
+        return await commit(self, tokens, ready, checkpoint)
+
+    def release_named(self: Lease, after: object = None, ended: bool = False) -> None:
+        if self._state is LeaseState.HELD:
+            note(after)
+        release(self, after, ended)
+
+    def append_late(self: Job, token: int) -> None:
+        assert self.lease is not None
+        assert not self.lease.loading, "a token leaves before the load that it stands on has ended everywhere"
+        append(self, token)
+
+    patch(Job, "append", append_late)
+    patch(Lease, "commit", commit_named)
+    patch(Lease, "release", release_named)
 
 
 def draw_config(seed: int) -> CacheConfig:
@@ -367,12 +369,3 @@ def _draw_ask(random: Random, config: CacheConfig) -> Ask:
         tuple(tokens), new, random.choice((0, 0, 0, 1)), random.choice((None, None, "tenant")),
         random.choice((0.0, 0.0, 0.001, 0.02, 0.2)), random.random() * 0.1 if random.random() < 0.15 else None,
     )  # fmt: skip
-
-
-def _on_stage(config: CacheConfig, stage: int) -> CacheConfig:
-    """With the layers of this pipeline stage."""
-
-    def mine(part: Any) -> Any:
-        return replace(part, covers=tuple(range(stage * part.layers, (stage + 1) * part.layers)))
-
-    return replace(config, components=tuple(map(mine, config.components)))

@@ -34,7 +34,7 @@ from asynccache.storage import (
 from asynccache.storage.records import store_layout
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.wrapped_backend import WrappedBackend
-from tests.runtime.runtime_kit import parts, serve, settings, text
+from tests.runtime.runtime_kit import local, serve, settings, text
 
 PAGES = 3
 SMALL, LARGE = 4096, 256 << 10
@@ -268,7 +268,7 @@ async def test_a_store_that_outlives_a_cache_keeps_none_of_its_memory(how: str) 
     layout = store_layout(config.pools())
     store = CheckedStore(Hostile(MemoryBackend(), how), layout, timeout=60.0)
     cache = await AsyncCache(config, storage=store).__aenter__()
-    host = weakref.ref(parts(cache).worker.mover.host_pools["full"].memory.obj)
+    host = weakref.ref(local(cache).mover.host_pools["full"].memory.obj)
     await serve(cache, text(4))
     await cache.aclose()
     assert store.last_error is not None

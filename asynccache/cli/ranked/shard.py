@@ -40,7 +40,8 @@ def _component(part: Component, topology: Topology, rank: int) -> Component:
     size = part.state_bytes if isinstance(part, Mamba) else part.bytes_per_token
     name = "mamba-bytes" if isinstance(part, Mamba) else "bytes-per-token"
     layers = _layers(part, topology, rank)
-    mine = _share(f"--{name}={size}", size, part.layers, topology) * len(layers)
+    parts = replace(topology, **dict.fromkeys(part.replicated.over, 1))
+    mine = _share(f"--{name}={size}", size, part.layers, parts) * len(layers)
     if isinstance(part, Mamba):
         return replace(part, state_bytes=mine, layers=len(layers), covers=layers)
     return replace(part, bytes_per_token=mine, layers=len(layers), covers=layers)
@@ -48,8 +49,8 @@ def _component(part: Component, topology: Topology, rank: int) -> Component:
 
 def _sidecar(part: Sidecar, topology: Topology, rank: int) -> Sidecar:
     layers = _layers(part, topology, rank)
-    whole = Topology(pp=topology.pp) if part.replicated else topology
-    mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part.layers, whole)
+    parts = replace(topology, **dict.fromkeys(part.replicated.over, 1))
+    mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part.layers, parts)
     return replace(part, bytes_per_page=mine * len(layers), layers=len(layers), covers=layers)
 
 

@@ -1,5 +1,7 @@
 """backup_storage, as a worker does it: one batch of host pages to the stores.
 
+Pages that several workers hold alike: one of them writes to stores that they share, each of them to a store of its own.
+
 Auxiliary components and sidecars go before FULL (``PoolMap.written``): an order that helps a reader who looks at FULL
 alone, never a proof. Of an operation that has failed, nothing more is written. Which operations make a batch, and when
 one is given up, the head decides.
@@ -24,13 +26,18 @@ BATCH_PAGES = 128
 class Store(Protocol):
     """The part of ``TieredStore`` that is written."""
 
-    async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]: ...
+    def writers(self, *, shared: bool = True) -> Sequence[object]: ...
 
 
 class Page(NamedTuple):
-    """One page on its way: which operation it belongs to, its key and its bytes."""
+    """One page on its way: which operation it belongs to, its key and its bytes. ``ours``: no other worker writes it to
+    the stores that workers share."""
 
     op: int
+    ours: bool
     key: PageKey
     payload: memoryview
 
@@ -80,7 +87,20 @@ class _Batch:
         return Stored(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
 
     async def _put(self, part: Sequence[Page]) -> None:
-        results = await self._store.put([page.key for page in part], [page.payload for page in part])
+        theirs = [page for page in part if not page.ours]
+        if len(theirs) < len(part):
+            await self._put_in([page for page in part if page.ours] if theirs else part, shared=True)
+        if not theirs:
+            return
+        if self._store.writers(shared=False) or not self._store.writers():
+            await self._put_in(theirs, shared=False)
+        else:  # all stores are shared: another worker writes them
+            for page in theirs:
+                self.left[page.op] -= 1
+
+    async def _put_in(self, part: Sequence[Page], *, shared: bool) -> None:
+        keys, payloads = [page.key for page in part], [page.payload for page in part]
+        results = await self._store.put(keys, payloads, shared=shared)
         for page, result in zip(part, results, strict=True):
             if result is Result.HIT:
                 self.left[page.op] -= 1
@@ -106,4 +126,4 @@ class _Batch:
                     for key, payload in self._pools.entries(spec.name, hashes, slots):
                         if effect.op in self.failed:
                             break
-                        yield Page(effect.op, key, payload)
+                        yield Page(effect.op, spec.writes, key, payload)

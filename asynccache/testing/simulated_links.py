@@ -1,0 +1,263 @@
+"""Groups of workers in one simulated world: links in memory on the virtual clock, which delay, break and fall silent.
+
+``SimulatedGroup`` is a head's workers and their processes in a few lines::
+
+    group = SimulatedGroup(loop.entropy("group"), Topology(tp=2))
+    async with AsyncCache(config, workers=group.workers, device=...) as cache:   # rank 0 is the head's own
+        ...                                                                      # the others run by themselves
+
+Law: frames of one direction arrive in order, each once, however long they take. A link that is *cut* loses what is
+under way, and both ends hear it; a process that is *silent* keeps its links, and the other end gives it up after the
+time-out; one that is *killed* does nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from random import Random
+
+from asynccache.errors import AsyncCacheError, RankFailure
+from asynccache.version import VERSION
+from asynccache.worker.contract import Device, Storage
+from asynccache.worker.gathering import Workers
+from asynccache.worker.given import Given
+from asynccache.worker.messages import Hello, encode
+from asynccache.worker.performing import Shard
+from asynccache.worker.rank import RankWorker
+from asynccache.worker.serving import Serving, serving
+from asynccache.worker.topology import Topology
+
+_TIMEOUT = 30.0
+
+
+class SimulatedLink:
+    """One end. ``peer``: the other one. ``frames``: how many were sent from here; ``cut_at``: the frame from here that
+    does not arrive any more."""
+
+    def __init__(self, random: Random, delay: float, timeout: float) -> None:
+        self.peer: SimulatedLink
+        self.frames = 0
+        self.cut_at: int | None = None
+        self.silent = False
+        self.delay = delay
+        self.sent: list[bytes] = []
+        self._random = random
+        self._timeout = self._patience = timeout
+        self._under_way: deque[bytes | None] = deque()
+        self._kept: list[bytes] = []
+        self._heard: Callable[[bytes], None] | None = None
+        self._lost: Callable[[RankFailure], None] | None = None
+        self._ended = False
+        self._left = False
+        self._failure: RankFailure | None = None
+
+    def __repr__(self) -> str:
+        return f"SimulatedLink({self.frames} frames sent, {'ended' if self._ended else 'open'})"
+
+    def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
+        """See ``Link``."""
+        self._heard, self._lost = heard, lost
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        kept, self._kept = self._kept, []
+        for frame in kept:
+            self._hear(frame)
+        if self._failure is not None:
+            self._tell()
+
+    def send(self, frame: bytes) -> None:
+        """See ``Link``."""
+        assert frame
+        if self._ended or self._left:
+            return
+        self.frames += 1
+        if self.cut_at is not None and self.frames > self.cut_at:
+            self.cut()
+            return
+        self._post(frame)
+
+    def _post(self, frame: bytes | None) -> None:
+        self._under_way.append(frame)
+        asyncio.get_running_loop().call_later(self._random.random() * self.delay, self._arrive)
+
+    def _arrive(self) -> None:
+        """The first of what is under way; None: this end has left."""
+        if self.silent or not self._under_way:
+            return
+        frame = self._under_way.popleft()
+        if frame is None:
+            self.peer.end(RankFailure("has left"))
+        else:
+            self.peer.come(frame)
+
+    def come(self, frame: bytes) -> None:
+        """A frame of the peer's is here."""
+        if self._ended or self._left:
+            return
+        if self._heard is None or self._kept:
+            self._kept.append(frame)
+        else:
+            self._hear(frame)
+
+    def _hear(self, frame: bytes) -> None:
+        if self._ended or self._heard is None or self.silent:
+            return
+        try:
+            self._heard(frame)
+        except RankFailure as failure:
+            self._fail(failure)
+
+    def _fail(self, failure: RankFailure) -> None:
+        self.end(failure)
+        self.peer.end(RankFailure("closed the connection"))
+
+    def patience(self, seconds: float | None) -> None:
+        """See ``Link``."""
+        self._patience = self._timeout if seconds is None else seconds
+
+    async def aclose(self) -> None:
+        """See ``Link``."""
+        if not self._ended and not self._left:
+            self._left, self._lost = True, None
+            self._post(None)
+        await asyncio.sleep(self.delay)
+
+    def abort(self) -> None:
+        """See ``Link``."""
+        self._lost = None
+        if not self._ended:
+            self._ended = True
+            self.peer.end(RankFailure("closed the connection"))
+
+    def end(self, failure: RankFailure) -> None:
+        """The peer has left, is gone or was given up."""
+        if not self._ended:
+            self._ended = True
+            self._under_way.clear()
+            self._failure = failure
+            if self._heard is not None:
+                asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        lost, self._lost = self._lost, None
+        if lost is not None and self._failure is not None and not self.silent:
+            lost(self._failure)
+
+    def cut(self) -> None:
+        """What is under way is lost, and both ends hear of it."""
+        self._under_way.clear()
+        self.peer._under_way.clear()
+        self._fail(RankFailure("closed the connection"))
+
+    def fall_silent(self) -> None:
+        """This process does nothing any more, though its link stands; the peer gives it up after its patience."""
+        self.silent = True
+        self._under_way.clear()
+        peer = self.peer
+        asyncio.get_running_loop().call_later(
+            peer._patience, peer.end, RankFailure(f"was silent for {peer._patience:g} s")
+        )
+
+
+def simulated_links(random: Random, *, delay: float = 0.001, timeout: float = _TIMEOUT) -> tuple[
+    SimulatedLink, SimulatedLink
+]:  # fmt: skip
+    """Both ends of a link. ``delay``: seconds that a frame takes at most."""
+    ends = SimulatedLink(random, delay, timeout), SimulatedLink(random, delay, timeout)
+    ends[0].peer, ends[1].peer = ends[1], ends[0]
+    return ends
+
+
+class SimulatedWorker:
+    """The process of one rank: it connects, serves, and ends. ``face``: what its engine has, once it is open.
+    ``failure``: why it ended, if not well. ``link``: its end, whose peer is the head's."""
+
+    def __init__(
+        self, group: SimulatedGroup, rank: int, link: SimulatedLink, device: Device | None,
+        locate: Callable[[str], Storage], shard: Shard | None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.link = link
+        self.failure: BaseException | None = None
+        self.opened = asyncio.Event()
+        self.serving = Serving(link, rank, group.topology, Given(device, None, locate), shard)
+        self.task: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._run(), name=f"worker {rank}")
+
+    def __repr__(self) -> str:
+        return f"SimulatedWorker({self.rank}, {self.serving!r})"
+
+    @property
+    def face(self) -> RankWorker:
+        """What its engine has."""
+        return self.serving.worker
+
+    async def _run(self) -> None:
+        try:
+            async with serving(self.serving):
+                self.opened.set()
+                await self.face.ended()
+        except AsyncCacheError as error:
+            self.failure = error
+        finally:
+            self.opened.set()
+
+    def kill(self) -> None:
+        """The process is gone, and with it its end of the link. What its device and stores were at goes on."""
+        self.link.cut()
+
+    async def ended(self) -> None:
+        """Return when the process has ended."""
+        await asyncio.wait([self.task])
+        if not self.task.cancelled():
+            self.task.result()
+
+
+class SimulatedGroup:
+    """The workers of ``topology``: those of other processes run at once. ``devices``, ``locates``, ``shards``: by rank,
+    what a process gives its worker: a device, what a store's URL stands for, its part of the configuration."""
+
+    def __init__(
+        self, random: Random, topology: Topology, *, own: int | None = 0, delay: float = 0.001,
+        timeout: float = _TIMEOUT, devices: Mapping[int, Device] | None = None,
+        locates: Mapping[int, Callable[[str], Storage]] | None = None, shards: Mapping[int, Shard] | None = None,
+        absent: frozenset[int] = frozenset(), arrival: float = 300.0,
+    ) -> None:  # fmt: skip
+        self.topology = topology
+        shards = shards or {}
+        locates = locates or {}
+        self.workers = Workers(
+            topology, own=own, timeout=timeout, arrival=arrival, shard=None if own is None else shards.get(own),
+            locate=_as_it_is if own is None else locates.get(own, _as_it_is),
+        )  # fmt: skip
+        self.processes: dict[int, SimulatedWorker] = {}
+        for rank in range(topology.ranks):
+            if rank == own or rank in absent:
+                continue
+            head, worker = simulated_links(random, delay=delay, timeout=timeout)
+            self.workers.answer(encode(Hello(VERSION, rank)), head)
+            self.processes[rank] = SimulatedWorker(
+                self, rank, worker, (devices or {}).get(rank), locates.get(rank, _as_it_is), shards.get(rank)
+            )
+
+    def __repr__(self) -> str:
+        return f"SimulatedGroup({self.topology}, {len(self.processes)} processes)"
+
+    async def ended(self) -> None:
+        """Return when all processes have ended."""
+        for process in self.processes.values():
+            await process.ended()
+
+    async def aclose(self) -> None:
+        """End those processes that have not ended by themselves."""
+        for process in self.processes.values():
+            process.task.cancel()
+            with suppress(asyncio.CancelledError):
+                await process.ended()
+
+
+def _as_it_is(url: str) -> Storage:
+    return url

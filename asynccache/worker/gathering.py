@@ -1,0 +1,130 @@
+"""Where the workers of a group come in: each once, of this version, and of a rank that there is.
+
+Law: who comes late, or a second time, or with another version is refused by name, and disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from asynccache import checks
+from asynccache.errors import ConfigError, RankFailure
+from asynccache.version import VERSION
+from asynccache.worker.link import Link
+from asynccache.worker.messages import Welcome, decode_hello, encode
+from asynccache.worker.topology import Topology
+
+if TYPE_CHECKING:
+    from asynccache.worker.contract import Storage
+    from asynccache.worker.performing import Shard
+
+TIMEOUT = 30.0
+ARRIVAL = 300.0
+
+
+def _as_it_is(url: str) -> Storage:
+    return url
+
+
+class Workers:
+    """The workers of one cache, for ``AsyncCache``. ``own``: the rank that the head's own process has; None: it has
+    none. ``timeout``: seconds of silence that are a failure. ``arrival``: seconds in which all must have come, from
+    when the cache opens. For the head's own rank: ``shard``, see ``connect``; ``locate``, which says what a store's URL
+    stands for, if not for itself."""
+
+    def __init__(
+        self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
+        shard: Shard | None = None, locate: Callable[[str], Storage] = _as_it_is,
+    ) -> None:  # fmt: skip
+        self.topology = checks.instance("topology", topology, Topology)
+        self.own = None if own is None else checks.integer("own", own, 0, topology.ranks - 1)
+        self.timeout = checks.number("timeout", timeout, above=0)
+        self.arrival = checks.number("arrival", arrival, above=0)
+        self.shard = None if shard is None else checks.function("shard", shard)
+        self.locate = locate
+        self.address = ""
+        self._links: dict[int, Link] = {}
+        self._came = asyncio.Event()
+        self._taken = self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Workers({self.topology}, {len(self._links)} of {len(self._missing()) + len(self._links)} have come)"
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in self._links]
+
+    def answer(self, hello: bytes, link: Link) -> bytes:
+        """The welcome for who comes over ``link``. Raises ``RankFailure``: it is refused, with the reason."""
+        word = decode_hello(hello)
+        if word.version != VERSION:
+            raise RankFailure(f"asynccache {word.version} cannot work for a head of {VERSION}")
+        if not 0 <= word.rank < self.topology.ranks:
+            raise RankFailure(f"rank {word.rank} is none of {self.topology}")
+        if word.rank == self.own:
+            raise RankFailure(f"rank {word.rank} is the head's own")
+        if word.rank in self._links:
+            raise RankFailure(f"rank {word.rank} has come before")
+        if self._closed:
+            raise RankFailure("the group is closed")
+        self._links[word.rank] = link
+        self._came.set()
+        topology = self.topology
+        return encode(Welcome((topology.tp, topology.cp, topology.pp)))
+
+    async def arrived(self) -> Mapping[int, Link]:
+        """The links of all other ranks, when all have come. Cancelling it stops the waiting.
+
+        Raises:
+            RankFailure: not all came in time.
+            ConfigError: another cache has these workers.
+        """
+        if self._taken or self._closed:
+            raise ConfigError("workers: a group serves one cache, once")
+        self._taken = True
+        try:
+            async with asyncio.timeout(self.arrival):
+                while self._missing():
+                    self._came.clear()
+                    await self._came.wait()
+        except TimeoutError:
+            missing = self._missing()
+            which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
+            raise RankFailure(f"{which} did not come within {self.arrival:g} s", missing[0]) from None
+        return {rank: self._links[rank] for rank in sorted(self._links)}
+
+    def close(self) -> None:
+        """Nobody comes in any more, and links that no cache has taken end."""
+        self._closed = True
+        for link in self._links.values():
+            link.abort()
+
+
+@asynccontextmanager
+async def listen(
+    address: str, topology: Topology, *, secret: bytes | None = None, own: int | None = 0, timeout: float = TIMEOUT,
+    arrival: float = ARRIVAL, shard: Shard | None = None,
+) -> AsyncIterator[Workers]:  # fmt: skip
+    """Let the workers of ``topology`` come to ``address`` (``127.0.0.1:7011``, ``[::1]:7011``, ``unix:/path``; port 0:
+    any that is free, see ``Workers.address``), for the ``AsyncCache`` that is given them as ``workers``.
+
+    ``secret``: what both sides must know; if not given, from ``ASYNCCACHE_SECRET`` or the file that
+    ``ASYNCCACHE_SECRET_FILE`` names. ``own``: the rank of this process; None: it has none, as a scheduler without a
+    GPU, and loads no torch. ``timeout``: seconds of silence after which a worker is given up. ``arrival``: seconds that
+    the cache waits for all of them when it opens. ``shard``: see ``connect``; for ``own``.
+
+    Raises:
+        ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
+    """
+    from asynccache.worker.sockets import open_listener
+
+    workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=shard)
+    listener = await open_listener(address, secret, workers.answer, timeout=workers.timeout)
+    workers.address = listener.address
+    try:
+        yield workers
+    finally:
+        workers.close()
+        await listener.aclose()

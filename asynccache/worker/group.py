@@ -1,0 +1,684 @@
+"""Several workers as one: what the head says goes to all of them, and what they say is folded into one answer.
+
+Laws:
+* One message for all, put on every link in the core call's turn. The head's own worker takes it in that turn, too.
+* An operation has one outcome: when all have let go of it; DONE if it was DONE everywhere.
+* A call has one answer, when all have answered; a question's is the worst result of each page.
+* A batch is over when it is over on every worker.
+* A worker that is gone, silent, cannot go on, or says what makes no sense is the end of the group: everybody who waits
+  is told of its rank and the reason, and so are the other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from asynccache import checks
+from asynccache.config import CacheConfig
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status
+from asynccache.core.slots import SLOT_BYTES
+from asynccache.errors import BackendError, BatchFailed, ConfigError, RankFailure
+from asynccache.settle import settled
+from asynccache.storage.options import StoreOptions, check_name
+from asynccache.worker import fold
+from asynccache.worker import messages as m
+from asynccache.worker.contract import Asked, Read, Reports, Storage, Stored, StoreEntry, Work
+from asynccache.worker.holdings import Holdings
+from asynccache.worker.layout import FULL
+from asynccache.worker.performing import Performer
+from asynccache.worker.rank import RankWorker
+from asynccache.worker.stats import Meter
+from asynccache.worker.wire import Wire
+
+if TYPE_CHECKING:
+    from asynccache.worker.contract import DevicePool
+    from asynccache.worker.gathering import Workers
+    from asynccache.worker.given import Given
+    from asynccache.worker.link import Link
+
+T = TypeVar("T")
+
+OPENING = 600.0
+"""Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from everything."""
+UNABLE = 1024
+"""Batches that an engine could not run and that are remembered, for who asks when they are over."""
+DELETED = 4096
+"""Pages in one message."""
+
+_EFFECTS: dict[type, Callable[[Any, tuple[int, ...]], m.Effects]] = {
+    BackupHost: m.Backup, LoadBack: m.Load, Clone: m.Copy,
+}  # fmt: skip
+_STAGES: dict[type, str] = {BackupHost: "backup_host", LoadBack: "load_back", Clone: "load_back"}
+
+
+class GroupBatch:
+    """A batch from when it was sent. ``left``: the ranks on which it is not over. ``errors``: those that could not run
+    it, and why."""
+
+    __slots__ = ("_failed", "_waiters", "errors", "left", "number")
+
+    def __init__(self, number: int, ranks: set[int]) -> None:
+        self.number = number
+        self.left = ranks
+        self.errors: dict[int, str] = {}
+        self._waiters: list[asyncio.Future[None]] = []
+        self._failed: Callable[[], BaseException] | None = None
+
+    def __repr__(self) -> str:
+        return f"GroupBatch({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
+
+    def done(self) -> bool:
+        """Whether it is over everywhere."""
+        return not self.left
+
+    async def wait(self) -> None:
+        """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``RankFailure``: the group is."""
+        if self.left and self._failed is not None:
+            raise self._failed()
+        if self.left:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def over(self, rank: int, error: str) -> None:
+        """It is over on ``rank``."""
+        self.left.discard(rank)
+        if error:
+            self.errors[rank] = error
+        if not self.left:
+            for waiter in self._waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """Nobody will ever know. Who waits is told ``error``, and who comes later."""
+        self._failed = error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(error())
+
+
+class _Open(NamedTuple):
+    """An operation in flight: the ranks that are at it."""
+
+    effect: BackupHost | LoadBack | Clone
+    left: set[int]
+    failed: set[int]
+    at: float
+
+
+class _Call:
+    """``answers``: by rank. ``done``: set when all have answered, or the group is over."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        self.left = ranks
+        self.answers: dict[int, m.Message] = {}
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+async def open_group(config: CacheConfig, given: Given, workers: Workers) -> WorkerGroup:
+    """Wait for all workers, and have each open its pools and stores: all or none. Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: pools do not fit in memory, or an unknown device or backend; with the rank.
+        Unavailable: a store cannot be opened now; with the rank.
+        RankFailure: a worker did not come, is gone, or silent.
+    """
+    if given.storage is not None and workers.topology.ranks > 1:
+        raise ConfigError("storage: workers of other processes take URLs")
+    links = await workers.arrived()
+    group = WorkerGroup(config, given, workers, links)
+    try:
+        await group.open()
+    except BaseException as error:
+        await completed_quietly(group.abandon(error))
+        raise
+    return group
+
+
+async def completed_quietly(work: Coroutine[Any, Any, None]) -> None:
+    """``work`` to its end, whatever comes of it."""
+    task = asyncio.get_running_loop().create_task(work)
+    await settled([task])
+    if not task.cancelled():
+        task.exception()
+
+
+class WorkerGroup:
+    """See ``Worker``, and the module. ``own``: the head's own, if there is one."""
+
+    def __init__(self, config: CacheConfig, given: Given, workers: Workers, links: Mapping[int, Link]) -> None:
+        self.layers = 0
+        self.own: Performer | None = None
+        self.takes_stores = config.pools()[0].host_pages > 0
+        self.failure: RankFailure | None = None
+        self._config = config
+        self._timeout = workers.timeout
+        self._ranks = frozenset(range(workers.topology.ranks))
+        self._links = dict(links)
+        self._wire = Wire(links.values())
+        self._reports: Reports | None = None
+        self._numbers = 0
+        self._calls: dict[int, _Call] = {}
+        self._open: dict[int, _Open] = {}
+        self._batches: dict[int, GroupBatch] = {}
+        self._last_batch = 0
+        self._unable: dict[int, Mapping[int, str]] = {}
+        self._entries: tuple[StoreEntry, ...] = ()
+        self._opened: dict[int, StoreEntry] = {}
+        self._shared: dict[int, bool] = {}
+        self._last_store = 0
+        self._shut: set[int] = set()
+        self._counters: dict[int, m.Counters] = {}
+        self._meters = {"backup_host": Meter(), "load_back": Meter()}
+        self._weights: dict[int, tuple[int, int]] = {}
+        self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
+        self._holdings = Holdings(self._report_keys)
+        self._closing = False
+        self._took: dict[type, Callable[[int, Any], None]] = {
+            m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
+            m.Counters: self._counted, m.Died: self._died,
+        }  # fmt: skip
+        self.face: RankWorker | None = None
+        if workers.own is not None:
+            self.own = Performer(
+                workers.own, workers.topology, given, workers.shard, partial(self._take, workers.own)
+            )
+            self.face = RankWorker(self.own)
+
+    def __repr__(self) -> str:
+        state = f"failed: {self.failure}" if self.failure else f"{len(self._open)} operations, {len(self._calls)} calls"
+        return f"WorkerGroup({len(self._ranks)} workers, {state})"
+
+    # opening and closing
+
+    async def open(self) -> None:
+        """Have all open. To be called once. Raises as ``open_group``."""
+        for rank, link in self._links.items():
+            link.patience(OPENING)
+            link.begin(partial(self._heard, rank), partial(self._lost, rank))
+        opened = await self._call(lambda call: m.Open(call, m.settings_of(self._config)), m.Opened)
+        first = next(iter(opened.values()))
+        for rank, one in opened.items():
+            if [(options.name, options.write) for options, _ in one.stores] != [
+                (options.name, options.write) for options, _ in first.stores
+            ]:
+                raise ConfigError(f"rank {rank}: its stores are others than those of rank {next(iter(opened))}")
+        own = None if self.own is None else self.own.rank
+        self.layers = max(one.layers for rank, one in opened.items() if own in (None, rank))
+        self._weigh([one.weights for one in opened.values()])
+        self._holdings.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
+        for at, (options, _) in enumerate(first.stores):
+            entry = self._enter(options, any(one.stores[at][1] for one in opened.values()))
+            self._entries = (*self._entries, entry)
+        for link in self._links.values():
+            link.patience(None)
+        self._put(m.Ready())
+
+    def _weigh(self, weights: Sequence[Mapping[str, int]]) -> None:
+        """How many pools of a component all workers have, and how many bytes a page of them is in sum."""
+        for spec in self._config.pools():
+            parts = [own[spec.name] for own in weights if spec.name in own]
+            pools, size = self._weights.get(int(spec.component), (0, 0))
+            self._weights[int(spec.component)] = (pools + len(parts), size + sum(parts))
+
+    def _enter(self, options: StoreOptions, shared: bool) -> StoreEntry:
+        self._last_store += 1
+        entry = self._opened[self._last_store] = StoreEntry(self._last_store, options)
+        self._shared[entry.number] = shared
+        return entry
+
+    def start(self, reports: Reports) -> list[tuple[str, Coroutine[Any, Any, None]]]:
+        """See ``Worker``."""
+        self._reports = reports
+        if self.failure is not None:
+            reports.failed(self.failure)
+        return []
+
+    async def aclose(self, patience: float) -> None:
+        """Have every worker close its stores, pools and device, and end the links. ``patience``: as for
+        ``LocalWorker.aclose``; a worker that has not closed by then, or within the links' time-out if that is more, is
+        left alone. Cancelling it may leave some of it open.
+
+        Raises:
+            BackendError: a store could not close cleanly; all the rest is closed.
+        """
+        self._closing = True
+        try:
+            if self.failure is None:
+                async with asyncio.timeout(max(patience, self._timeout)):
+                    await self._call(lambda call: m.Close(call, patience), m.Done)
+        except TimeoutError:
+            raise BackendError("workers were not closed in time: one may have lost what it had stored last") from None
+        except RankFailure:
+            pass  # it is known already, or nobody is left to be told
+        finally:
+            await self._let_go(patience)
+
+    async def abandon(self, error: BaseException) -> None:
+        """The cache does not open: nothing stays open anywhere."""
+        reason = str(error) or type(error).__name__
+        self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
+        self._closing = True
+        await self._let_go(1.0)
+
+    async def _let_go(self, patience: float) -> None:
+        self._wire.flush()
+        try:
+            if self.own is not None:
+                await self.own.aclose(patience)
+        finally:
+            if self.own is not None:
+                self.own.batches.finish(None)
+            links, self._wire.links = self._wire.links, []
+            await asyncio.gather(*(link.aclose() for link in links))
+
+    # both ways
+
+    def _put(self, message: m.Message) -> None:
+        if self.failure is None:
+            self._wire.put(message)
+            if self.own is not None:
+                self.own.take(message)
+
+    async def _call(self, make: Callable[[int], m.Message], kind: type[T]) -> dict[int, T]:
+        """The answers of all to what ``make`` makes of a call's number, by rank. Cancelling it returns when all have
+        let go.
+
+        Raises:
+            RankFailure: the group is over; or a worker raised what is no error of a store.
+            ConfigError, BackendError: that is what a worker says.
+        """
+        if self.failure is not None:
+            raise self._again()
+        self._numbers += 1
+        number, call = self._numbers, _Call(set(self._ranks))
+        self._calls[number] = call
+        self._put(make(number))
+        try:
+            await call.done
+        except asyncio.CancelledError:
+            if call.left and self.failure is None:
+                call.done = asyncio.get_running_loop().create_future()
+                self._put(m.Cancel(number))
+                await settled([call.done])
+                if not call.done.cancelled():
+                    call.done.exception()
+            raise
+        finally:
+            del self._calls[number]
+        failures = {rank: one for rank, one in sorted(call.answers.items()) if isinstance(one, m.Failed)}
+        if failures:
+            raise fold.error_of(failures)
+        found: dict[int, T] = {}
+        for rank, one in sorted(call.answers.items()):
+            if not isinstance(one, kind):
+                raise self._nonsense(rank, f"answered a call with {type(one).__name__}")
+            found[rank] = one
+        return found
+
+    def _heard(self, rank: int, frame: bytes) -> None:
+        for message in m.decode_news(frame):
+            self._take(rank, message)
+
+    def _take(self, rank: int, message: m.Message) -> None:
+        """A worker has said it."""
+        if self.failure is not None:
+            return
+        took = self._took.get(type(message))
+        if took is not None:
+            took(rank, message)
+        else:
+            self._answered(rank, message)
+
+    def _answered(self, rank: int, reply: Any) -> None:
+        call = self._calls.get(reply.call)
+        if call is None or rank not in call.left:
+            self._nonsense(rank, f"answered call {reply.call}, which nobody made or which it had answered")
+            return
+        call.left.discard(rank)
+        call.answers[rank] = reply
+        if not call.left and not call.done.done():
+            call.done.set_result(None)
+
+    # the end
+
+    def _lost(self, rank: int, failure: RankFailure) -> None:
+        if not self._closing or any(rank in call.left for call in self._calls.values()):  # else it has closed
+            self._fail(RankFailure(failure.reason, rank))
+
+    def _died(self, rank: int, news: m.Died) -> None:
+        self._fail(RankFailure(news.reason, rank))
+
+    def _nonsense(self, rank: int, what: str) -> RankFailure:
+        failure = RankFailure(what, rank)
+        self._fail(failure)
+        return failure
+
+    def _again(self) -> RankFailure:
+        assert self.failure is not None
+        return RankFailure(self.failure.reason, self.failure.rank)
+
+    def _fail(self, failure: RankFailure) -> None:
+        if self.failure is not None:
+            return
+        self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
+        self._wire.flush()
+        self.failure = failure
+        for call in self._calls.values():
+            if not call.done.done():
+                call.done.set_exception(self._again())
+                call.done.exception()  # its waiter hears, if it still waits
+        for batch in self._batches.values():
+            batch.fail(self._again)
+        if self.own is not None:
+            self.own.batches.finish(self._again())
+        if self._reports is not None and not self._closing:
+            self._reports.failed(failure)
+
+    # the engine's work, and copies beside it
+
+    @property
+    def pools(self) -> Mapping[str, DevicePool]:
+        """Those of the head's own worker; empty, if it has none."""
+        return {} if self.own is None or self.own.local is None else self.own.local.pools
+
+    def engine_event(self, event: object) -> int:
+        """The number of a batch that was sent, in place of an event. From any thread.
+
+        Raises:
+            ConfigError: it is none. An event speaks for one worker.
+        """
+        try:
+            number = checks.integer("batch", event, 1)
+        except ConfigError:
+            raise ConfigError(f"{checks.shown(event)} is no number of a batch: a cache with workers takes what "
+                              "send_batch returned, since an event speaks for one worker only") from None
+        if number > self._last_batch:
+            raise ConfigError(f"batch {number} was not sent")
+        return number
+
+    def batch(self, event: object) -> GroupBatch:
+        """See ``Worker``; one that nobody knows any more is over."""
+        assert isinstance(event, int)
+        return self._batches.get(event) or GroupBatch(event, set())
+
+    def send_batch(self, payload: bytes, loads: tuple[int, ...]) -> int:
+        """See ``Worker``."""
+        self._last_batch += 1
+        number = self._last_batch
+        self._batches[number] = GroupBatch(number, set(self._ranks))
+        self._put(m.SendBatch(number, payload, loads))
+        return number
+
+    async def batch_ended(self, number: int) -> None:
+        """See ``AsyncCache.batch_ended``."""
+        batch = self._batches.get(number)
+        if batch is not None:
+            await batch.wait()
+        if number in self._unable:
+            raise BatchFailed(number, self._unable[number])
+
+    def _over(self, rank: int, news: m.Over) -> None:
+        batch = self._batches.get(news.number)
+        if batch is None or rank not in batch.left:
+            self._nonsense(rank, f"ended batch {news.number}, which was not sent or had ended")
+            return
+        batch.over(rank, news.error)
+        if batch.done():
+            del self._batches[news.number]
+            if batch.errors:
+                self._unable[news.number] = batch.errors
+                if len(self._unable) > UNABLE:
+                    del self._unable[next(iter(self._unable))]
+
+    def perform(self, work: Work) -> None:
+        """See ``Worker``."""
+        effect, after = work
+        self._open[effect.op] = _Open(effect, set(self._ranks), set(), perf_counter())
+        self._put(_EFFECTS[type(effect)](effect, after))
+
+    def _ended(self, rank: int, news: m.Ended) -> None:
+        open_op = self._open.get(news.op)
+        if open_op is None or rank not in open_op.left:
+            self._nonsense(rank, f"ended operation {news.op}, which it was not given or had ended")
+            return
+        open_op.left.discard(rank)
+        if news.status is not Status.DONE:
+            open_op.failed.add(rank)
+        if not open_op.left:
+            del self._open[news.op]
+            self._close_op(news.op, open_op)
+
+    def _close_op(self, op: int, done: _Open) -> None:
+        meter = self._meters[_STAGES[type(done.effect)]]
+        meter.took(perf_counter() - done.at)
+        if done.failed:
+            meter.errors += 1
+            if isinstance(done.effect, LoadBack):
+                self._put(m.Forget(op))
+        else:
+            meter.count(1, *self._size_of(done.effect))
+        if self._reports is not None:
+            self._reports.ended(Outcome(op, Status.FAILED if done.failed else Status.DONE))
+
+    def _size_of(self, effect: BackupHost | LoadBack | Clone) -> tuple[int, int, int]:
+        pages = full_pages = size = 0
+        for move in effect.moves:
+            count = len(move.src) // SLOT_BYTES
+            pools, weight = self._weights[move.component]
+            pages += count * pools
+            full_pages += count if move.component == FULL else 0
+            size += count * weight
+        return pages, full_pages, size
+
+    async def layer(self, op: int, i: int) -> None:
+        """See ``Worker``; on the head's own worker."""
+        await self._has_own("layer").layer(op, i)
+
+    def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
+        """See ``Worker``; on the head's own worker."""
+        self._has_own("wait_layers").wait_layers(stream, ops, i)
+
+    def _has_own(self, what: str) -> Performer:
+        if self.own is None:
+            raise ConfigError(f"{what}: the head has no worker of its own: layers are waited for where the engine runs")
+        return self.own
+
+    # pages and stores
+
+    async def store(self, batch: Sequence[BackupStorage]) -> Stored:
+        """See ``Worker``."""
+        done = fold.stored(list((await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)).values()))
+        if self._holdings.watches:
+            for effect in batch:
+                if effect.op not in done.failed:
+                    self._holdings.name(pages.hashes for pages in effect.pages if pages.component == FULL)
+        return done
+
+    def give_up(self, op: int) -> None:
+        """See ``Worker``."""
+        self._put(m.GiveUp(op))
+
+    async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
+        """See ``Worker``."""
+        said = await self._call(lambda call: m.Ask(call, tuple(asked)), m.Answers)
+        counts = [len(question.hashes) // HASH_BYTES for question in asked]
+        for rank, one in said.items():
+            if [len(answer) for answer in one.answers] != counts or not fold.are_results(one.answers):
+                raise self._nonsense(rank, "answered a question of other pages")
+        answers = fold.all_worst([one.answers for one in said.values()])
+        self._name([(question.pool, question.hashes) for question in asked], answers)
+        return answers
+
+    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+        """See ``Worker``."""
+        said = await self._call(lambda call: m.Fetch(call, tuple(reads), run), m.Answers)
+        counts = [len(read.hashes) // HASH_BYTES for read in reads]
+        for rank, one in said.items():
+            sizes = [len(answer) for answer in one.answers]
+            right = len(sizes) == len(counts) and all(map(int.__le__ if run else int.__eq__, sizes, counts))
+            if not right or not fold.are_results(one.answers):
+                raise self._nonsense(rank, "read other pages")
+        answers = fold.all_worst([one.answers for one in said.values()])
+        self._name([(read.pool, read.hashes) for read in reads], answers)
+        return answers
+
+    def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
+        """Note the hashes of pages that all have, for what is told of their keys."""
+        if self._holdings.watches:
+            for (pool, hashes), answer in zip(asked, answers, strict=True):
+                if pool in self._leads:
+                    self._holdings.name(
+                        hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at, found in enumerate(answer) if found == 1
+                    )
+
+    async def delete(self, hashes: Sequence[bytes]) -> None:
+        """See ``Worker``."""
+        for at in range(0, len(hashes), DELETED):
+            some = b"".join(hashes[at : at + DELETED])
+            await self._call(lambda call, some=some: m.Delete(call, some), m.Done)  # type: ignore[misc]
+
+    async def clear(self) -> None:
+        """See ``Worker``."""
+        await self._call(m.Clear, m.Done)
+
+    async def flush(self) -> None:
+        """See ``Worker``."""
+        await self._call(m.Flush, m.Done)
+
+    def is_away(self, page_hash: bytes) -> bool:
+        """See ``Worker``: whether it is so on any worker, since then nothing can be fetched whole."""
+        if self._shut:
+            self._put(m.Probe(page_hash))
+        return bool(self._shut)
+
+    @property
+    def shut(self) -> bool:
+        """See ``Worker``: whether it is so on any."""
+        return bool(self._shut)
+
+    def _health(self, rank: int, news: m.Health) -> None:
+        (self._shut.add if news.shut else self._shut.discard)(rank)
+
+    # which stores there are
+
+    @property
+    def has_stores(self) -> bool:
+        """See ``Worker``."""
+        return bool(self._entries)
+
+    @property
+    def stores(self) -> tuple[StoreEntry, ...]:
+        """See ``Worker``."""
+        return self._entries
+
+    def find_store(self, name: str | None) -> StoreEntry:
+        """See ``Worker``."""
+        if name is not None:
+            name = checks.text("name", name)
+        found = [entry for entry in self._entries if name in (None, entry.options.name)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(entry.options.name for entry in self._entries) or "none"
+        raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
+
+    async def open_store(self, storage: Storage, options: Mapping[str, str], position: int | None) -> StoreEntry:
+        """See ``Worker``: on all, or none."""
+        if not isinstance(storage, str):
+            raise ConfigError(f"storage={checks.shown(storage)}: workers of other processes take URLs")
+        self._last_store += 1
+        number = self._last_store
+
+        def order(call: int) -> m.Message:
+            return m.OpenStore(call, number, storage, dict(options), position)
+
+        try:
+            opened = await self._call(order, m.StoreOpened)
+            first = next(iter(opened.values()))
+            for rank, one in opened.items():
+                if (one.options.name, one.options.write) != (first.options.name, first.options.write):
+                    raise ConfigError(f"storage: rank {rank} opened another store: {one.options}")
+        except BaseException:
+            if self.failure is None:
+                await completed_quietly(self.drop_store(number))
+            raise
+        self._shared[number] = any(one.shared for one in opened.values())
+        entry = self._opened[number] = StoreEntry(number, first.options)
+        return entry
+
+    def use_store(self, number: int, position: int | None) -> None:
+        """See ``Worker``."""
+        entry = self._opened[number]
+        check_name(entry.options.name, [other.options.name for other in self._entries])
+        if position is not None:
+            position = checks.integer("position", position, 0, len(self._entries))
+        at = len(self._entries) if position is None else position
+        self._entries = (*self._entries[:at], entry, *self._entries[at:])
+        self._put(m.UseStore(number, position))
+
+    async def drop_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._opened.pop(number, None)
+        await self._call(lambda call: m.DropStore(call, number), m.Done)
+
+    def leave_store(self, number: int) -> None:
+        """See ``Worker``."""
+        if any(entry.number == number for entry in self._entries):
+            self._entries = tuple(entry for entry in self._entries if entry.number != number)
+            self._put(m.LeaveStore(number))
+
+    async def close_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._opened.pop(number, None)
+        await self._call(lambda call: m.CloseStore(call, number), m.Done)
+
+    def watch_store(self, number: int) -> None:
+        """See ``Worker``."""
+        self._holdings.watch(number, shared=self._shared[number])
+        self._put(m.Watch(number, True))
+
+    def unwatch_store(self, number: int) -> None:
+        """See ``Worker``."""
+        if self._holdings.unwatch(number):
+            self._put(m.Watch(number, False))
+
+    def _keys(self, rank: int, news: m.Keys) -> None:
+        self._holdings.told(news.store, rank, news.there, news.keys)
+
+    def _report_keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
+        if self._reports is not None:
+            self._reports.keys(store, there, keys)
+
+    @property
+    def key_of(self) -> Callable[[bytes], bytes] | None:
+        """See ``Worker``: what stands for a page's keys on all workers."""
+        return self._holdings.key_of
+
+    # looking at it
+
+    def meters(self) -> Mapping[str, Meter]:
+        """See ``Worker``: an operation takes as long as on the slowest; pages and bytes of all workers add up."""
+        return self._meters
+
+    def queues(self) -> Mapping[str, int]:
+        """See ``Worker``: operations that have not ended everywhere."""
+        stages = [_STAGES[type(one.effect)] for one in self._open.values()]
+        return {name: stages.count(name) for name in self._meters}
+
+    def store_statistics(self) -> tuple[Mapping[str, int | float], Mapping[str, Mapping[str, int | float]]]:
+        """See ``Worker``; of other processes as of their last sign of life."""
+        if self.own is not None:
+            self.own.count()
+        parts = list(self._counters.values())
+        names = [entry.options.name for entry in self._entries]
+        by_name = {name: fold.sums([part.stores[name] for part in parts if name in part.stores]) for name in names}
+        return fold.sums([part.storage for part in parts]), by_name
+
+    def _counted(self, rank: int, news: m.Counters) -> None:
+        self._counters[rank] = news

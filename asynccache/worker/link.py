@@ -1,0 +1,336 @@
+"""A link: frames both ways between the head and one worker, over a TCP or Unix stream that ``sockets`` has opened.
+
+On the wire a frame is its length (4 bytes, little endian) and so many bytes. Two lengths have a meaning of their own:
+0 is the *sign of life*, which each end sends when it has sent nothing else for a quarter of the time-out; ``BYE`` says
+that its sender has closed the link on purpose.
+
+Laws:
+* Every frame is heard once, whole and in order. ``lost`` is heard at most once, after the last frame, and never from
+  within ``begin`` or ``send``.
+* A peer that closes, is silent past the time-out, or sends what is no frame, is lost; nothing of a frame that is not
+  whole is heard.
+* Nobody waits for a full socket. What a peer does not read is kept here: what may be under way is bounded by the
+  core's bound on operations in flight, and a peer that reads nothing is lost after the time-out. Should both fail, the
+  link ends when ``MOST_UNSENT`` bytes are kept.
+* The frames of one turn of the loop go out in one write.
+
+A failure's text says what the peer did ("was silent for 30 s"): who knows the peer's name puts it in front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+from typing import Protocol, cast
+
+from asynccache.errors import RankFailure
+
+MOST_FRAME = 16 << 20
+"""Bytes that a frame has at most."""
+MOST_UNSENT = 256 << 20
+"""Bytes that are kept for a peer that does not read."""
+GRACE = 2.0
+"""Seconds in which ``aclose`` gets rid of what is unsent, and hears that the peer has closed, too."""
+DOUBT = 0.05
+"""Seconds between the suspicion that a peer is silent and the verdict: this loop may have been busy for longer than the
+time-out, and what the peer said meanwhile waits in the socket."""
+
+LENGTH = 4
+BEAT = bytes(LENGTH)
+BYE = b"\xff" * LENGTH
+
+
+class Link(Protocol):
+    """One authenticated connection. All calls belong to the thread of its loop."""
+
+    def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
+        """From now on ``heard`` is called with every frame, in order, and ``lost`` at most once, after the last frame.
+        To be called once. What ``heard`` raises ends the link: ``lost`` gets it if it is a ``RankFailure``, or one that
+        has it as its cause."""
+        ...
+
+    def send(self, frame: bytes) -> None:
+        """Send ``frame`` behind all that were sent before. Never waits; does nothing once the link has ended.
+
+        Raises:
+            ValueError: the frame is empty, or has more than ``MOST_FRAME`` bytes.
+        """
+        ...
+
+    def patience(self, seconds: float | None) -> None:
+        """From now on only silence of so many seconds is a failure: what holds a peer's interpreter for long, as
+        pinning memory does, keeps it from its signs of life. None: the link's own time-out again."""
+        ...
+
+    async def aclose(self) -> None:
+        """Send what is unsent, say goodbye, and return when the peer has closed, too; ``GRACE`` seconds at most.
+        ``lost`` is not called any more. Cancelling it aborts. Twice is once."""
+        ...
+
+    def abort(self) -> None:
+        """End now; what is unsent is lost. ``lost`` is not called any more. Twice is once."""
+        ...
+
+
+class StreamLink(asyncio.Protocol):
+    """``Link`` over a stream. Before ``established``, it takes apart the handshake (``take``) and hears nothing.
+
+    ``made``: called when the stream is there. ``room``: bytes that a peer may have sent beyond what was taken.
+    """
+
+    def __init__(self, made: Callable[[StreamLink], None] | None = None, room: int = 0) -> None:
+        self.room = room
+        self._made = made
+        self._loop = asyncio.get_running_loop()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._came = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+        self._rest = bytearray()
+        self._unsent: list[bytes] = []
+        self._heard: Callable[[bytes], None] | None = None
+        self._lost: Callable[[RankFailure], None] | None = None
+        self._failure: RankFailure | None = None
+        self._ended = False
+        self._leaving = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeout = self._patience = 0.0
+        self._spoke = False
+        self._beat_at = self._heard_at = self._doubted = 0.0
+
+    def __repr__(self) -> str:
+        state = str(self._failure or "closed") if self._ended else "opening" if self._heard is None else "open"
+        return f"StreamLink({state})"
+
+    # the handshake
+
+    async def take(self, count: int) -> bytes:
+        """The next ``count`` bytes of the handshake. Cancelling it takes nothing.
+
+        Raises:
+            RankFailure: the peer has closed, or sent more than belongs here.
+        """
+        while len(self._rest) < count and not self._ended:
+            self._came.clear()
+            await self._came.wait()
+        if len(self._rest) < count:
+            raise self._failure or RankFailure("closed the connection")
+        found = bytes(self._rest[:count])
+        del self._rest[:count]
+        return found
+
+    async def take_frame(self, most: int) -> bytes:
+        """The next bytes of the handshake as one frame. Cancelling it may take its length.
+
+        Raises:
+            RankFailure: the peer has closed, or the frame has more than ``most`` bytes.
+        """
+        count = int.from_bytes(await self.take(LENGTH), "little")
+        if count > most:
+            raise RankFailure(f"sent a frame of {count} bytes where {most} are the most")
+        return await self.take(count)
+
+    def write(self, content: bytes) -> None:
+        """Send this at once, as it is: a piece of the handshake."""
+        if self._transport is not None and not self._ended:
+            self._transport.write(content)
+
+    def established(self, timeout: float) -> None:
+        """The handshake is over. ``timeout``: seconds of silence that are a failure, the same at both ends. Frames that
+        come before ``begin`` stay in the socket."""
+        self._timeout = self._patience = timeout
+        if self._ended or self._transport is None:
+            return
+        self._transport.pause_reading()
+        self._beat_at = self._loop.time() + timeout / 4
+        self._watch()
+
+    def refuse(self) -> None:
+        """The handshake has failed: close when what was written is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # as Link has it
+
+    def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
+        """See ``Link``."""
+        self._heard, self._lost = heard, lost
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._lost is None:
+            return
+        self._heard_at = self._loop.time()
+        rest, self._rest = bytes(self._rest), bytearray()
+        self._deliver(rest)
+        if self._ended:
+            self._tell()
+        elif self._transport is not None:
+            self._transport.resume_reading()
+            self._watch()
+
+    def send(self, frame: bytes) -> None:
+        """See ``Link``."""
+        size = len(frame)
+        if not 0 < size <= MOST_FRAME:
+            raise ValueError(f"a frame has 1 to {MOST_FRAME} bytes, and not {size}")
+        if self._ended or self._leaving:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent += (size.to_bytes(LENGTH, "little"), frame)
+
+    def patience(self, seconds: float | None) -> None:
+        """See ``Link``."""
+        self._patience = self._timeout if seconds is None else seconds
+        if self._timer is not None:
+            self._watch()
+
+    async def aclose(self) -> None:
+        """See ``Link``."""
+        transport = self._transport
+        if not (self._ended or self._leaving) and transport is not None:
+            self._flush()
+            self._leaving, self._lost = True, None
+            self.write(BYE)
+            transport.write_eof()
+            transport.resume_reading()                 # to hear of the peer's end
+        try:
+            await asyncio.wait([self._closed], timeout=GRACE)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """See ``Link``."""
+        self._leaving, self._lost = True, None
+        self._end(None)
+
+    # sending
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._ended or self._transport is None or not unsent:
+            return
+        self._spoke = True
+        self._transport.write(b"".join(unsent))
+        kept = self._transport.get_write_buffer_size()
+        if kept > MOST_UNSENT:
+            self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
+
+    def _watch(self) -> None:
+        """Send a sign of life if one is due, and look whether the peer has been silent for too long."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ended:
+            return
+        now = self._loop.time()
+        if now >= self._beat_at:
+            if not self._spoke and not self._leaving:
+                self.write(BEAT)
+            self._spoke, self._beat_at = False, now + self._timeout / 4
+        silent_at = inf if self._heard is None else self._heard_at + self._patience
+        if now >= silent_at:
+            if self._doubted == self._heard_at:
+                self._end(RankFailure(f"was silent for {self._patience:g} s"))
+                return
+            self._doubted, silent_at = self._heard_at, now + DOUBT
+        self._timer = self._loop.call_at(min(self._beat_at, silent_at), self._watch)
+
+    # hearing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        self._transport = cast("asyncio.Transport", transport)
+        if self._ended:
+            self._transport.abort()
+        elif self._made is not None:
+            self._made(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        if self._ended or self._leaving:
+            return
+        self._heard_at = self._loop.time()
+        if self._heard is not None:
+            self._deliver(data)
+            return
+        self._rest += data
+        if len(self._rest) > self.room:
+            self._rest.clear()
+            self._end(RankFailure("sent more than belongs to a handshake"))
+        self._came.set()
+
+    def _deliver(self, data: bytes | bytearray) -> None:
+        """All frames that are whole; what remains waits for more."""
+        heard = self._heard
+        assert heard is not None
+        if self._rest:
+            self._rest += data
+            data = self._rest
+        start, end = 0, len(data)
+        while end - start >= LENGTH and self._lost is not None:
+            begin = start + LENGTH
+            size = int.from_bytes(data[start:begin], "little")
+            if size > MOST_FRAME:
+                self._end(_unheard(data[start:begin], size))
+                return
+            if end - begin < size:
+                break
+            start = begin + size
+            if size:
+                try:
+                    heard(bytes(data[begin:start]))
+                except Exception as error:
+                    self._end(_raised(error))
+                    return
+        self._rest = bytearray(data[start:])
+
+    def eof_received(self) -> None:
+        """See ``asyncio.Protocol``: the transport closes."""
+        if self._rest and self._heard is not None:
+            self._end(RankFailure("closed the connection in the middle of a frame"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        if not self._closed.done():
+            self._closed.set_result(None)
+        self._end(RankFailure("closed the connection" if error is None else f"is gone: {error}"))
+
+    def _end(self, failure: RankFailure | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._failure = failure
+        self._unsent.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        elif not self._closed.done():
+            self._closed.set_result(None)
+        self._came.set()
+        self._loop.call_soon(self._tell)
+
+    def _tell(self) -> None:
+        """The end of what is heard. Whoever listened is forgotten, so that nobody keeps the other alive."""
+        lost, self._lost, self._heard = self._lost, None, _deaf
+        if lost is not None and self._failure is not None:
+            lost(self._failure)
+
+
+def _unheard(length: bytes | bytearray, size: int) -> RankFailure:
+    if length == BYE:
+        return RankFailure("has left")
+    return RankFailure(f"sent a frame of {size} bytes, where {MOST_FRAME} are the most")
+
+
+def _raised(error: Exception) -> RankFailure:
+    if isinstance(error, RankFailure):
+        return error
+    failure = RankFailure(f"sent what raised {type(error).__name__} here: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _deaf(_: bytes) -> None:
+    """For who has ended."""

@@ -1,0 +1,402 @@
+"""What goes over a link between the head and a worker: typed values, several of them in one frame.
+
+Laws:
+* A frame is a MessagePack array of messages; a message is an array that begins with the number of its kind. The core's
+  effects travel as the core has decided them.
+* Everything is checked while it is read: a frame that holds anything else raises ``RankFailure``, which ends the link,
+  and none of its messages is acted on.
+* All that the head says is for every worker alike, and is encoded once.
+
+``call``: a number of the head's; the answer to a message that has one carries the same number, and comes exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Status
+from asynccache.errors import RankFailure
+from asynccache.storage.options import StoreOptions
+from asynccache.worker.contract import Asked, Read
+
+Places = tuple[int, int, int]
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A value that goes over a link."""
+
+
+# the handshake
+
+
+class Hello(Message):
+    """A worker's first word: the version of asynccache that it runs, and its rank."""
+
+    version: str
+    rank: int
+
+
+class Welcome(Message):
+    """The head's answer: how many ranks there are by tp, cp and pp."""
+
+    topology: Places
+
+
+# from the head
+
+
+class Settings(Message):
+    """A ``CacheConfig`` in plain values. ``components``: the class of each, and its fields."""
+
+    components: tuple[tuple[str, dict[str, Any]], ...]
+    sidecars: tuple[dict[str, Any], ...]
+    others: dict[str, Any]
+
+
+class Open(Message, tag=1):
+    """Open pools and stores. Answered by ``Opened``."""
+
+    call: int
+    settings: Settings
+
+
+class Ready(Message, tag=2):
+    """All workers are open: the cache takes requests."""
+
+
+class Backup(Message, tag=3):
+    """Device to host, when the batches ``after`` are over on the device."""
+
+    effect: BackupHost
+    after: tuple[int, ...] = ()
+
+
+class Load(Message, tag=4):
+    """Host to device, likewise."""
+
+    effect: LoadBack
+    after: tuple[int, ...] = ()
+
+
+class Copy(Message, tag=5):
+    """Device to device, likewise."""
+
+    effect: Clone
+    after: tuple[int, ...] = ()
+
+
+class Forget(Message, tag=6):
+    """The head has closed this load, which failed: nothing that comes later needs it."""
+
+    op: int
+
+
+class SendBatch(Message, tag=7):
+    """A batch of the engine's work. ``loads``: the loads that it needs."""
+
+    number: int
+    payload: bytes
+    loads: tuple[int, ...] = ()
+
+
+class Store(Message, tag=8):
+    """Write host pages to the stores. Answered by ``Written``."""
+
+    call: int
+    batch: tuple[BackupStorage, ...]
+
+
+class GiveUp(Message, tag=9):
+    """Write no more of the batch that begins with this operation than what is under way."""
+
+    op: int
+
+
+class Ask(Message, tag=10):
+    """Which of these pages do the stores have? Answered by ``Answers``."""
+
+    call: int
+    asked: tuple[Asked, ...]
+
+
+class Fetch(Message, tag=11):
+    """Read these pages into host slots; ``run``: see ``Worker.read``. Answered by ``Answers``."""
+
+    call: int
+    reads: tuple[Read, ...]
+    run: bool
+
+
+class Delete(Message, tag=12):
+    """Forget stored pages; ``hashes`` joined. Answered by ``Done``."""
+
+    call: int
+    hashes: bytes
+
+
+class Clear(Message, tag=13):
+    """Forget everything that is stored. Answered by ``Done``."""
+
+    call: int
+
+
+class Flush(Message, tag=14):
+    """Make durable what is stored. Answered by ``Done``."""
+
+    call: int
+
+
+class Probe(Message, tag=15):
+    """Try stores that are left alone again, if it is time, with the key of this page."""
+
+    page_hash: bytes
+
+
+class OpenStore(Message, tag=16):
+    """Open a store under this number. Answered by ``StoreOpened``."""
+
+    call: int
+    number: int
+    url: str
+    options: dict[str, str]
+    position: int | None
+
+
+class UseStore(Message, tag=17):
+    """Ask it from now on."""
+
+    number: int
+    position: int | None
+
+
+class DropStore(Message, tag=18):
+    """Close one that was opened, if it was, and is not used. Answered by ``Done``."""
+
+    call: int
+    number: int
+
+
+class LeaveStore(Message, tag=19):
+    """Ask it nothing more."""
+
+    number: int
+
+
+class CloseStore(Message, tag=20):
+    """Close one that was left. Answered by ``Done``."""
+
+    call: int
+    number: int
+
+
+class Watch(Message, tag=21):
+    """Tell by ``Keys`` what it holds, from now on or (``on`` false) no more."""
+
+    number: int
+    on: bool
+
+
+class Cancel(Message, tag=22):
+    """Nobody wants the answer of this call. It is answered when its buffers are let go."""
+
+    call: int
+
+
+class Close(Message, tag=23):
+    """Close stores, pools and device; ``patience``: see ``LocalWorker.aclose``. Answered by ``Done``, the last word."""
+
+    call: int
+    patience: float
+
+
+class Lost(Message, tag=24):
+    """The group is over: what ``rank`` has come to."""
+
+    rank: int
+    reason: str
+
+
+Effects = Backup | Load | Copy
+Orders = (
+    Open | Ready | Effects | Forget | SendBatch | Store | GiveUp | Ask | Fetch | Delete | Clear | Flush | Probe
+    | OpenStore | UseStore | DropStore | LeaveStore | CloseStore | Watch | Cancel | Close | Lost
+)  # fmt: skip
+"""What a head says."""
+
+# from a worker
+
+
+class Ended(Message, tag=1):
+    """An operation has let go of its buffers."""
+
+    op: int
+    status: Status
+
+
+class Over(Message, tag=2):
+    """A batch is over, or will not run. ``error``: the engine could not run it."""
+
+    number: int
+    error: str = ""
+
+
+class Done(Message, tag=3):
+    """A call without a result went well."""
+
+    call: int
+
+
+class Failed(Message, tag=4):
+    """A call failed. ``kind``: the error's class."""
+
+    call: int
+    kind: str
+    reason: str
+
+
+class Opened(Message, tag=5):
+    """``layers``: the last that this worker has, and one. ``weights``: bytes a page, of the pools that have any.
+    ``stores``: nearest first, and whether others write there, too. ``digest``: of the pool whose stored pages stand for
+    FULL; empty, if it has none here."""
+
+    call: int
+    layers: int
+    weights: dict[str, int]
+    stores: tuple[tuple[StoreOptions, bool], ...]
+    digest: bytes
+
+
+class Answers(Message, tag=6):
+    """A ``Result`` a page, for each pool that was asked about or read."""
+
+    call: int
+    answers: tuple[bytes, ...]
+
+
+class Written(Message, tag=7):
+    """See ``Stored``."""
+
+    call: int
+    failed: tuple[int, ...]
+    pages: int
+    full_pages: int
+    bytes: int
+
+
+class StoreOpened(Message, tag=8):
+    """A store is open. ``shared``: whether others write there, too."""
+
+    call: int
+    options: StoreOptions
+    shared: bool
+
+
+class Keys(Message, tag=9):
+    """A store that is watched has these keys, or has them no more."""
+
+    store: int
+    there: bool
+    keys: tuple[bytes, ...]
+
+
+class Health(Message, tag=10):
+    """Whether all stores refuse calls."""
+
+    shut: bool
+
+
+class Counters(Message, tag=11):
+    """What the stores count: in sum, and by name."""
+
+    storage: dict[str, int | float]
+    stores: dict[str, dict[str, int | float]]
+
+
+class Died(Message, tag=12):
+    """This worker cannot go on."""
+
+    reason: str
+
+
+Reply = Done | Failed | Opened | Answers | Written | StoreOpened
+News = Ended | Over | Keys | Health | Counters | Died | Reply
+"""What a worker says."""
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(list[Orders])
+_news = msgspec.msgpack.Decoder(list[News])
+_hello = msgspec.msgpack.Decoder(Hello)
+_welcome = msgspec.msgpack.Decoder(Welcome)
+
+encode = _encoder.encode
+"""A frame of messages, or a word of the handshake."""
+
+
+def decode_orders(frame: bytes) -> list[Orders]:
+    """The messages of a frame of the head's. Raises ``RankFailure``: it is none."""
+    found: list[Orders] = _decoded(_orders, frame)
+    return found
+
+
+def decode_news(frame: bytes) -> list[News]:
+    """The messages of a frame of a worker's. Raises ``RankFailure``: it is none."""
+    found: list[News] = _decoded(_news, frame)
+    return found
+
+
+def decode_hello(word: bytes) -> Hello:
+    """Raises ``RankFailure``: it is none."""
+    found: Hello = _decoded(_hello, word)
+    return found
+
+
+def decode_welcome(word: bytes) -> Welcome:
+    """Raises ``RankFailure``: it is none."""
+    found: Welcome = _decoded(_welcome, word)
+    return found
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RankFailure(f"sent what is no message: {error}") from None
+
+
+# settings as plain values
+
+_COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full, SlidingWindow, Mamba)}
+
+
+def settings_of(config: CacheConfig) -> Settings:
+    """``config``, to be sent."""
+    components = tuple((type(part).__name__, _plain(part)) for part in config.components)
+    return Settings(components, tuple(map(_plain, config.sidecars)), _plain(config, "components", "sidecars"))
+
+
+def config_of(settings: Settings) -> CacheConfig:
+    """The configuration that was sent. Raises ``RankFailure``: it is none."""
+    try:
+        components = tuple(_COMPONENTS[kind](**part) for kind, part in settings.components)
+        sidecars = tuple(Sidecar(**part) for part in settings.sidecars)
+        return CacheConfig(components=components, sidecars=sidecars, **settings.others)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RankFailure(f"sent settings that are none: {error}") from None
+
+
+def _plain(made: Any, *without: str) -> dict[str, Any]:
+    values = {one.name: getattr(made, one.name) for one in fields(made) if one.name not in without}
+    return {name: _value(value) for name, value in values.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
+
+

@@ -1,0 +1,175 @@
+"""The engine's batches as a worker of several knows them: numbers that the head has sent, each of which the engine's
+process ends, by an event of the device or without one.
+
+Laws:
+* A batch is *sent* until the engine has ended it; then it has an *event* until that has fired; then it is *over*, and
+  the head is told so, once.
+* The engine gets each batch once, in the order in which they were sent, however it asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from asynccache.errors import ConfigError, CopyFailed, RankFailure
+
+if TYPE_CHECKING:
+    from asynccache.memory.device import Event
+
+End = Callable[["EngineBatch", object, str], None]
+
+
+class EngineBatch:
+    """A piece of the engine's work. ``payload``: what ``AsyncCache.send_batch`` was given. ``loads``: the loads that it
+    needs, for ``wait_layers``."""
+
+    __slots__ = ("_end", "loads", "number", "payload")
+
+    def __init__(self, number: int, payload: bytes, loads: tuple[int, ...], end: End) -> None:
+        self.number = number
+        self.payload = payload
+        self.loads = loads
+        self._end = end
+
+    def __repr__(self) -> str:
+        return f"EngineBatch({self.number}, {len(self.payload)} bytes, {len(self.loads)} loads)"
+
+    def end(self, event: object | None = None) -> None:
+        """The engine's use of pages for this batch is over when ``event`` has fired, an event as ``Lease.release``
+        takes it; None: now. Once; from any thread.
+
+        Raises:
+            ConfigError: the device cannot wait for ``event``, or the batch was ended before.
+        """
+        self._end(self, event, "")
+
+    def fail(self, reason: str) -> None:
+        """The engine cannot run it, and uses no page for it any more: the head hears ``reason`` (see
+        ``AsyncCache.batch_ended``), and nothing else fails. Once; from any thread."""
+        self._end(self, None, reason or "no reason was given")
+
+
+class SentBatches:
+    """Mutable state: the batches that are sent, unread, and not over. ``over``: told of each that is; ``ended``: called
+    when one has got its event, so that copies may be submitted which waited for that."""
+
+    def __init__(self, over: Callable[[int, str], None], ended: Callable[[], None]) -> None:
+        self.last = 0
+        self._sent: dict[int, EngineBatch] = {}
+        self._events: dict[int, Event] = {}
+        self._unread: dict[int, EngineBatch] = {}
+        self._came: list[asyncio.Future[None]] = []
+        self._watching: set[asyncio.Task[None]] = set()
+        self._finished = False
+        self._failure: RankFailure | None = None
+        self._over = over
+        self._ended = ended
+
+    def __repr__(self) -> str:
+        return f"SentBatches({len(self._sent)} sent, {len(self._events)} with an event, {len(self._unread)} unread)"
+
+    # what the head says
+
+    def add(self, batch: EngineBatch) -> None:
+        """The head has sent it."""
+        self.last = batch.number
+        self._sent[batch.number] = self._unread[batch.number] = batch
+        self._wake()
+
+    def finish(self, failure: RankFailure | None) -> None:
+        """Nothing more comes. ``failure``: what the engine is told then; None: that all is over."""
+        if not self._finished:
+            self._finished, self._failure = True, failure
+            self._wake()
+
+    def _wake(self) -> None:
+        came, self._came = self._came, []
+        for future in came:
+            if not future.done():
+                future.set_result(None)
+
+    # what the engine does
+
+    async def next(self) -> EngineBatch:
+        """The next one that nobody has read. Cancelling it loses none.
+
+        Raises:
+            StopAsyncIteration: the cache is closed.
+            RankFailure: the head is gone, or the group has failed.
+        """
+        while not self._unread:
+            if self._finished:
+                raise self._why() or StopAsyncIteration
+            await self._change()
+        return self._unread.pop(next(iter(self._unread)))
+
+    async def heard(self, number: int) -> EngineBatch | None:
+        """The batch of this number, when the head's word of it is here; None if it was read before. Raises as
+        ``next``, but for ``ConfigError`` where the cache is closed."""
+        while self.last < number:
+            if self._finished:
+                raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
+            await self._change()
+        self._unread.pop(number, None)
+        return self._sent.get(number)
+
+    async def ended(self) -> None:
+        """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
+        while not self._finished:
+            await self._change()
+        if (failure := self._why()) is not None:
+            raise failure
+
+    def _why(self) -> RankFailure | None:
+        """A new error for one waiter."""
+        return None if self._failure is None else RankFailure(self._failure.reason, self._failure.rank)
+
+    async def _change(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._came.append(future)
+        await future
+
+    def find(self, number: int) -> EngineBatch:
+        """The batch of this number, which is sent and was not ended. Raises ``ConfigError``: it was, or is not here."""
+        batch = self._sent.get(number)
+        if batch is None:
+            raise ConfigError(f"batch {number} " + ("was ended before" if 0 < number <= self.last else "was not sent"))
+        return batch
+
+    def end(self, number: int, event: Event | None, error: str) -> None:
+        """The engine has done with it, or will have when ``event`` has fired."""
+        self._unread.pop(number, None)
+        del self._sent[number]
+        if event is None or event.done():
+            self._over(number, error)
+        else:
+            self._events[number] = event
+            task = asyncio.get_running_loop().create_task(self._watch(number, event), name="asynccache-batch")
+            self._watching.add(task)
+            task.add_done_callback(self._watching.discard)
+        self._ended()
+
+    async def _watch(self, number: int, event: Event) -> None:
+        with suppress(CopyFailed):  # over, though not well
+            await event.wait()
+        self._events.pop(number, None)
+        self._over(number, "")
+
+    def stop(self) -> None:
+        """Watch no event any more."""
+        for task in self._watching:
+            task.cancel()
+
+    # what copies wait for
+
+    def lacks_event(self, numbers: Sequence[int]) -> bool:
+        """Whether one of these is sent and was not ended."""
+        return any(number in self._sent for number in numbers)
+
+    def events(self, numbers: Sequence[int]) -> list[Event]:
+        """The events of those that are not over."""
+        found = (self._events.get(number) for number in numbers)
+        return [event for event in found if event is not None and not event.done()]

@@ -1,0 +1,173 @@
+"""A worker's process: it connects to the head, opens what the head says, and has the engine's batches.
+
+Laws:
+* The engine sees its device pools, the head's batches and layers to wait for; what is copied where it never sees.
+* Who loses the head lets its I/O finish, closes all that is open, and says so to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from asynccache import checks
+from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
+from asynccache.version import VERSION
+from asynccache.worker import messages as m
+from asynccache.worker.given import Given
+from asynccache.worker.group import OPENING
+from asynccache.worker.performing import Performer
+from asynccache.worker.rank import RankWorker
+from asynccache.worker.topology import Topology
+from asynccache.worker.wire import Wire
+
+if TYPE_CHECKING:
+    from asynccache.worker.link import Link
+    from asynccache.worker.performing import Shard
+
+ARRIVAL = 300.0
+COUNTED = 5.0
+"""Seconds from a call of the stores to the telling of what they count; with one telling for all calls meanwhile."""
+
+
+class Serving:
+    """A worker's end of its link."""
+
+    def __init__(self, link: Link, rank: int, topology: Topology, given: Given, shard: Shard | None = None) -> None:
+        self.performer = Performer(rank, topology, given, shard, self._tell)
+        self.worker = RankWorker(self.performer)
+        self._link = link
+        self._wire = Wire([link])
+        self._loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._counting: asyncio.TimerHandle | None = None
+        self._last_call = 0
+
+    def __repr__(self) -> str:
+        return f"Serving({self.performer!r})"
+
+    async def open(self) -> None:
+        """Return when all workers have opened. Cancelling it leaves the caller to ``aclose``.
+
+        Raises:
+            RankFailure: a worker could not open, or the head is gone.
+        """
+        self._link.patience(OPENING)
+        self._link.begin(self._heard, self._lost)
+        await self._opened
+
+    async def aclose(self) -> None:
+        """Leave the group: what is under way is let go, all that is open is closed. Twice is once."""
+        if self._counting is not None:
+            self._counting.cancel()
+        try:
+            with suppress(AsyncCacheError):
+                await self.performer.aclose(1.0)
+        finally:
+            self._wire.flush()
+            self._wire.links = []
+            self.performer.batches.finish(None)
+            await self._link.aclose()
+
+    def _heard(self, frame: bytes) -> None:
+        for order in m.decode_orders(frame):
+            if isinstance(order, m.Ready):
+                self._link.patience(None)
+                if not self._opened.done():
+                    self._opened.set_result(None)
+            elif isinstance(order, m.Lost):
+                self._end(RankFailure(order.reason, order.rank if order.rank >= 0 else None))
+            else:
+                if isinstance(order, m.Close):
+                    self._last_call = order.call
+                self.performer.take(order)
+
+    def _tell(self, message: m.Message) -> None:
+        self._wire.put(message)
+        if isinstance(message, (m.Done, m.Failed)) and message.call == self._last_call:
+            self._wire.flush()
+            self._end(None)
+        elif isinstance(message, m.Reply) and self._counting is None:
+            self._counting = self._loop.call_later(COUNTED, self._count)
+
+    def _count(self) -> None:
+        self._counting = None
+        self.performer.count()
+
+    def _lost(self, failure: RankFailure) -> None:
+        self._end(RankFailure(f"the head {failure.reason}"))
+
+    def _end(self, failure: RankFailure | None) -> None:
+        """Tell everybody here, and let go of all."""
+        if not self._opened.done():
+            self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
+            self._opened.exception()
+        self.performer.batches.finish(failure)
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def over(self) -> None:
+        """Return when the head has closed, or is gone, or the group has failed."""
+        await self._over
+
+
+@asynccontextmanager
+async def serving(serve: Serving) -> AsyncIterator[RankWorker]:
+    """The worker of ``serve``, opened; closed when the head closes, and at the end at the latest."""
+    try:
+        await serve.open()
+        closing = asyncio.get_running_loop().create_task(_close_when_over(serve), name="asynccache-worker")
+        try:
+            yield serve.worker
+        finally:
+            closing.cancel()
+            await asyncio.wait([closing])
+    finally:
+        await serve.aclose()
+
+
+async def _close_when_over(serve: Serving) -> None:
+    await serve.over()
+    await serve.aclose()
+
+
+@asynccontextmanager
+async def connect(
+    address: str, rank: int, *, secret: bytes | None = None, shard: Shard | None = None, device: object | None = None,
+    arrival: float = ARRIVAL,
+) -> AsyncIterator[RankWorker]:  # fmt: skip
+    """Be ``rank`` of the group whose head listens at ``address``: connect, wait until the head's cache opens, and open
+    the pools and stores that its configuration names, here; all ranks or none.
+
+    ``secret``: see ``listen``. ``shard``: from the head's configuration to this rank's, where bytes, layers, ``covers``
+    or dtypes differ; the same on each if not given. ``{rank}`` in a store's URL is this rank's number. ``device``:
+    instead of what the configuration names; the caller closes it. ``arrival``: seconds that the head is waited for.
+
+    At the end of the ``async with`` this rank leaves; before the cache is closed, that is the end of the group.
+    Cancelling it leaves nothing open.
+
+    Raises:
+        ConfigError: an argument is unusable, or there is no secret.
+        RankFailure: there is no head, it refused, is gone, or a rank could not open.
+    """
+    from asynccache.worker.contract import check_device
+    from asynccache.worker.sockets import open_link
+
+    rank = checks.integer("rank", rank, 0)
+    if shard is not None:
+        checks.function("shard", shard)
+    if device is not None:
+        check_device("device", device)
+    hello = m.encode(m.Hello(VERSION, rank))
+    link, welcome = await open_link(address, secret, hello, timeout=checks.number("arrival", arrival, above=0))
+    try:
+        topology = Topology(*m.decode_welcome(welcome).topology)
+        serve = Serving(link, rank, topology, Given(device), shard)  # type: ignore[arg-type]
+    except (RankFailure, ConfigError):
+        link.abort()
+        raise
+    async with serving(serve) as worker:
+        yield worker

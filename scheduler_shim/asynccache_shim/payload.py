@@ -1,0 +1,190 @@
+"""A step's batch as bytes, for the ranks that compute a part of it: the difference to what they know already.
+
+Laws:
+* What is written is read once and in the same order, so writer and reader know the same of every request.
+* A request that ended is forgotten on both sides before anything else; if it comes back, all of it is told anew.
+* What a model was handed does not change: a page table that changes is a new array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from asynccache import ConfigError
+from asynccache_shim.model import Batch, Checkpoint, Pages, Sampling, Work
+
+_SEED_BYTES = 9  # a seed lies between -(2**64) and 2**64, which is more than msgpack's integers hold
+_NONE = np.empty(0, np.int32)
+
+
+class Table(msgspec.Struct, array_like=True, frozen=True):
+    """A page table after the one before it: the first ``kept`` entries of that, of which some changed (``changes``:
+    pairs of place and slot), and then ``tail``. All numbers are int32, little-endian."""
+
+    kept: int
+    changes: bytes
+    tail: bytes
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Work``. ``tokens``: those before ``stop`` that no earlier part of this request brought. None in ``pages``,
+    ``swa_pages`` and ``sampling``: as in the part before."""
+
+    request: int
+    start: int
+    stop: int
+    tokens: bytes
+    pages: Table | None
+    swa_pages: Table | None
+    states: bytes
+    checkpoint: tuple[int, int] | None
+    sample: bool
+    sampling: tuple[float, float, bytes] | None
+
+
+class Payload(msgspec.Struct, array_like=True, frozen=True):
+    """A ``Batch``."""
+
+    ended: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class _Told:
+    """What the writer has said of a request so far, and what the reader has heard of it. ``tokens``: the reader's
+    buffer, the first ``length`` of which are known."""
+
+    __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = _NONE
+        self.length = 0
+        self.pages = self.swa_pages = _NONE
+        self.sampling = Sampling()
+
+
+class PayloadWriter:
+    """Batches to bytes, for one ``PayloadReader`` on every rank."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, _Told] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def __repr__(self) -> str:
+        return f"PayloadWriter({len(self._told)} requests)"
+
+    def write(self, batch: Batch) -> bytes:
+        """``batch``, for the readers that have read all that was written before."""
+        for number in batch.ended:
+            self._told.pop(number, None)
+        return self._encoder.encode(Payload(batch.ended, tuple(map(self._part, batch.works))))
+
+    def _part(self, work: Work) -> Part:
+        told = self._told.setdefault(work.request_id, _Told())
+        part = Part(
+            work.request_id, work.start, work.stop, _as_bytes(work.tokens[told.length : work.stop]),
+            _difference(told.pages, work.pages), _difference(told.swa_pages, work.swa_pages), _as_bytes(work.states),
+            work.checkpoint, work.sample, None if work.sampling == told.sampling else _packed(work.sampling),
+        )  # fmt: skip
+        told.length = max(told.length, work.stop)
+        told.pages, told.swa_pages, told.sampling = work.pages, work.swa_pages, work.sampling
+        return part
+
+
+class PayloadReader:
+    """The other end of a ``PayloadWriter``."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, _Told] = {}
+        self._decoder = msgspec.msgpack.Decoder(Payload)
+
+    def __repr__(self) -> str:
+        return f"PayloadReader({len(self._told)} requests)"
+
+    def read(self, content: bytes) -> Batch:
+        """The batch that was written, but for tokens from a work's ``stop`` on.
+
+        Raises:
+            ConfigError: ``content`` is no batch, or what stood before it is missing.
+        """
+        try:
+            payload = self._decoder.decode(content)
+            for number in payload.ended:
+                self._told.pop(number, None)
+            return Batch(tuple(map(self._work, payload.parts)), payload.ended)
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            raise ConfigError(f"a payload of {len(content)} bytes is no batch that follows: {error}") from error
+
+    def _work(self, part: Part) -> Work:
+        told = self._told.setdefault(part.request, _Told())
+        _append(told, _as_numbers(part.tokens))
+        if part.stop > told.length:
+            raise ValueError(f"request {part.request} has {told.length} tokens, and stops at {part.stop}")
+        told.pages = _applied(told.pages, part.pages)
+        told.swa_pages = _applied(told.swa_pages, part.swa_pages)
+        if part.sampling is not None:
+            told.sampling = _unpacked(part.sampling)
+        return Work(
+            part.request, told.tokens[: part.stop], part.start, part.stop, told.pages, told.swa_pages,
+            _as_numbers(part.states), None if part.checkpoint is None else Checkpoint(*part.checkpoint), part.sample,
+            told.sampling,
+        )  # fmt: skip
+
+
+def _append(told: _Told, tokens: Pages) -> None:
+    """Whoever was handed the buffer keeps it as it is: what is known is never written again."""
+    length = told.length + len(tokens)
+    if length > len(told.tokens):
+        known = told.tokens[: told.length]
+        told.tokens = np.empty(max(length, 2 * len(known)), np.int32)
+        told.tokens[: len(known)] = known
+    told.tokens[told.length : length] = tokens
+    told.length = length
+
+
+def _difference(old: Pages, new: Pages) -> Table | None:
+    """What makes ``new`` of ``old``; None if they are the same."""
+    if new is old:
+        return None
+    kept = min(len(old), len(new))
+    places = np.flatnonzero(old[:kept] != new[:kept])
+    if not len(places) and len(old) == len(new):
+        return None
+    if 2 * len(places) >= kept:  # pairs would take more than all of it
+        return Table(0, b"", _as_bytes(new))
+    return Table(kept, _as_bytes(np.stack((places, new[places]), axis=1)), _as_bytes(new[kept:]))
+
+
+def _applied(old: Pages, table: Table | None) -> Pages:
+    """``old`` with the difference; a new array, if there is one."""
+    if table is None:
+        return old
+    if not 0 <= table.kept <= len(old):
+        raise ValueError(f"{table.kept} pages are kept, there are {len(old)}")
+    made = np.concatenate((old[: table.kept], _as_numbers(table.tail)))
+    places, slots = _as_numbers(table.changes).reshape(-1, 2).T
+    if (places < 0).any():
+        raise ValueError(f"places of a table are not {places.tolist()}")
+    made[places] = slots
+    made.flags.writeable = False
+    return made
+
+
+def _as_bytes(numbers: Pages | Sequence[int]) -> bytes:
+    return np.asarray(numbers).astype("<i4").tobytes()
+
+
+def _as_numbers(content: bytes) -> Pages:
+    return np.frombuffer(content, "<i4").astype(np.int32, copy=False)
+
+
+def _packed(sampling: Sampling) -> tuple[float, float, bytes]:
+    seed = b"" if sampling.seed is None else sampling.seed.to_bytes(_SEED_BYTES, "little", signed=True)
+    return sampling.temperature, sampling.top_p, seed
+
+
+def _unpacked(sampling: tuple[float, float, bytes]) -> Sampling:
+    temperature, top_p, seed = sampling
+    return Sampling(temperature, top_p, int.from_bytes(seed, "little", signed=True) if seed else None)

@@ -1,0 +1,81 @@
+"""Links over real sockets, and somebody who listens to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from asynccache.errors import RankFailure
+from asynccache.worker.link import Link, StreamLink
+from asynccache.worker.sockets import Listener, open_link, open_listener
+from tests.waiting import until
+
+SECRET = b"what both ends know"
+ANYWHERE = "127.0.0.1:0"
+
+
+class Ear:
+    """Hears a link. ``then``: called with every frame."""
+
+    def __init__(self, link: Link, then: Callable[[bytes], None] = lambda _: None) -> None:
+        self.frames: list[bytes] = []
+        self.lost: list[str] = []
+        self.at: list[int] = []
+        self.link = link
+        self._then = then
+        link.begin(self._heard, self._lost)
+
+    def _heard(self, frame: bytes) -> None:
+        assert not self.lost, "a frame after the end"
+        self.frames.append(frame)
+        self._then(frame)
+
+    def _lost(self, failure: RankFailure) -> None:
+        self.lost.append(str(failure))
+        self.at.append(len(self.frames))
+
+    async def hears(self, count: int) -> list[bytes]:
+        """The first frames."""
+        await until(lambda: len(self.frames) >= count, f"{count} frames did not come")
+        return self.frames[:count]
+
+    async def loses(self) -> str:
+        """Why the link has ended."""
+        await until(lambda: bool(self.lost), "nobody was lost")
+        return self.lost[0]
+
+
+class Pair(NamedTuple):
+    """Both ends of a link."""
+
+    head: StreamLink
+    worker: StreamLink
+    listener: Listener
+
+
+@asynccontextmanager
+async def connected(address: str = ANYWHERE, timeout: float = 30.0) -> AsyncIterator[Pair]:
+    """A link that is there; nobody has begun to listen to it."""
+    heads: list[Link] = []
+
+    def take(hello: bytes, link: Link) -> bytes:
+        heads.append(link)
+        return b"welcome, " + hello
+
+    listener = await open_listener(address, SECRET, take, timeout=timeout)
+    try:
+        worker, welcome = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+        assert welcome == b"welcome, rank 1"
+        (head,) = heads
+        assert isinstance(head, StreamLink)
+        assert isinstance(worker, StreamLink)
+        try:
+            yield Pair(head, worker, listener)
+        finally:
+            for link in (head, worker):
+                link.abort()
+            await asyncio.sleep(0.01)
+    finally:
+        await listener.aclose()

@@ -1,0 +1,485 @@
+"""Nobody is heard who has not shown that they know the secret, and nobody is told it; hostile peers cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from asynccache.errors import ConfigError, RankFailure
+from asynccache.worker import sockets
+from asynccache.worker.link import LENGTH, MOST_FRAME, Link
+from asynccache.worker.sockets import (
+    GREETING,
+    MOST_HELLO,
+    NONCE,
+    NOT_AUTHENTICATED,
+    PROOF,
+    Address,
+    Listener,
+    _proof,
+    find_secret,
+    open_link,
+    open_listener,
+    parse_address,
+)
+from tests.waiting import until
+from tests.worker.link_kit import ANYWHERE, SECRET, Ear, connected
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Head:
+    """A listener that writes down who was let in. ``refuse``: hellos that it does not take."""
+
+    def __init__(self, *refuse: bytes) -> None:
+        self.hellos: list[bytes] = []
+        self.links: list[Link] = []
+        self._refuse = refuse
+
+    def take(self, hello: bytes, link: Link) -> bytes:
+        if hello in self._refuse:
+            raise RankFailure(f"{hello.decode()} came late: the group is complete")
+        self.hellos.append(hello)
+        self.links.append(link)
+        return b""
+
+    async def open(self, address: str = ANYWHERE) -> Listener:
+        return await open_listener(address, SECRET, self.take, timeout=30.0)
+
+    async def aclose(self, listener: Listener) -> None:
+        for link in self.links:
+            link.abort()
+        await listener.aclose()
+        await asyncio.sleep(0.01)
+
+
+async def stranger(listener: Listener) -> Streams:
+    where = parse_address(listener.address)
+    return await asyncio.open_connection(where.host, where.port)
+
+
+async def head_says(reader: asyncio.StreamReader) -> bytes:
+    """The head's nonce."""
+    said = await reader.readexactly(len(GREETING) + NONCE)
+    assert said[: len(GREETING)] == GREETING
+    return said[len(GREETING) :]
+
+
+def framed(content: bytes) -> bytes:
+    return len(content).to_bytes(LENGTH, "little") + content
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the connection is closed."""
+    async with asyncio.timeout(30.0):
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+
+@pytest.mark.asyncio
+async def test_a_wrong_secret_is_not_authenticated_and_no_more_is_said() -> None:
+    head = Head()
+    listener = await head.open()
+    with pytest.raises(RankFailure, match=f"^the head at {listener.address} does not take this secret: not authent"):
+        await open_link(listener.address, b"another secret, long enough", b"rank 1", timeout=30.0)
+    assert head.hellos == []
+    link, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)  # nobody else is concerned
+    link.abort()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_a_head_that_does_not_know_the_secret_hears_no_hello() -> None:
+    heard = bytearray()
+
+    async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + secrets.token_bytes(NONCE))
+        heard.extend(await reader.readexactly(len(GREETING) + NONCE + PROOF))
+        writer.write(secrets.token_bytes(PROOF))
+        heard.extend(await end_of(reader))
+
+    with pytest.raises(RankFailure, match="does not know the secret: not authenticated"):
+        await enter(pretend)
+    assert b"my hello" not in heard
+    assert SECRET not in heard
+
+
+async def enter(
+    pretend: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], timeout: float = 30.0
+) -> None:
+    """Connect to somebody who is no head."""
+    open_here = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_here
+        open_here += 1
+        try:
+            await pretend(reader, writer)
+            writer.close()
+            await writer.wait_closed()
+        finally:
+            open_here -= 1
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        try:
+            await open_link(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", SECRET, b"my hello", timeout=timeout)
+        finally:
+            await until(lambda: not open_here)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_s_proof_sent_back_is_none_of_the_head_s() -> None:
+    async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + secrets.token_bytes(NONCE))
+        said = await reader.readexactly(len(GREETING) + NONCE + PROOF)
+        writer.write(said[-PROOF:])
+        await end_of(reader)
+
+    with pytest.raises(RankFailure, match="does not know the secret"):
+        await enter(mirror)
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_head_is_named() -> None:
+    async def other_version(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING[:-1] + b"\7" + bytes(NONCE))
+
+    async def stranger(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    async def talker(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING + bytes(NONCE) + bytes(1000))
+
+    with pytest.raises(RankFailure, match="speaks version 7 of links, and this process version 1"):
+        await enter(other_version)
+    with pytest.raises(RankFailure, match="is not one of asynccache"):
+        await enter(stranger)
+    with pytest.raises(RankFailure, match="did not answer within 1 s: what listens there sent more than belongs"):
+        await enter(talker, 1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_handshake_that_was_recorded_is_worth_nothing() -> None:
+    head = Head()
+    listener = await head.open()
+    reader, writer = await stranger(listener)
+    theirs, ours = await head_says(reader), secrets.token_bytes(NONCE)
+    hello = b"rank 1"
+    recorded = [GREETING + ours + _proof(SECRET, b"worker", theirs, ours), framed(hello)]
+    writer.write(recorded[0])
+    assert await reader.readexactly(PROOF) == _proof(SECRET, b"head", theirs, ours)
+    writer.write(recorded[1])
+    await until(lambda: head.hellos == [hello])        # the real one
+    writer.close()
+    reader, writer = await stranger(listener)
+    await head_says(reader)
+    writer.write(recorded[0])
+    assert await end_of(reader) == NOT_AUTHENTICATED
+    writer.close()
+    assert head.hellos == [hello]
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_read_before_the_proof() -> None:
+    head = Head()
+    listener = await head.open()
+    reader, writer = await stranger(listener)
+    theirs, ours = await head_says(reader), secrets.token_bytes(NONCE)
+    writer.write(GREETING + ours + _proof(SECRET, b"worker", theirs, ours) + framed(b"rank 1"))
+    await end_of(reader)
+    assert head.hellos == []                           # although the proof was good: it said more than it may
+    writer.close()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(25))
+async def test_garbage_is_let_in_by_no_length_of_it(seed: int) -> None:
+    rng = random.Random(seed)
+    head = Head()
+    listener = await head.open()
+    reader, writer = await stranger(listener)
+    theirs = await head_says(reader)
+    good = GREETING + bytes(NONCE) + _proof(SECRET, b"worker", theirs, bytes(NONCE))
+    said = rng.choice(
+        [
+            rng.randbytes(rng.choice([1, 71, 72, 73, 5_000, 1 << 20])),
+            GREETING + rng.randbytes(NONCE + PROOF),
+            good[: rng.randrange(len(good))],
+            bytes([*good[:-1], good[-1] ^ 1]),
+            b"GET / HTTP/1.1\r\n\r\n" * 5,
+        ]
+    )
+    writer.write(said)
+    writer.write_eof()
+    assert await end_of(reader) in (b"", NOT_AUTHENTICATED)
+    writer.close()
+    assert head.hellos == []
+    await until(lambda: not listener._strangers)
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("length", [MOST_HELLO + 1, MOST_FRAME, 2**32 - 1])
+async def test_a_giant_hello_of_one_who_knows_the_secret_is_not_waited_for(length: int) -> None:
+    head = Head()
+    listener = await head.open()
+    reader, writer = await stranger(listener)
+    theirs, ours = await head_says(reader), bytes(NONCE)
+    writer.write(GREETING + ours + _proof(SECRET, b"worker", theirs, ours))
+    await reader.readexactly(PROOF)
+    writer.write(length.to_bytes(LENGTH, "little") + bytes(10))
+    assert await end_of(reader) == b""
+    assert head.hellos == []
+    writer.close()
+    with pytest.raises(ConfigError, match=f"a hello has at most {MOST_HELLO} bytes, and this one {MOST_HELLO + 1}"):
+        await open_link(listener.address, SECRET, bytes(MOST_HELLO + 1), timeout=30.0)
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_who_takes_too_long_is_closed_and_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE", 0.5)
+    head = Head()
+    listener = await head.open()
+    strangers = [await stranger(listener) for _ in range(5)]
+    for reader, writer in strangers:
+        await head_says(reader)
+        writer.write(GREETING)
+    link, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    assert listener._strangers
+    for reader, writer in strangers:
+        assert await end_of(reader) == b""
+        writer.close()
+    assert not listener._strangers
+    link.abort()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_strangers_are_not_kept_without_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MOST_STRANGERS", 3)
+    head = Head()
+    listener = await head.open()
+    strangers = [await stranger(listener) for _ in range(3)]
+    for reader, _ in strangers:
+        await head_says(reader)
+    reader, writer = await stranger(listener)
+    assert await end_of(reader) == b""
+    for _, one in [*strangers, (reader, writer)]:
+        one.close()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_a_refusal_reaches_the_worker_as_a_sentence() -> None:
+    head = Head(b"rank 1")
+    listener = await head.open()
+    with pytest.raises(RankFailure, match=rf"^the head at {listener.address} refused: rank 1 came late: the group"):
+        await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    link, _ = await open_link(listener.address, SECRET, b"rank 2", timeout=30.0)
+    assert head.hellos == [b"rank 2"]
+    link.abort()
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_frames_that_are_sent_while_a_worker_is_taken_come_after_its_welcome() -> None:
+    def take(hello: bytes, link: Link) -> bytes:
+        link.send(b"first of all")
+        ears.append(Ear(link))
+        return b"welcome"
+
+    ears: list[Ear] = []
+    listener = await open_listener(ANYWHERE, SECRET, take, timeout=30.0)
+    worker, welcome = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)
+    assert welcome == b"welcome"
+    assert await Ear(worker).hears(1) == [b"first of all"]
+    worker.send(b"here I am")
+    assert await ears[0].hears(1) == [b"here I am"]
+    await asyncio.gather(worker.aclose(), ears[0].link.aclose())
+    await listener.aclose()
+
+
+@pytest.mark.asyncio
+async def test_the_head_s_time_out_is_the_worker_s() -> None:
+    async with connected(timeout=0.3) as (head, worker, _):
+        assert (head._timeout, worker._timeout) == (0.3, 0.3)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_waits_for_a_head_that_comes_later(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    opening = asyncio.create_task(open_link(address, SECRET, b"rank 1", timeout=30.0))
+    await asyncio.sleep(0.2)
+    head = Head()
+    listener = await head.open(address)
+    link, _ = await opening
+    link.abort()
+    await head.aclose(listener)
+    assert not (tmp_path / "socket").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_head_does_not_come_says_so_in_time() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(RankFailure, match=rf"the head at 127.0.0.1:{port} did not answer within 0.5 s: .*111"):
+        await open_link(f"127.0.0.1:{port}", SECRET, b"rank 1", timeout=0.5)
+    assert 0.4 < loop.time() - began < 10.0
+
+
+@pytest.mark.asyncio
+async def test_a_head_that_says_nothing_is_not_waited_for_longer_than_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(RankFailure, match="did not answer within"):
+            await open_link(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, b"rank 1", timeout=0.5)
+
+
+@pytest.mark.asyncio
+async def test_cancelling_leaves_nothing_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        opening = asyncio.create_task(open_link(f"127.0.0.1:{silent.getsockname()[1]}", SECRET, b"", timeout=30.0))
+        there, _ = await asyncio.get_running_loop().run_in_executor(None, silent.accept)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await asyncio.sleep(0.01)
+        with there:
+            assert there.recv(10) == b""
+
+
+@pytest.mark.asyncio
+async def test_an_address_in_use_is_refused_by_name(tmp_path: Path) -> None:
+    for address in (ANYWHERE, f"unix:{tmp_path}/socket"):
+        head = Head()
+        listener = await head.open(address)
+        with pytest.raises(ConfigError, match=r"^address='.*' cannot be used: "):
+            await head.open(listener.address)
+        link, _ = await open_link(listener.address, SECRET, b"rank 1", timeout=30.0)  # still there
+        link.abort()
+        await head.aclose(listener)
+        again = await head.open(listener.address)      # and free when it has gone
+        await again.aclose()
+
+
+@pytest.mark.asyncio
+async def test_the_socket_of_a_head_that_was_killed_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+        killed.listen()
+    head = Head()
+    listener = await head.open(f"unix:{path}")
+    assert path.stat().st_mode & 0o077 == 0
+    await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_links_stay_when_the_listener_closes_and_strangers_do_not() -> None:
+    async with connected() as (head, worker, listener):
+        reader, writer = await stranger(listener)
+        await head_says(reader)
+        await listener.aclose()
+        await listener.aclose()
+        assert await end_of(reader) == b""
+        writer.close()
+        ear, _ = Ear(worker), Ear(head)
+        head.send(b"still here")
+        assert await ear.hears(1) == [b"still here"]
+
+
+@pytest.mark.asyncio
+async def test_many_workers_and_strangers_at_once() -> None:
+    head = Head()
+    listener = await head.open()
+    where = parse_address(listener.address)
+
+    def knock() -> None:
+        for seed in range(30):
+            with socket.create_connection((where.host, where.port)) as one:
+                one.sendall(random.Random(seed).randbytes(seed * 7))
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    found = await asyncio.gather(
+        *(open_link(listener.address, SECRET, str(rank).encode(), timeout=30.0) for rank in range(20))
+    )
+    await asyncio.get_running_loop().run_in_executor(None, thread.join)
+    assert sorted(map(int, head.hellos)) == list(range(20))
+    for link, _ in found:
+        link.abort()
+    await head.aclose(listener)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("127.0.0.1:7011", Address("127.0.0.1", 7011)),
+        ("[::1]:7011", Address("::1", 7011)),
+        ("[fe80::1%eth0]:1", Address("fe80::1%eth0", 1)),
+        ("head-0.model.svc:0", Address("head-0.model.svc", 0)),
+        ("unix:/tmp/a b", Address(path="/tmp/a b")),
+    ],
+)
+def test_addresses(text: str, found: Address) -> None:
+    assert parse_address(text) == found
+    assert str(found) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "7011", ":7011", "localhost", "localhost:", "::1:7011", "[::1]", "[::1]:x", "[localhost]:1", "unix:", "unix:a",
+     "a b:1", "127.0.0.1:-1", "127.0.0.1:70000", "127.0.0.1:١", "tcp://127.0.0.1:1"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        parse_address(text)
+
+
+def test_a_secret_is_said_or_in_the_environment_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASYNCCACHE_SECRET", raising=False)
+    monkeypatch.delenv("ASYNCCACHE_SECRET_FILE", raising=False)
+    with pytest.raises(ConfigError, match="need a secret: give one, or set ASYNCCACHE_SECRET or ASYNCCACHE_SECRET_FIL"):
+        find_secret()
+    file = tmp_path / "secret"
+    monkeypatch.setenv("ASYNCCACHE_SECRET_FILE", str(file))
+    with pytest.raises(ConfigError, match=f"ASYNCCACHE_SECRET_FILE={file} cannot be read"):
+        find_secret()
+    file.write_text("of the file, long enough\n")
+    assert find_secret() == b"of the file, long enough"
+    monkeypatch.setenv("ASYNCCACHE_SECRET", "of the environment ä\n")
+    assert find_secret() == "of the environment ä".encode()
+    assert find_secret(b"said, and also long") == b"said, and also long"
+
+
+def test_a_secret_that_is_too_short_or_no_bytes_is_refused_and_not_shown() -> None:
+    for wrong, why in ((b"", "has at least 16 bytes, and this one 0"), (b"hunter2", "16 bytes, and this one 7")):
+        with pytest.raises(ConfigError, match=why) as caught:
+            find_secret(wrong)
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match="secret must be bytes, and is of type str") as caught:
+        find_secret("hunter2 hunter2 hunter2")  # type: ignore[arg-type]
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_nothing_shows_the_secret() -> None:
+    async with connected() as (head, worker, listener):
+        for one in (head, worker, listener):
+            assert SECRET.decode() not in repr(one)
+
+
