@@ -27,12 +27,14 @@ _T = TypeVar("_T")
 EVICTION_POLICIES = ("lru",)
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
+REPLICATED = ("tp", "cp", "tp,cp")
 
 _POSITIVE = within(1)
 _NOT_NEGATIVE = within(0)
 _LAYERS = within(1, MOST_LAYERS)
 _SECONDS = within(0)
 _SHARE = within(0, 1)
+_REPLICATED = {"words": REPLICATED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,9 @@ class Full:
 
     ``host_tokens`` 0 means that there is no host tier, and then no storage either. ``covers``: for each of the
     ``layers`` the layer of the model that it belongs to, never falling; none given: their own numbers. A load_back
-    brings layer i of the model whole before layer i+1, whatever pools it lies in.
+    brings layer i of the model whole before layer i+1, whatever pools it lies in. ``replicated``: over which
+    dimensions all ranks hold the same bytes (``tp``, ``cp``, ``tp,cp``; True: both), so that one of them stores a page
+    for all that share the store.
     """
 
     bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
@@ -49,6 +53,7 @@ class Full:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: bool | str = field(default=False, metadata=_REPLICATED)
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -65,6 +70,7 @@ class SlidingWindow:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: bool | str = field(default=False, metadata=_REPLICATED)
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -80,6 +86,7 @@ class Mamba:
     host_states: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
+    replicated: bool | str = field(default=False, metadata=_REPLICATED)
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -97,7 +104,7 @@ class Sidecar:
     """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds.
 
     ``indices_from``: a component's pool or another sidecar. ``hit_policy`` follows from it (None); what is given is
-    checked against it. ``replicated``: every rank holds the same bytes, so one of them stores the pages for all.
+    checked against it. ``replicated``: as of ``Full``.
     """
 
     name: str
@@ -106,7 +113,7 @@ class Sidecar:
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     hit_policy: HitPolicy | None = None
-    replicated: bool = False
+    replicated: bool | str = field(default=False, metadata=_REPLICATED)
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -124,7 +131,8 @@ class PoolSpec:
 
     ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
     ``device_pages`` and ``host_pages`` are that component's slot counts. ``shard`` names the part of every page that
-    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it.
+    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it, of the replicas
+    over the dimensions ``replicated``.
     """
 
     name: str
@@ -135,7 +143,7 @@ class PoolSpec:
     host_pages: int
     hit_policy: HitPolicy
     indices_from: str | None = None
-    replicated: bool = False
+    replicated: tuple[str, ...] = ()
     dtype: str = "uint8"
     covers: tuple[int, ...] = ()
     shard: str = "replicated"
@@ -149,11 +157,10 @@ class PoolSpec:
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
         """The pool as tp rank ``rank`` of ``ranks`` holds it, in its place among context parallel ranks and pipeline
         stages: a part of every page, or all of it, stored by the first. ``covers`` says which stage it is, if given."""
-        parts = [] if self.replicated else [("tp", rank, ranks), ("cp", *cp)]
-        if not self.covers:
-            parts.append(("pp", *pp))
+        places = {"tp": (rank, ranks), "cp": cp} | ({} if self.covers else {"pp": pp})
+        parts = [(name, *place) for name, place in places.items() if name not in self.replicated]
         label = " ".join(f"{name} {number}/{count}" for name, number, count in parts if count > 1)
-        writes = not self.replicated or (rank == 0 and cp[0] == 0)
+        writes = all(places[name][0] == 0 for name in self.replicated)
         return replace(self, shard=label or self.shard, writes=writes)
 
 
@@ -262,7 +269,7 @@ class CacheConfig:
             device_pages=_slots(component, self.page_size, host=False),
             host_pages=_slots(component, self.page_size, host=True),
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
-            dtype=component.dtype, covers=component.covers,
+            dtype=component.dtype, covers=component.covers, replicated=dimensions(component.replicated),
         )
 
 
@@ -293,9 +300,20 @@ def _settle_pool(pool: Component | Sidecar, where: str) -> None:
         raise ConfigError(f"{where}: covers={checks.shown(covers)} must be a tuple of integers")
     covers = tuple(checks.integer(f"{where}: covers", layer, 0, MOST_LAYERS) for layer in covers)
     object.__setattr__(pool, "covers", covers)
+    if checks.is_flag(pool.replicated):
+        object.__setattr__(pool, "replicated", bool(pool.replicated))
+    else:
+        checks.choice(f"{where}: replicated", pool.replicated, REPLICATED)
     if covers and (len(covers) != pool.layers or list(covers) != sorted(covers)):
         raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of "
                           f"layers={pool.layers}, never falling")
+
+
+def dimensions(replicated: bool | str) -> tuple[str, ...]:
+    """The names that ``replicated`` stands for."""
+    if isinstance(replicated, str):
+        return tuple(replicated.split(","))
+    return ("tp", "cp") if replicated else ()
 
 
 def _slots(component: Component, page_size: int, *, host: bool) -> int:
@@ -321,7 +339,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
     return PoolSpec(
         name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
         device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
-        indices_from=spec.indices_from, replicated=spec.replicated, dtype=spec.dtype, covers=spec.covers,
+        indices_from=spec.indices_from, replicated=dimensions(spec.replicated), dtype=spec.dtype, covers=spec.covers,
     )
 
 

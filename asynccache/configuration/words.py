@@ -7,6 +7,10 @@ _COVERS = (
     "For each of the layers the layer of the model that it belongs to, never falling; none: their own "
     "numbers."
 )
+_REPLICATED = (
+    "Over which dimensions all ranks hold the same bytes, so that one stores them for all that share the store; "
+    "`true`: over tp and cp."
+)
 _DTYPE = "What the bytes are; part of the storage key, so that another dtype's pages are never read."
 
 CACHE = {
@@ -38,6 +42,7 @@ _ATTENTION = {
     "host_tokens": "Room in host memory, in tokens: whole pages; 0: no host tier.",
     "layers": _LAYERS,
     "covers": _COVERS,
+    "replicated": _REPLICATED,
     "dtype": _DTYPE,
 }
 
@@ -50,6 +55,7 @@ COMPONENTS = {
         "host_states": "Room in host memory, in states; 0: no host tier.",
         "layers": _LAYERS,
         "covers": _COVERS,
+        "replicated": _REPLICATED,
         "dtype": _DTYPE,
     },
 }
@@ -66,7 +72,7 @@ SIDECAR = {
     "layers": _LAYERS,
     "covers": _COVERS,
     "hit_policy": "Which pages a hit needs; follows from `indices_from`, and is checked against it.",
-    "replicated": "Whether every rank holds the same bytes, so that one stores them for all.",
+    "replicated": _REPLICATED,
     "dtype": _DTYPE,
 }
 

@@ -34,6 +34,7 @@ from asynccache import (
     WritePolicy,
     load_config,
 )
+from asynccache.config import REPLICATED
 from asynccache.core.plan import Cleared
 from asynccache.events import BlockStored, EventBatch, Layout, Mirror, Subscriber, ZmqPublisher
 from asynccache.metrics import CacheCollector, Exposed, LoopLag
@@ -121,6 +122,7 @@ WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as lo
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
+    "replicated": OneOf(Flag(), Text(REPLICATED)),
 }  # fmt: skip
 TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_tokens": Integer(0)}
 
@@ -547,7 +549,7 @@ CALLS: dict[str, Case] = {
     "asynccache.Sidecar": plain(
         Sidecar,
         {"name": Depends(Text()), "indices_from": Text(), "bytes_per_page": COUNT, "hit_policy": Member(optional=True),
-         "replicated": Flag(), **POOL},
+         **POOL},
         name="s", indices_from="full", bytes_per_page=64, hit_policy=HitPolicy.ALL_PAGES,
     ),
     "asynccache.load_config": Case(

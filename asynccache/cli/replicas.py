@@ -1,0 +1,56 @@
+"""``--replicated``: which pools ranks hold whole, as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asynccache.config import POOL_NAME, REPLICATED, CacheConfig, Component, Full, Sidecar, SlidingWindow
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+
+
+def check_replicas(text: str) -> str:
+    """``text`` as it is, if it can be read; 'none' is nothing.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    return "" if text == "none" or not _read(text) else text
+
+
+def replicate(config: CacheConfig, text: str) -> CacheConfig:
+    """``config`` with these pools replicated.
+
+    Raises:
+        ConfigError: there is no pool of this name.
+    """
+    named = _read(text)
+    names = [spec.name for spec in config.pools()]
+    for name in named:
+        if name not in names:
+            raise ConfigError(f"--replicated={text}: no pool {name!r}; there are {', '.join(names)}")
+
+    def mark(part: Component | Sidecar, name: str) -> Component | Sidecar:
+        return replace(part, replicated=named[name]) if name in named else part
+
+    components = tuple(mark(part, _name(part)) for part in config.components)
+    sidecars = tuple(mark(part, part.name) for part in config.sidecars)
+    return replace(config, components=components, sidecars=sidecars)  # type: ignore[arg-type]
+
+
+def _name(part: Component) -> str:
+    if isinstance(part, Full):
+        return POOL_NAME[ComponentKind.FULL]
+    return POOL_NAME[ComponentKind.SWA if isinstance(part, SlidingWindow) else ComponentKind.MAMBA]
+
+
+def _read(text: str) -> dict[str, bool | str]:
+    """Pool by pool, over what: several dimensions have a plus between them."""
+    found: dict[str, bool | str] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, colon, over = entry.partition(":")
+        over = over.replace("+", ",")
+        if not name or (colon and over not in REPLICATED):
+            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
+        found[name] = over or True
+    return found
