@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asynccache.version import VERSION
 
 if TYPE_CHECKING:
-    from asynccache.config import CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+    from asynccache.config import CacheConfig, Full, Mamba, Replicated, Sidecar, SlidingWindow
     from asynccache.configuration import load_config
     from asynccache.core.keys import Adapter
     from asynccache.core.settings import HitPolicy, PrefetchPolicy, WritePolicy
@@ -57,6 +57,7 @@ __all__ = [
     "PrefetchStatus",
     "RankDivergence",
     "RankFailure",
+    "Replicated",
     "Sidecar",
     "SlidingWindow",
     "WritePolicy",
@@ -88,6 +89,7 @@ _LAZY = {
     "PrefetchStatus": "asynccache.runtime.prefetch",
     "RankDivergence": "asynccache.errors",
     "RankFailure": "asynccache.errors",
+    "Replicated": "asynccache.config",
     "Sidecar": "asynccache.config",
     "SlidingWindow": "asynccache.config",
     "WritePolicy": "asynccache.core.settings",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TypeVar
 
 from asynccache import checks
@@ -27,14 +28,28 @@ _T = TypeVar("_T")
 EVICTION_POLICIES = ("lru",)
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
-REPLICATED = ("tp", "cp", "tp,cp")
 
 _POSITIVE = within(1)
 _NOT_NEGATIVE = within(0)
 _LAYERS = within(1, MOST_LAYERS)
 _SECONDS = within(0)
 _SHARE = within(0, 1)
-_REPLICATED = {"words": REPLICATED}
+
+
+class Replicated(Enum):
+    """Over which ranks every page of a pool has the same bytes, as the latent vectors of MLA have over tensor parallel
+    ranks. Where such ranks share a store one of them stores the pages for all. True stands for all ranks of a pipeline
+    stage, False for none."""
+
+    NO = "no"
+    TP = "tp"
+    CP = "cp"
+    TP_CP = "tp,cp"
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The directions."""
+        return () if self is Replicated.NO else tuple(self.value.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +58,7 @@ class Full:
 
     ``host_tokens`` 0 means that there is no host tier, and then no storage either. ``covers``: for each of the
     ``layers`` the layer of the model that it belongs to, never falling; none given: their own numbers. A load_back
-    brings layer i of the model whole before layer i+1, whatever pools it lies in. ``replicated``: over which
-    dimensions all ranks hold the same bytes (``tp``, ``cp``, ``tp,cp``; True: both), so that one of them stores a page
-    for all that share the store.
+    brings layer i of the model whole before layer i+1, whatever pools it lies in.
     """
 
     bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
@@ -53,7 +66,7 @@ class Full:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
-    replicated: bool | str = field(default=False, metadata=_REPLICATED)
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -70,7 +83,7 @@ class SlidingWindow:
     host_tokens: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
-    replicated: bool | str = field(default=False, metadata=_REPLICATED)
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -86,7 +99,7 @@ class Mamba:
     host_states: int = field(default=0, metadata=_NOT_NEGATIVE)
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
-    replicated: bool | str = field(default=False, metadata=_REPLICATED)
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -104,7 +117,7 @@ class Sidecar:
     """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds.
 
     ``indices_from``: a component's pool or another sidecar. ``hit_policy`` follows from it (None); what is given is
-    checked against it. ``replicated``: as of ``Full``.
+    checked against it. ``replicated``: see ``Replicated``.
     """
 
     name: str
@@ -113,7 +126,7 @@ class Sidecar:
     layers: int = field(default=1, metadata=_LAYERS)
     covers: tuple[int, ...] = ()
     hit_policy: HitPolicy | None = None
-    replicated: bool | str = field(default=False, metadata=_REPLICATED)
+    replicated: Replicated = Replicated.NO
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
@@ -130,9 +143,10 @@ class PoolSpec:
     """One pool, resolved. ``bytes_per_page`` covers all ``layers``; 0: logical (slots, no buffer, no stored object).
 
     ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
-    ``device_pages`` and ``host_pages`` are that component's slot counts. ``shard`` names the part of every page that
-    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it, of the replicas
-    over the dimensions ``replicated``.
+    ``device_pages`` and ``host_pages`` are that component's slot counts. ``replicated``: the directions (``"tp"``,
+    ``"cp"``) in which ranks hold the same bytes. ``shard`` names the part of every page that
+    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it where ranks share
+    a store.
     """
 
     name: str
@@ -157,8 +171,10 @@ class PoolSpec:
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
         """The pool as tp rank ``rank`` of ``ranks`` holds it, in its place among context parallel ranks and pipeline
         stages: a part of every page, or all of it, stored by the first. ``covers`` says which stage it is, if given."""
-        places = {"tp": (rank, ranks), "cp": cp} | ({} if self.covers else {"pp": pp})
-        parts = [(name, *place) for name, place in places.items() if name not in self.replicated]
+        places = {"tp": (rank, ranks), "cp": cp}
+        parts = [(name, *at) for name, at in places.items() if name not in self.replicated]
+        if not self.covers:
+            parts.append(("pp", *pp))
         label = " ".join(f"{name} {number}/{count}" for name, number, count in parts if count > 1)
         writes = all(places[name][0] == 0 for name in self.replicated)
         return replace(self, shard=label or self.shard, writes=writes)
@@ -269,7 +285,7 @@ class CacheConfig:
             device_pages=_slots(component, self.page_size, host=False),
             host_pages=_slots(component, self.page_size, host=True),
             hit_policy=HitPolicy.ALL_PAGES if kind is ComponentKind.FULL else HitPolicy.TRAILING_PAGES,
-            dtype=component.dtype, covers=component.covers, replicated=dimensions(component.replicated),
+            replicated=component.replicated.over, dtype=component.dtype, covers=component.covers,
         )
 
 
@@ -295,25 +311,18 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
 def _settle_pool(pool: Component | Sidecar, where: str) -> None:
     """What can be said of a pool by itself."""
     checks.settle_fields(pool, f"{where}: ")
+    replicated: object = pool.replicated
+    if checks.is_flag(replicated):
+        replicated = Replicated.TP_CP if replicated else Replicated.NO
+    object.__setattr__(pool, "replicated", checks.member(f"{where}: replicated", replicated, Replicated))
     covers = pool.covers
     if not isinstance(covers, (tuple, list)):
         raise ConfigError(f"{where}: covers={checks.shown(covers)} must be a tuple of integers")
     covers = tuple(checks.integer(f"{where}: covers", layer, 0, MOST_LAYERS) for layer in covers)
     object.__setattr__(pool, "covers", covers)
-    if checks.is_flag(pool.replicated):
-        object.__setattr__(pool, "replicated", bool(pool.replicated))
-    else:
-        checks.choice(f"{where}: replicated", pool.replicated, REPLICATED)
     if covers and (len(covers) != pool.layers or list(covers) != sorted(covers)):
         raise ConfigError(f"{where}: covers={covers!r} must name a layer of the model for each of "
                           f"layers={pool.layers}, never falling")
-
-
-def dimensions(replicated: bool | str) -> tuple[str, ...]:
-    """The names that ``replicated`` stands for."""
-    if isinstance(replicated, str):
-        return tuple(replicated.split(","))
-    return ("tp", "cp") if replicated else ()
 
 
 def _slots(component: Component, page_size: int, *, host: bool) -> int:
@@ -339,7 +348,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
     return PoolSpec(
         name=spec.name, component=root.component, bytes_per_page=spec.bytes_per_page, layers=spec.layers,
         device_pages=root.device_pages, host_pages=root.host_pages, hit_policy=root.hit_policy,
-        indices_from=spec.indices_from, replicated=dimensions(spec.replicated), dtype=spec.dtype, covers=spec.covers,
+        indices_from=spec.indices_from, replicated=spec.replicated.over, dtype=spec.dtype, covers=spec.covers,
     )
 
 

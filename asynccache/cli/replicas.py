@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asynccache.config import POOL_NAME, REPLICATED, CacheConfig, Component, Full, Sidecar, SlidingWindow
+from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Replicated, Sidecar, SlidingWindow
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 
@@ -44,13 +44,13 @@ def _name(part: Component) -> str:
     return POOL_NAME[ComponentKind.SWA if isinstance(part, SlidingWindow) else ComponentKind.MAMBA]
 
 
-def _read(text: str) -> dict[str, bool | str]:
-    """Pool by pool, over what: several dimensions have a plus between them."""
-    found: dict[str, bool | str] = {}
+def _read(text: str) -> dict[str, Replicated]:
+    """Pool by pool, over what: several directions have a plus between them."""
+    found: dict[str, Replicated] = {}
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, colon, over = entry.partition(":")
-        over = over.replace("+", ",")
-        if not name or (colon and over not in REPLICATED):
-            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
-        found[name] = over or True
+        try:
+            found[name] = Replicated(over.replace("+", ",")) if colon else Replicated.TP_CP
+        except ValueError:
+            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp") from None
     return found

@@ -47,8 +47,6 @@ def _type(row: Setting) -> str:
     name = ", ".join(f"`{choice}`" for choice in row.choices) or _TYPES[row.kind]
     if row.several:
         return f"{name}, or a list of it"
-    if row.words:
-        return f"{name}, or {', '.join(f'`{word}`' for word in row.words)}"
     low, high, above = row.bounds
     if low is not None and high is not None:
         return f"{name}, {low:g} to {high:g}"

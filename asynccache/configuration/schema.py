@@ -73,8 +73,6 @@ def _one(row: Setting) -> Schema:
         found |= {"type": "array", "items": {"type": "integer"}}
     if row.several:
         found |= {"type": [found["type"], "array"], "items": {"type": found["type"]}, "minItems": 1}
-    if row.words:
-        found |= {"type": [found["type"], "string"], "enum": [False, True, *row.words]}
     if row.choices:
         found["enum"] = [*row.choices, *(["none"] if row.optional else [])]
     if row.default is not REQUIRED and row.default is not None:

@@ -28,7 +28,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row. ``default`` is ``REQUIRED`` where there is none; ``optional``: it may be none; ``several``: it may be a
-    list, too, and in the environment URLs with spaces between them. ``words``: texts that it may be besides."""
+    list, too, and in the environment URLs with spaces between them."""
 
     name: str
     kind: type[Any]
@@ -38,7 +38,6 @@ class Setting:
     choices: tuple[str, ...] = ()
     several: bool = False
     bounds: Bounds = ANY
-    words: tuple[str, ...] = ()
 
     def accept(self, value: object, *, text: bool) -> object:
         """The value in its type. ``text``: it comes from the environment, where everything is text.
@@ -46,16 +45,11 @@ class Setting:
         Raises:
             ConfigError: says what it must be.
         """
-        if isinstance(value, str) and value in self.words:
-            return value
         if self.optional and (value is None or (isinstance(value, str) and value in ("none", ""))):
             return None
         if self.several:
             return _one_or_more(split_urls(str(value)) if text else value)
-        try:
-            found = _from_text(self.kind, str(value)) if text else _typed(self.kind, value)
-        except ConfigError as error:
-            raise ConfigError(f"{error}{''.join(f', or {word!r}' for word in self.words)}") from None
+        found = _from_text(self.kind, str(value)) if text else _typed(self.kind, value)
         if self.choices and _plain(found) not in self.choices:
             raise ConfigError(f"must be one of {', '.join(self.choices)}")
         self._check_bounds(found)
@@ -134,17 +128,15 @@ def _rows(cls: type[Any], meanings: Mapping[str, str], without: Iterable[str] = 
 def _row(field: Field[Any], hint: Any, meanings: Mapping[str, str]) -> Setting:
     if get_origin(hint) is tuple:
         hint = tuple
-    either = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    optional = type(None) in either
-    several = any(get_origin(t) is tuple for t in either)
-    kind = next(t for t in either if t is not type(None))
+    optional = get_origin(hint) in (Union, types.UnionType)
+    several = optional and any(get_origin(t) is tuple for t in get_args(hint))
+    kind = next(t for t in get_args(hint) if t is not type(None)) if optional else hint
     choices = tuple(m.value for m in kind) if issubclass(kind, Enum) else ()
     if field.name == "eviction":
         choices = EVICTION_POLICIES
     default = REQUIRED if field.default is MISSING else _plain(field.default)
     bounds = field.metadata.get("bounds", ANY)
-    words = field.metadata.get("words", ())
-    return Setting(field.name, kind, optional, default, meanings.get(field.name, ""), choices, several, bounds, words)
+    return Setting(field.name, kind, optional, default, meanings.get(field.name, ""), choices, several, bounds)
 
 
 CACHE = _rows(CacheConfig, words.CACHE, TABLES)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 _LAYERS = "Layers that the bytes are divided among, evenly."
+_REPLICATED = "Over which ranks every page has the same bytes, so that one of them stores them for all."
 _COVERS = (
     "For each of the layers the layer of the model that it belongs to, never falling; none: their own "
     "numbers."
-)
-_REPLICATED = (
-    "Over which dimensions all ranks hold the same bytes, so that one stores them for all that share the store; "
-    "`true`: over tp and cp."
 )
 _DTYPE = "What the bytes are; part of the storage key, so that another dtype's pages are never read."
 

@@ -126,7 +126,7 @@ class AsyncCache:
             from asynccache.worker.local import open_local  # not before there is a cache: torch comes with it
 
             self._open_local = open_local
-        self._given = Given(device, storage)
+        self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
         self._ranks = ranks
         self._agreement = agreement or SingleRank()
         self._on_event = on_event

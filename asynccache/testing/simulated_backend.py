@@ -38,11 +38,14 @@ HONEST = Hostility()
 
 class SimulatedBackend:
     """``pages`` is what is stored; it may be shared by one backend after another, as a store that outlives a process.
+    ``shared``: other workers have it at the same time.
     ``lies`` counts lies by name, ``holding`` the calls that hold buffers now."""
 
     def __init__(
-        self, random: Random, hostility: Hostility = HONEST, pages: dict[PageKey, tuple[bytes, bytes]] | None = None
-    ) -> None:
+        self, random: Random, hostility: Hostility = HONEST, pages: dict[PageKey, tuple[bytes, bytes]] | None = None,
+        *, shared: bool = False,
+    ) -> None:  # fmt: skip
+        self.shared = shared
         self.hostility = hostility
         self.pages = {} if pages is None else pages
         self.lies: Counter[str] = Counter()

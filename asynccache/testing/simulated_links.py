@@ -228,8 +228,11 @@ class SimulatedGroup:
     ) -> None:  # fmt: skip
         self.topology = topology
         shards = shards or {}
-        own_shard = None if own is None else shards.get(own)
-        self.workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=own_shard)
+        locates = locates or {}
+        self.workers = Workers(
+            topology, own=own, timeout=timeout, arrival=arrival, shard=None if own is None else shards.get(own),
+            locate=_as_it_is if own is None else locates.get(own, _as_it_is),
+        )  # fmt: skip
         self.processes: dict[int, SimulatedWorker] = {}
         for rank in range(topology.ranks):
             if rank == own or rank in absent:
@@ -237,7 +240,7 @@ class SimulatedGroup:
             head, worker = simulated_links(random, delay=delay, timeout=timeout)
             self.workers.answer(encode(Hello(VERSION, rank)), head)
             self.processes[rank] = SimulatedWorker(
-                self, rank, worker, (devices or {}).get(rank), (locates or {}).get(rank, _as_it_is), shards.get(rank)
+                self, rank, worker, (devices or {}).get(rank), locates.get(rank, _as_it_is), shards.get(rank)
             )
 
     def __repr__(self) -> str:

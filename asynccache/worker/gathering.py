@@ -18,26 +18,33 @@ from asynccache.worker.messages import Welcome, decode_hello, encode
 from asynccache.worker.topology import Topology
 
 if TYPE_CHECKING:
+    from asynccache.worker.contract import Storage
     from asynccache.worker.performing import Shard
 
 TIMEOUT = 30.0
 ARRIVAL = 300.0
 
 
+def _as_it_is(url: str) -> Storage:
+    return url
+
+
 class Workers:
     """The workers of one cache, for ``AsyncCache``. ``own``: the rank that the head's own process has; None: it has
-    none. ``arrival``: seconds in which all must have come, from when the cache opens. ``shard``: see ``connect``; for
-    the head's own rank. ``timeout``: seconds of silence that are a failure."""
+    none. ``timeout``: seconds of silence that are a failure. ``arrival``: seconds in which all must have come, from
+    when the cache opens. For the head's own rank: ``shard``, see ``connect``; ``locate``, which says what a store's URL
+    stands for, if not for itself."""
 
     def __init__(
         self, topology: Topology, *, own: int | None = 0, timeout: float = TIMEOUT, arrival: float = ARRIVAL,
-        shard: Shard | None = None,
+        shard: Shard | None = None, locate: Callable[[str], Storage] = _as_it_is,
     ) -> None:  # fmt: skip
         self.topology = checks.instance("topology", topology, Topology)
         self.own = None if own is None else checks.integer("own", own, 0, topology.ranks - 1)
         self.timeout = checks.number("timeout", timeout, above=0)
         self.arrival = checks.number("arrival", arrival, above=0)
         self.shard = None if shard is None else checks.function("shard", shard)
+        self.locate = locate
         self.address = ""
         self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
@@ -98,7 +105,7 @@ class Workers:
 @asynccontextmanager
 async def listen(
     address: str, topology: Topology, *, secret: bytes | None = None, own: int | None = 0, timeout: float = TIMEOUT,
-    arrival: float = ARRIVAL, shard: Callable[..., object] | None = None,
+    arrival: float = ARRIVAL, shard: Shard | None = None,
 ) -> AsyncIterator[Workers]:  # fmt: skip
     """Let the workers of ``topology`` come to ``address`` (``127.0.0.1:7011``, ``[::1]:7011``, ``unix:/path``; port 0:
     any that is free, see ``Workers.address``), for the ``AsyncCache`` that is given them as ``workers``.
@@ -109,12 +116,11 @@ async def listen(
     the cache waits for all of them when it opens. ``shard``: see ``connect``; for ``own``.
 
     Raises:
-        ConfigError: an argument is unusable, or there is no secret.
-        OSError: the address cannot be used.
+        ConfigError: an argument is unusable, the address cannot be used, or there is no secret.
     """
     from asynccache.worker.sockets import open_listener
 
-    workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=shard)  # type: ignore[arg-type]
+    workers = Workers(topology, own=own, timeout=timeout, arrival=arrival, shard=shard)
     listener = await open_listener(address, secret, workers.answer, timeout=workers.timeout)
     workers.address = listener.address
     try:

@@ -202,7 +202,8 @@ class WorkerGroup:
                 (options.name, options.write) for options, _ in first.stores
             ]:
                 raise ConfigError(f"rank {rank}: its stores are others than those of rank {next(iter(opened))}")
-        self.layers = max(one.layers for one in opened.values())
+        own = None if self.own is None else self.own.rank
+        self.layers = max(one.layers for rank, one in opened.items() if own in (None, rank))
         self._weigh([one.weights for one in opened.values()])
         self._holdings.digests = {rank: one.digest for rank, one in opened.items() if one.digest}
         for at, (options, _) in enumerate(first.stores):
@@ -265,6 +266,8 @@ class WorkerGroup:
             if self.own is not None:
                 await self.own.aclose(patience)
         finally:
+            if self.own is not None:
+                self.own.batches.finish(None)
             links, self._wire.links = self._wire.links, []
             await asyncio.gather(*(link.aclose() for link in links))
 
@@ -339,7 +342,8 @@ class WorkerGroup:
     # the end
 
     def _lost(self, rank: int, failure: RankFailure) -> None:
-        self._fail(RankFailure(failure.reason, rank))
+        if not self._closing or any(rank in call.left for call in self._calls.values()):  # else it has closed
+            self._fail(RankFailure(failure.reason, rank))
 
     def _died(self, rank: int, news: m.Died) -> None:
         self._fail(RankFailure(news.reason, rank))

@@ -62,6 +62,7 @@ class Performer:
         self._failed: set[int] = set()
         self._shut = False
         self._stopped = False
+        self._closing: asyncio.Task[None] | None = None
         self._counted = m.Counters({}, {})
         self._take: dict[type, Callable[[Any], None]] = {
             m.Open: lambda o: self._begin(o.call, self._open(o)),
@@ -149,16 +150,23 @@ class Performer:
 
     async def aclose(self, patience: float) -> None:
         """Have what is under way let go, then close all. ``patience``: as for ``LocalWorker.aclose``. Twice is once.
+        Cancelling it stops the waiting.
 
         Raises:
             BackendError: a store could not close cleanly; all the rest is closed.
         """
-        self._stopped = True
-        calls = [task for task in self._calls.values() if task is not asyncio.current_task()]
-        for task in (*calls, *self._stages):
+        if self._closing is None:
+            self._stopped = True
+            calls = [task for task in self._calls.values() if task is not asyncio.current_task()]
+            self._closing = self._loop.create_task(self._close_all([*calls, *self._stages], patience))
+        await asyncio.wait([self._closing])
+        self._closing.result()
+
+    async def _close_all(self, tasks: Sequence[asyncio.Task[Any]], patience: float) -> None:
+        for task in tasks:
             task.cancel()
-        if calls or self._stages:
-            await asyncio.wait([*calls, *self._stages])
+        if tasks:
+            await asyncio.wait(tasks)
         self.batches.stop()
         local, self.local = self.local, None
         if local is not None:

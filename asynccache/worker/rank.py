@@ -47,6 +47,12 @@ class RankWorker:
         local = self._performer.local
         return {} if local is None else local.pools
 
+    @property
+    def layers(self) -> int:
+        """The model's layers up to the last one that this rank has."""
+        local = self._performer.local
+        return 0 if local is None else local.layers
+
     def __aiter__(self) -> RankWorker:
         return self
 
@@ -86,10 +92,8 @@ class RankWorker:
                 that was not ended.
         """
         batch = checks.instance("batch", batch, EngineBatch)
-        local = self._performer.local
-        i = checks.integer("i", i, 0, None if local is None else local.layers - 1)
-        if local is not None:
-            self._performer.wait_layers(stream, batch.loads, i)
+        i = checks.integer("i", i, 0, self.layers - 1)
+        self._performer.wait_layers(stream, batch.loads, i)
 
     async def layer(self, batch: EngineBatch, i: int) -> None:
         """Return when layer ``i`` of all that ``batch`` needs is on the device, or the load has failed here: for
@@ -100,9 +104,8 @@ class RankWorker:
             ConfigError: the model has no layer ``i``.
         """
         batch = checks.instance("batch", batch, EngineBatch)
-        local = self._performer.local
-        i = checks.integer("i", i, 0, None if local is None else local.layers - 1)
-        for op in batch.loads if local is not None else ():
+        i = checks.integer("i", i, 0, self.layers - 1)
+        for op in batch.loads:
             await self._performer.layer(op, i)
 
     async def ended(self) -> None:

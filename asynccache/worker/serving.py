@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ARRIVAL = 300.0
 COUNTED = 5.0
-"""Seconds from one telling of what the stores count to the next, while it changes."""
+"""Seconds from a call of the stores to the telling of what they count; with one telling for all calls meanwhile."""
 
 
 class Serving:
@@ -69,13 +69,13 @@ class Serving:
         finally:
             self._wire.flush()
             self._wire.links = []
+            self.performer.batches.finish(None)
             await self._link.aclose()
 
     def _heard(self, frame: bytes) -> None:
         for order in m.decode_orders(frame):
             if isinstance(order, m.Ready):
                 self._link.patience(None)
-                self._count()
                 if not self._opened.done():
                     self._opened.set_result(None)
             elif isinstance(order, m.Lost):
@@ -90,10 +90,12 @@ class Serving:
         if isinstance(message, (m.Done, m.Failed)) and message.call == self._last_call:
             self._wire.flush()
             self._end(None)
+        elif isinstance(message, m.Reply) and self._counting is None:
+            self._counting = self._loop.call_later(COUNTED, self._count)
 
     def _count(self) -> None:
+        self._counting = None
         self.performer.count()
-        self._counting = self._loop.call_later(COUNTED, self._count)
 
     def _lost(self, failure: RankFailure) -> None:
         self._end(RankFailure(f"the head {failure.reason}"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache import AsyncCache
+from asynccache import AsyncCache, Replicated
 from asynccache.cli.engine import Engine, Piece
 from asynccache.cli.leaks import Left
 from asynccache.cli.meter import Meter, Samples, Spread
@@ -67,7 +67,7 @@ def test_stages_that_cannot_be_equal_differ_by_a_layer() -> None:
 def test_what_is_replicated_is_whole_on_every_rank_of_a_stage_and_slots_are_everywhere() -> None:
     config = CacheConfig(
         model="m", components=(Full(bytes_per_token=0, device_tokens=64, host_tokens=64),),
-        sidecars=(Sidecar(name="a", indices_from="full", bytes_per_page=64, layers=2, replicated=True),
+        sidecars=(Sidecar(name="a", indices_from="full", bytes_per_page=64, layers=2, replicated=Replicated.TP_CP),
                   Sidecar(name="b", indices_from="full", bytes_per_page=64, layers=2)),
     )  # fmt: skip
     part = shard_config(config, Topology(tp=2, pp=2), 3)

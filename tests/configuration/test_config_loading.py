@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from asynccache import CacheConfig, ConfigError, Full, Mamba, Sidecar, SlidingWindow, WritePolicy, load_config
+from asynccache import (
+    CacheConfig,
+    ConfigError,
+    Full,
+    Mamba,
+    Replicated,
+    Sidecar,
+    SlidingWindow,
+    WritePolicy,
+    load_config,
+)
 from asynccache.configuration import Loaded, as_toml, read_config
 
 FILE = """\
@@ -78,7 +88,7 @@ hit_policy = "all_pages"
 [sidecars."index.keys"]
 indices_from = "scales"
 bytes_per_page = 64
-replicated = true
+replicated = "tp,cp"
 [components.mamba]
 state_bytes = 4096
 device_states = 8
@@ -94,7 +104,9 @@ host_tokens = 1024
     assert config.storage_options == {"threads": "2"}
     assert [type(component) for component in config.components] == [Full, SlidingWindow, Mamba]
     assert [sidecar.name for sidecar in config.sidecars] == ["scales", "index.keys"]
-    assert config.sidecars[1] == Sidecar(name="index.keys", indices_from="scales", bytes_per_page=64, replicated=True)
+    assert config.sidecars[1] == Sidecar(
+        name="index.keys", indices_from="scales", bytes_per_page=64, replicated=Replicated.TP_CP
+    )
 
 
 def _write(folder: Path, text: str) -> Path:

@@ -34,7 +34,6 @@ from asynccache import (
     WritePolicy,
     load_config,
 )
-from asynccache.config import REPLICATED
 from asynccache.core.plan import Cleared
 from asynccache.events import BlockStored, EventBatch, Layout, Mirror, Subscriber, ZmqPublisher
 from asynccache.metrics import CacheCollector, Exposed, LoopLag
@@ -122,7 +121,7 @@ WEIGHTS = NamedTemporaryFile(suffix=".bin")  # noqa: SIM115  # it is there as lo
 FULL = Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024)
 POOL: Params = {
     "layers": Depends(Integer(1, 65536)), "covers": OneOf(These("[]"), Depends(Tokens())), "dtype": Text(),
-    "replicated": OneOf(Flag(), Text(REPLICATED)),
+    "replicated": Flag(),
 }  # fmt: skip
 TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_tokens": Integer(0)}
 
@@ -564,7 +563,8 @@ CALLS: dict[str, Case] = {
     "asynccache.AsyncCache": Case(
         _new_cache,
         {"config": Thing(), "device": Thing(optional=True), "storage": OneOf(Text(), Thing(optional=True)),
-         "workers": Thing(optional=True), "ranks": Thing(optional=True), "agreement": Thing(optional=True), "on_event": Function(optional=True)},
+         "workers": Thing(optional=True), "ranks": Thing(optional=True),
+         "agreement": Thing(optional=True), "on_event": Function(optional=True)},
     ),
     "asynccache.AsyncCache.lease": Case(
         _lease,

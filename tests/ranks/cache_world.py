@@ -95,7 +95,7 @@ class CacheWorld:
         met.update(component.kind.name for component in config.core().components)
         met.update({name: 1 for name in ("tp", "cp", "pp") if getattr(topology, name) > 1})
         met["sidecars"] = len(config.sidecars)
-        met["replicated"] = sum(spec.replicated for spec in self.members[0].config.pools())
+        met["replicated"] = sum(bool(spec.replicated) for spec in self.members[0].config.pools())
         met[config.prefetch_policy.value] = met[config.write_policy.value] = 1
 
     async def lose(self, victim: int, fate: Fate, after: float) -> Report:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from asynccache.config import CacheConfig, Full, Sidecar, SlidingWindow
+from asynccache.config import CacheConfig, Full, Replicated, Sidecar, SlidingWindow
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.ranks import Topology
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
@@ -33,7 +33,9 @@ def full_and_more(layers: int) -> CacheConfig:
             SlidingWindow(window=2 * PAGE, bytes_per_token=size, device_tokens=ROOM, host_tokens=ROOM, layers=layers),
         ),
         sidecars=(
-            Sidecar(name="shared", indices_from="full", bytes_per_page=size, layers=layers, replicated=True),
+            Sidecar(
+                name="shared", indices_from="full", bytes_per_page=size, layers=layers, replicated=Replicated.TP_CP
+            ),
             Sidecar(name="own", indices_from="full", bytes_per_page=size, layers=layers),
         ),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import asynccache
-from asynccache import AsyncCache, CacheConfig, Full, Mamba, Sidecar, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, Full, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.errors import ConfigError, RankDivergence
 from asynccache.ranks import Topology
 from asynccache.ranks.handshake import Description, differing
@@ -38,7 +38,7 @@ SETTINGS: Sequence[tuple[str, dict[str, Any]]] = [
     ("pools.mamba.component", {"components": (FULL, SWA)}),
     ("pools.scales.component", {"sidecars": (replace(SCALES, indices_from="swa"), INDEX)}),
     ("pools.scales.from", {"sidecars": (replace(SCALES, indices_from="index"), INDEX)}),
-    ("pools.scales.replicated", {"sidecars": (replace(SCALES, replicated=True), INDEX)}),
+    ("pools.scales.replicated", {"sidecars": (replace(SCALES, replicated=Replicated.TP_CP), INDEX)}),
     ("order[3]", {"sidecars": (INDEX, SCALES)}),
     ("core.page_size", {"page_size": 2}),
     ("core.components", {"components": (replace(FULL, device_tokens=9 * PAGE), SWA, STATES)}),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from asynccache import CacheConfig, Full, Sidecar
+from asynccache import CacheConfig, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupStorage, StoredPages
 from asynccache.memory.cpu import CpuDevice
@@ -110,6 +110,54 @@ async def test_a_batch_that_is_given_up_writes_nothing_after_the_call_that_is_un
         store.go.set()
         assert await storing == outcome
         assert store.puts == (1 if give_up else 4)
+
+
+class Tiered:
+    """Stores of which some are shared, each a dictionary; ``put`` and ``writers`` as ``TieredStore`` has them."""
+
+    def __init__(self, own: int, shared: int) -> None:
+        self.own: list[list[PageKey]] = [[] for _ in range(own)]
+        self.shared: list[list[PageKey]] = [[] for _ in range(shared)]
+
+    def writers(self, *, shared: bool = True) -> list[list[PageKey]]:
+        return self.own + (self.shared if shared else [])
+
+    async def put(
+        self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
+    ) -> list[Result]:
+        for store in self.writers(shared=shared):
+            store.extend(keys)
+        return [Result.HIT if self.writers(shared=shared) else Result.FAILED] * len(keys)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("own", "shared"), [(1, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
+async def test_of_pages_that_workers_have_alike_each_writes_to_its_own_stores_and_one_to_those_they_share(
+    own: int, shared: int
+) -> None:
+    config = CacheConfig(
+        model="m", components=(Full(bytes_per_token=1, device_tokens=64, host_tokens=64),), page_size=1,
+        sidecars=(Sidecar(name="side", indices_from="full", bytes_per_page=1, replicated=Replicated.TP),),
+    )  # fmt: skip
+    for rank in (0, 1):
+        mapped = PoolMap([spec.on_rank(rank, 2) for spec in config.pools()], 1, {"full": Host(), "side": Host()})
+        store = Tiered(own, shared)
+        stored = await Writing(store, mapped).store([BackupStorage(1, (StoredPages(0, HASHES, SLOTS),))])
+        assert stored.failed == (frozenset() if own or shared else frozenset({1}))
+        assert all([key.pool for key in keys] == ["side"] * PAGES + ["full"] * PAGES for keys in store.own)
+        expected = (["side"] * PAGES if rank == 0 else []) + ["full"] * PAGES
+        assert all([key.pool for key in keys] == expected for keys in store.shared)
+        written = PAGES if not own and rank == 1 else 2 * PAGES
+        assert stored.pages == (written if own or shared else 0)
+
+
+@pytest.mark.asyncio
+async def test_of_a_pool_without_bytes_here_nothing_lacks() -> None:
+    mapped = pools()
+    store = Lacking()
+    assert await Reading(store, mapped).ask([Asked("elsewhere", HASHES)]) == [bytes([1] * PAGES)]
+    assert await Reading(store, mapped).read([Read("elsewhere", HASHES, SLOTS)], run=True) == [bytes([1] * PAGES)]
+    assert store.asked == []
 
 
 @pytest.mark.asyncio

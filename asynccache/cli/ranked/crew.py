@@ -115,6 +115,11 @@ class Crew:
         """Who has ended by now has done so by itself."""
         self.own_ends |= {member.rank: member.last_words() for member in self.ended()}
 
+    def give_up(self, rank: int, reason: str) -> None:
+        """It is lost, for this reason: nobody need wait for it."""
+        self.own_ends.setdefault(rank, reason)
+        self.members[rank].process.kill()
+
     def _kill(self) -> None:
         for member in self.members:
             member.process.kill()

@@ -97,7 +97,10 @@ class RankedSession(Session):
             crew.note_ends()
             if not opened:
                 raise _not_opened(crew, error) from None
-            self._tally.problem(_lost(crew, error))
+            failure = _failure(error)
+            self._tally.problem(_lost(crew, failure))
+            if isinstance(failure, RankFailure) and failure.rank is not None:
+                crew.give_up(failure.rank, failure.reason)
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -147,12 +150,15 @@ def _not_opened(crew: Crew, error: Exception) -> Exception:
     return RankFailure(words, rank)
 
 
-def _lost(crew: Crew, error: Exception) -> str:
-    cause = error.__cause__ if isinstance(error, CacheClosed) and error.__cause__ is not None else error
-    if not isinstance(cause, RankFailure) or cause.rank is None:
-        return f"the cache closed itself: {cause!r}"
-    words = crew.own_ends.get(cause.rank, "")
-    return f"rank {cause.rank} {f'{words}: it ' if words else ''}{cause.reason}"
+def _failure(error: BaseException) -> BaseException:
+    return error.__cause__ if isinstance(error, CacheClosed) and error.__cause__ is not None else error
+
+
+def _lost(crew: Crew, failure: BaseException) -> str:
+    if not isinstance(failure, RankFailure) or failure.rank is None:
+        return f"the cache closed itself: {failure!r}"
+    words = crew.own_ends.get(failure.rank, "")
+    return f"rank {failure.rank} {f'{words}: it ' if words else ''}{failure.reason}"
 
 
 def _about(result: report.Report, crew: Crew, topology: Topology) -> dict[str, Any]:

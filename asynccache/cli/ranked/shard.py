@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from asynccache.config import CacheConfig, Component, Mamba, Sidecar, dimensions
+from asynccache.config import CacheConfig, Component, Mamba, Sidecar
 from asynccache.errors import ConfigError
 from asynccache.worker import Topology
 
@@ -61,9 +61,10 @@ def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[i
 
 def _share(what: str, size: int, part: Component | Sidecar, topology: Topology) -> int:
     """Bytes of one layer on one rank."""
-    whole = dimensions(part.replicated)
-    tp, cp = (1 if name in whole else count for name, count in (("tp", topology.tp), ("cp", topology.cp)))
-    parts = part.layers * tp * cp
+    over = replace(topology, **dict.fromkeys(part.replicated.over, 1))
+    parts = part.layers * over.tp * over.cp
     if size % parts:
-        raise ConfigError(f"{what} must be a multiple of {parts}: {part.layers} layers over tp {tp} and cp {cp}")
+        raise ConfigError(
+            f"{what} must be a multiple of {parts}: {part.layers} layers over tp {over.tp} and cp {over.cp}"
+        )
     return size // parts

@@ -39,8 +39,8 @@ def unpacked(payload: bytes) -> tuple[bool, list[Piece]]:
     """Whether to verify, and which pages."""
     work = _decoder.decode(payload)
     return work.verifies, [
-        Piece(ComponentKind(one.component), np.frombuffer(one.ids, np.int32), np.frombuffer(one.values, np.uint64),
-              one.first)
+        Piece(ComponentKind(one.component), np.frombuffer(one.ids, np.int32).copy(),
+              np.frombuffer(one.values, np.uint64).copy(), one.first)
         for one in work.pieces
     ]  # fmt: skip
 

@@ -1,0 +1,245 @@
+"""Whole caches with workers in one simulated world: a head, its workers' processes, their engines, devices and stores.
+
+``GroupWorld`` puts a group together; ``serve`` is one request through it: every rank checks the bytes that are called
+cached, writes its part of the rest, and ends the batch, now or later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any, TypeVar
+
+from asynccache import AsyncCache, CacheConfig, CopyFailed, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
+from asynccache.config import Component
+from asynccache.core import audit
+from asynccache.errors import RankFailure
+from asynccache.memory.faults import Faults
+from asynccache.runtime.lease import Lease
+from asynccache.storage import PageKey
+from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
+from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_links import SimulatedGroup, SimulatedWorker
+from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
+from asynccache.worker import EngineBatch, RankWorker, Topology
+from asynccache.worker.contract import Storage
+from asynccache.worker.performing import Shard
+from tests.group.engine_bytes import EngineBytes, Task, task_for, task_of
+
+T = TypeVar("T")
+
+PAGE = 4
+LAYERS = 2
+STORE = "sim:main?name=main"
+
+
+def settings(
+    device: int = 16, host: int = 0, *, swa: int = 0, mamba: int = 0, window: int = 8,
+    sidecars: tuple[Sidecar, ...] = (), stored: bool = False, replicated: Replicated = Replicated.NO, **more: Any,
+) -> CacheConfig:  # fmt: skip
+    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states. ``stored``: with a store."""
+    components: list[Component] = [
+        Full(bytes_per_token=16, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS,
+             replicated=replicated)
+    ]  # fmt: skip
+    if swa:
+        components.append(SlidingWindow(
+            window=window, bytes_per_token=8, device_tokens=swa * PAGE, host_tokens=(host and 2 * swa) * PAGE,
+            layers=LAYERS,
+        ))  # fmt: skip
+    if mamba:
+        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=LAYERS))
+    more.setdefault("prefetch_threshold", PAGE)
+    return CacheConfig(
+        model="test", components=tuple(components), page_size=PAGE, sidecars=sidecars,
+        storage=STORE if stored else None, **more,
+    )  # fmt: skip
+
+
+def stage_of(topology: Topology, rank: int) -> Shard:
+    """The layers of the rank's pipeline stage: as many as any other has."""
+
+    def shard(config: CacheConfig) -> CacheConfig:
+        stage = topology.place(rank).pp
+
+        def mine(part: Any) -> Any:
+            return replace(part, covers=tuple(range(stage * part.layers, (stage + 1) * part.layers)))
+
+        components = tuple(map(mine, config.components))
+        return replace(config, components=components, sidecars=tuple(map(mine, config.sidecars)))
+
+    return shard
+
+
+class GroupWorld:
+    """The devices and stores of all ranks, which outlive a group. ``shared``: all ranks write to one store; else each
+    to one of its own. ``names``: the components that there are."""
+
+    def __init__(
+        self, loop: SimulatedLoop, topology: Topology, config: CacheConfig, *, own: int | None = 0,
+        shared: bool = False, hostility: Hostility = HONEST, latency: float = 0.001,
+        faults: Mapping[int, Faults] | None = None,
+        delay: float = 0.001, timeout: float = 30.0, arrival: float = 300.0, lag: float = 0.01,
+    ) -> None:  # fmt: skip
+        self.loop = loop
+        self.topology = topology
+        self.config = config
+        self.own = own
+        self.delay = delay
+        self.timeout = timeout
+        self.arrival = arrival
+        self.lag = lag
+        self.names = [spec.name for spec in config.pools() if spec.indices_from is None]
+        ranks = range(topology.ranks)
+        self.devices = {
+            rank: SimulatedDevice(seed=loop.seed + rank, latency=(0.0, latency), faults=(faults or {}).get(rank))
+            for rank in ranks
+        }
+        one: dict[PageKey, tuple[bytes, bytes]] = {}
+        self.pages: dict[int, dict[PageKey, tuple[bytes, bytes]]] = {rank: one if shared else {} for rank in ranks}
+        self.backends = {
+            rank: SimulatedBackend(loop.entropy(f"store {rank}"), hostility, self.pages[rank], shared=shared)
+            for rank in ranks
+        }
+        self.verified = 0
+        self.group: SimulatedGroup
+        self.cache: AsyncCache
+        self.engines: dict[int, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def opened(self, **more: Any) -> AsyncIterator[AsyncCache]:
+        """A cache with its workers and engines. At the end all have ended, well."""
+        self.begin(**more)
+        async with self.cache as cache:
+            self.run()
+            yield cache
+        await self.ended()
+
+    def begin(self, *, absent: frozenset[int] = frozenset(), **more: Any) -> None:
+        """The processes of a new group, and the head's cache, not open yet."""
+        topology = self.topology
+        self.group = SimulatedGroup(
+            self.loop.entropy(f"links at {self.loop.time()}"), topology, own=self.own, delay=self.delay,
+            timeout=self.timeout, devices=self.devices, locates={r: self._locate(r) for r in range(topology.ranks)},
+            shards={rank: stage_of(topology, rank) for rank in range(topology.ranks)}, absent=absent,
+            arrival=self.arrival,
+        )  # fmt: skip
+        device = None if self.own is None else self.devices[self.own]
+        self.cache = AsyncCache(self.config, workers=self.group.workers, device=device, **more)
+
+    def _locate(self, rank: int) -> Callable[[str], Storage]:
+        def locate(url: str) -> Storage:
+            return self.backends[rank] if url == STORE else url
+
+        return locate
+
+    def run(self) -> None:
+        """Begin the engines of a cache that is open, and audit it after every plan from now on."""
+        faces = {rank: process.face for rank, process in self.group.processes.items()}
+        if self.cache.worker is not None:
+            faces[self.cache.worker.rank] = self.cache.worker
+        self.engines = {rank: self.loop.create_task(self._engine(face)) for rank, face in faces.items()}
+        driver, core = self.cache._opened().driver, self.cache.core
+        perform = driver.perform
+
+        def audited(*plan: Any) -> None:
+            perform(*plan)
+            audit.check(core)
+
+        driver.perform = audited  # type: ignore[method-assign, assignment]
+
+    async def _engine(self, face: RankWorker) -> None:
+        """One rank's: in order, each batch after its loads, and its end some time later."""
+        books = EngineBytes(face.pools, face.config, face.topology.place(face.rank))
+        random = self.loop.entropy(f"engine {face.rank}")
+        device = self.devices[face.rank]
+        try:
+            async for batch in face:
+                gate = device.gate()
+                await self._compute(face, batch, books)
+                batch.end(gate)
+                self.loop.call_later(random.random() * self.lag, gate.open)
+        except RankFailure:
+            pass
+        self.verified += books.verified
+
+    async def _compute(self, face: RankWorker, batch: EngineBatch, books: EngineBytes) -> None:
+        task = task_of(batch.payload)
+        try:
+            await face.layer(batch, face.layers - 1)
+        except CopyFailed:
+            pass  # the head hears of it, and takes nothing for cached; so nothing is written either
+        else:
+            books.verify(task)
+            books.write(task)
+
+    async def ended(self) -> None:
+        """Every process and engine has ended; what went wrong in an engine is raised."""
+        await self.group.ended()
+        for engine in self.engines.values():
+            await engine
+
+    async def aclose(self) -> None:
+        """The world is over: nobody holds anything."""
+        for backend in self.backends.values():
+            await backend.aclose()
+            assert backend.holding == 0, "a store still holds buffers"
+        for device in self.devices.values():
+            await device.aclose()
+
+    # requests
+
+    def process(self, rank: int) -> SimulatedWorker:
+        """The process of a rank that is not the head's."""
+        return self.group.processes[rank]
+
+    async def serve(self, text: Sequence[int], extra_key: str | None = None, **terms: Any) -> int:
+        """One request to its end, again if a load fails; how much was cached."""
+        while True:
+            async with self.cache.lease(text, extra_key=extra_key, **terms) as lease:
+                cached = lease.cached
+                number = self.compute(lease, list(text), extra_key)
+                try:
+                    await lease.loaded()
+                    whole = len(text) % PAGE == 0 and len(lease.states) > 1
+                    checkpoint = (len(text), int(lease.states[-1])) if whole else None
+                    await lease.commit(text, ready=number, checkpoint=checkpoint)
+                except LoadFailed:
+                    lease.release(after=number)
+                    continue
+                lease.release(after=number)
+                return cached
+
+    def compute(self, lease: Lease, text: list[int], extra_key: str | None = None) -> int:
+        """Have all engines compute ``text`` beyond what is cached; the batch's number."""
+        task: Task = task_for(lease, extra_key, text, self.names)
+        return self.cache.send_batch(task.payload(), [lease])
+
+    async def push_out(self, pages: int) -> None:
+        """Take ``pages`` device pages for a moment, so that what is cached leaves the device."""
+        async with self.cache.lease(text(pages, seed=999)):
+            pass
+
+    def idle(self) -> None:
+        """Nothing is held, and nothing in flight."""
+        core = self.cache.core
+        audit.check(core, idle=not core.world.ledger.ops)
+        assert not core.active_leases()
+        assert not core.active_fetches()
+
+
+def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
+    """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
+    return [seed * 100_000 + i for i in range(pages * PAGE + extra)]
+
+
+def play(work: Callable[[SimulatedLoop], Coroutine[Any, Any, T]], seed: int = 0, order: Order = Order.SHUFFLED) -> T:
+    """A world of this seed."""
+    return simulate(work, seed, order=order)
+
+
+def random_of(seed: object) -> Random:
+    return Random(str(seed))

@@ -1,0 +1,67 @@
+"""Every worker's part of every page comes back as it was written, from each tier, whatever the topology."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynccache import CacheConfig, Replicated, Sidecar
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import Topology
+from tests.group.group_kit import GroupWorld, play, settings, text
+
+SHAPES = [Topology(), Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2), Topology(tp=2, cp=2)]
+KINDS = {
+    "full": settings(16, 40),
+    "window": settings(16, 40, swa=16),
+    "state": settings(16, 40, mamba=12),
+    "all": settings(16, 40, swa=16, mamba=12, sidecars=(
+        Sidecar(name="index", indices_from="full", bytes_per_page=8, layers=2),
+        Sidecar(name="latent", indices_from="swa", bytes_per_page=8, layers=2, replicated=Replicated.TP_CP),
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("own", [0, None])
+def test_what_was_written_comes_back_from_device_and_host(shape: Topology, kind: str, own: int | None) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, shape, KINDS[kind], own=own)
+        async with world.opened() as cache:
+            assert await world.serve(text(6)) == 0
+            assert await world.serve(text(6, extra=1)) == 24
+            await cache.flush()
+            await world.push_out(16)
+            assert await world.serve(text(6, extra=1)) == 24
+            statistics = cache.statistics()
+            assert statistics.stages["load_back"].ops > 0
+            assert statistics.stages["backup_host"].full_pages >= 6
+            world.idle()
+        assert world.verified > 0
+        assert all(process.failure is None for process in world.group.processes.values())
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_new_group_finds_what_the_last_one_stored(shape: Topology, kind: str, shared: bool) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        from dataclasses import replace
+
+        config: CacheConfig = replace(KINDS[kind], storage=settings(stored=True, host=1).storage)
+        world = GroupWorld(loop, shape, config, shared=shared)
+        async with world.opened():
+            await world.serve(text(6))
+        verified = world.verified
+        async with world.opened() as cache:
+            handle = cache.prefetch(text(6, extra=1))
+            await handle
+            assert await world.serve(text(6, extra=1), prefetch=handle) == 24
+            assert cache.statistics().stages["prefetch"].pages > 0
+        assert world.verified > verified
+        await world.aclose()
+
+    play(main)
