@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.faulty import device_faults, faulty_stores
+from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
 from asynccache.cli.presses import Next, Presses
@@ -38,7 +39,7 @@ from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
-from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation, RankFailure
+from asynccache.errors import BackendError, CacheClosed, InvariantViolation, RankFailure
 from asynccache.metrics import Exposed
 
 DURATION = 20.0
@@ -98,24 +99,6 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
     if not result["ok"]:
         return 1
     return INTERRUPTED if result["interrupted"] else 0
-
-
-def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the loop that ``--loop`` names; None: asyncio's own.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if name == "asyncio":
-        return asyncio.SelectorEventLoop
-    try:
-        import uvloop
-    except ImportError:
-        if name is None:
-            return None
-        raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _interrupt(driver: Driver, watch: Watch, count: int) -> None:

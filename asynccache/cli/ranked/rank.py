@@ -22,10 +22,10 @@ import torch
 from asynccache.cli.devices import make_device
 from asynccache.cli.engine import Engine, Piece, Verdict
 from asynccache.cli.faulty import device_faults, faulty_stores
+from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import Meter, Spread, peak_rss
 from asynccache.cli.ranked.shard import shard_config
 from asynccache.cli.ranked.work import complaint, unpacked
-from asynccache.cli.session import loop_factory
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.worker import EngineBatch, RankWorker, Topology, connect
 
