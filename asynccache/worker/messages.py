@@ -391,6 +391,12 @@ def config_of(settings: Settings) -> CacheConfig:
 
 def _plain(made: Any, *without: str) -> dict[str, Any]:
     values = {one.name: getattr(made, one.name) for one in fields(made) if one.name not in without}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in values.items()}
+    return {name: _value(value) for name, value in values.items()}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value
 
 

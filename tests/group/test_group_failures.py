@@ -1,0 +1,210 @@
+"""A worker that is gone, silent, or cannot go on: who waits is told which and why, the head closes, the others end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from asynccache import ConfigError, RankFailure
+from asynccache.core.plan import Status
+from asynccache.errors import Unavailable
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import Topology
+from asynccache.worker import messages as m
+from tests.group.group_kit import GroupWorld, play, settings, text
+
+VICTIM = 1
+TIMEOUT = 3.0
+
+
+def kill(world: GroupWorld) -> None:
+    world.process(VICTIM).kill()
+
+
+def silence(world: GroupWorld) -> None:
+    world.process(VICTIM).link.fall_silent()
+
+
+def raise_at_effects(world: GroupWorld) -> None:
+    local = world.process(VICTIM).serving.performer.local
+    assert local is not None
+
+    def broken(*_: object) -> None:
+        raise OSError("the driver is gone")
+
+    local.mover.backup = broken  # type: ignore[assignment]
+    local.mover.load = broken  # type: ignore[assignment]
+
+
+def cut_soon(world: GroupWorld) -> None:
+    link = world.process(VICTIM).link.peer
+    link.cut_at = link.frames + 2
+
+
+def babble(world: GroupWorld) -> None:
+    world.process(VICTIM).link.send(b"\x93\x01\x02\xc1")
+
+
+def say_nonsense(world: GroupWorld) -> None:
+    world.process(VICTIM).serving._tell(m.Ended(999, Status.DONE))
+
+
+FATES: dict[str, tuple[Callable[[GroupWorld], None], str]] = {
+    "killed": (kill, "closed the connection"),
+    "silent": (silence, "was silent for 3 s"),
+    "an effect raises": (raise_at_effects, "the driver is gone"),
+    "the link is cut in the middle of a sequence": (cut_soon, "closed the connection"),
+    "malformed": (babble, "sent what is no message"),
+    "nonsense": (say_nonsense, "ended operation 999"),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("own", [0, None])
+def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(
+    fate: str, own: int | None, seed: int
+) -> None:
+    strike, reason = FATES[fate]
+
+    async def main(loop: SimulatedLoop) -> None:
+        shape = Topology(tp=2) if own == 0 else Topology(tp=3)
+        world = GroupWorld(loop, shape, settings(16, 40, stored=True), own=own, timeout=TIMEOUT)
+        async with world.opened() as cache:
+            await world.serve(text(6))
+            await cache.flush()
+        world.begin()
+        before = asyncio.all_tasks()
+        told, struck = await struck_in_use(world, strike, 0.0002 * seed)
+        assert len(told) >= 2
+        assert all(error.rank == VICTIM and reason in error.reason for error in told), told
+        assert str(told[-1]).startswith(f"rank {VICTIM}: ")
+        assert loop.time() - struck <= 2 * TIMEOUT + 3.0, "the head closes in its time"
+        if fate == "silent":
+            world.process(VICTIM).task.cancel()
+        for rank, process in world.group.processes.items():
+            if rank != VICTIM:
+                await process.ended()
+                assert isinstance(process.failure, RankFailure), "the others hear of it"
+                assert process.failure.rank == VICTIM
+        await asyncio.wait([world.process(VICTIM).task])
+        for engine in world.engines.values():
+            engine.cancel()
+        await asyncio.wait(world.engines.values())
+        assert asyncio.all_tasks() <= before, "a task outlives the group"
+        async with world.opened() as cache:
+            assert await world.serve(text(6, extra=1), prefetch=cache.prefetch(text(6, extra=1))) == 24
+            world.idle()
+        await world.aclose()
+
+    play(main, seed)
+
+
+async def struck_in_use(
+    world: GroupWorld, strike: Callable[[GroupWorld], None], after: float
+) -> tuple[list[RankFailure], float]:
+    """What those who used the cache were told, and at last who opened it; and when it was struck."""
+    cache, loop = world.cache, world.loop
+    told: list[BaseException] = []
+    struck = 0.0
+    try:
+        async with cache:
+            world.run()
+            await world.serve(text(3, seed=1))
+            handle = cache.prefetch(text(6, extra=1))
+            waiting = [
+                loop.create_task(world.serve(text(6, extra=1), prefetch=handle)),
+                loop.create_task(cache.flush()),
+            ]
+            await asyncio.sleep(after)
+            strike(world)
+            struck = loop.time()
+            waiting.append(loop.create_task(until_closed(world)))
+            told += [error for error in await asyncio.gather(*waiting, return_exceptions=True) if error is not None
+                     and not isinstance(error, int)]  # fmt: skip
+            assert cache.closed is not None
+            assert loop.time() - struck <= TIMEOUT + 0.1
+    except RankFailure as error:
+        told.append(error)
+    assert all(isinstance(error, RankFailure) for error in told), told
+    return [error for error in told if isinstance(error, RankFailure)], struck
+
+
+async def until_closed(world: GroupWorld) -> None:
+    while world.cache.closed is None:
+        await world.serve(text(2, seed=5))
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("own", [0, None])
+def test_a_worker_that_does_not_come_is_named_and_nothing_is_open(own: int | None) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40), own=own, arrival=7.0)
+        world.begin(absent=frozenset({2}))
+        with pytest.raises(RankFailure, match=r"rank 2 did not come within 7 s"):
+            async with world.cache:
+                pass
+        world.group.workers.close()
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_what_cannot_be_opened_on_one_worker_is_told_by_rank_and_open_nowhere() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
+        world.begin()
+        serving = world.process(2).serving
+
+        async def locked(*_: object) -> m.Message:
+            raise Unavailable("the folder is locked")
+
+        serving.performer._open = locked  # type: ignore[method-assign, assignment]
+        with pytest.raises(Unavailable, match="rank 2: the folder is locked"):
+            async with world.cache:
+                pass
+        await world.group.ended()
+        assert isinstance(world.process(1).failure, RankFailure)
+        assert "rank 2: the folder is locked" in str(world.process(1).failure)
+        for rank in (0, 1):
+            assert world.devices[rank]._streams, "it had been opened"
+            assert world.backends[rank].holding == 0
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_configuration_with_other_slots_is_refused_by_name() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        world.process(1).serving.performer._shard = lambda _: settings(8, 40)
+        with pytest.raises(ConfigError, match="rank 1: shard: pool 'full': device_pages is 8 here and 16 at the head"):
+            async with world.cache:
+                pass
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_an_opening_that_is_cancelled_leaves_nothing_anywhere() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        for turns in range(0, 40, 3):
+            world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
+            world.begin()
+            opening = loop.create_task(world.cache.__aenter__())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled():
+                await world.cache.aclose()
+            world.group.workers.close()
+            await world.group.ended()
+            await world.aclose()
+
+    play(main)
