@@ -185,7 +185,7 @@ class Echo:
         loop = asyncio.get_running_loop()
         for port in ports:
             transport, _ = await loop.create_connection(lambda: _Counting(made._came), "127.0.0.1", port)
-            made._transports.append(cast("asyncio.Transport", transport))
+            made._transports.append(transport)
         return made
 
     async def plan(self, _: int) -> None:

@@ -8,6 +8,8 @@ from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Replicate
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 
+_OVER = [one.value for one in Replicated if one.over]
+
 
 def check_replicas(text: str) -> str:
     """``text`` as it is, if it can be read; 'none' is nothing.
@@ -49,8 +51,8 @@ def _read(text: str) -> dict[str, Replicated]:
     found: dict[str, Replicated] = {}
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, colon, over = entry.partition(":")
-        try:
-            found[name] = Replicated(over.replace("+", ",")) if colon else Replicated.TP_CP
-        except ValueError:
-            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp") from None
+        over = over.replace("+", ",") if colon else Replicated.TP_CP.value
+        if not name or over not in _OVER:
+            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
+        found[name] = Replicated(over)
     return found

@@ -117,7 +117,7 @@ def test_what_names_no_replica_is_refused(text: str) -> None:
 
 def test_a_batch_says_which_pages() -> None:
     pieces = [
-        Piece(kind, np.arange(kind, 9, dtype=np.int32), np.arange(kind, 9, dtype=np.uint64) << 60, 3)
+        Piece(kind, np.arange(kind, 9, dtype=np.int32), np.arange(kind, 9, dtype=np.uint64) << np.uint64(60), 3)
         for kind in ComponentKind
     ]
     for verifies in (False, True):

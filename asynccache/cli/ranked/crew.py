@@ -31,6 +31,7 @@ class Member:
     def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
         self.rank = duty.rank
         self.account: Mapping[str, Any] | None = None
+        self._last_words = ""
         self._said = _file(folder / f"rank-{duty.rank}.json")
         self._log = _file(folder / f"rank-{duty.rank}.log")
         self.process = subprocess.Popen(
@@ -47,8 +48,8 @@ class Member:
     def last_words(self) -> str:
         """How it ended, and the last line that it wrote; empty, as long as it has not."""
         status = self.process.poll()
-        if status is None:
-            return ""
+        if status is None or self._log.closed:
+            return self._last_words
         lines = _read(self._log).strip().splitlines()
         how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
         return how + (f": {lines[-1]}" if lines else "")
@@ -57,7 +58,9 @@ class Member:
         """Read what it said. To be called when it has ended, once."""
         with suppress(ValueError):
             self.account = json.loads(_read(self._said))
+        self._last_words = self.last_words()
         self._said.close()
+        self._log.close()
 
 
 def _file(path: Path) -> IO[bytes]:
