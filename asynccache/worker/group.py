@@ -58,13 +58,14 @@ class GroupBatch:
     """A batch from when it was sent. ``left``: the ranks on which it is not over. ``errors``: those that could not run
     it, and why."""
 
-    __slots__ = ("_waiters", "errors", "left", "number")
+    __slots__ = ("_failed", "_waiters", "errors", "left", "number")
 
     def __init__(self, number: int, ranks: set[int]) -> None:
         self.number = number
         self.left = ranks
         self.errors: dict[int, str] = {}
         self._waiters: list[asyncio.Future[None]] = []
+        self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
         return f"GroupBatch({self.number}, {f'not over on {sorted(self.left)}' if self.left else 'over'})"
@@ -75,6 +76,8 @@ class GroupBatch:
 
     async def wait(self) -> None:
         """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``RankFailure``: the group is."""
+        if self.left and self._failed is not None:
+            raise self._failed()
         if self.left:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -91,7 +94,8 @@ class GroupBatch:
                     waiter.set_result(None)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
-        """Nobody will ever know."""
+        """Nobody will ever know. Who waits is told ``error``, and who comes later."""
+        self._failed = error
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_exception(error())

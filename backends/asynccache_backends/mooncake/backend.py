@@ -51,7 +51,9 @@ FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)        # seconds between tries while
 
 
 class MooncakeBackend:
-    """Made by ``open``."""
+    """Made by ``open``. ``shared``: whoever uses the master finds the same pages."""
+
+    shared = True
 
     def __init__(self, settings: Settings, shared: Shared) -> None:
         self._settings = settings

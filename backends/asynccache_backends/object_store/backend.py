@@ -60,7 +60,9 @@ class _Put(NamedTuple):
 
 
 class ObjectBackend:
-    """Made by ``open``."""
+    """Made by ``open``. ``shared``: whoever uses the bucket or the folder finds the same pages."""
+
+    shared = True
 
     def __init__(self, client: Client, clock: Clock, settings: Settings, schema: bytes, *, lends: bool) -> None:
         self._client = client
@@ -101,7 +103,9 @@ class ObjectBackend:
             settings = settings._replace(capacity=None, mode=settings.mode if "mode" in url.options else None)
         client = connect(url, settings)
         await client.prepare()
-        store = cls(client, Clock(), settings, layout.schema, lends=url.scheme != "object-memory")
+        here = url.scheme == "object-memory"
+        store = cls(client, Clock(), settings, layout.schema, lends=not here)
+        store.shared = not here
         try:
             saved = await store._catalog.load()
         except BaseException:

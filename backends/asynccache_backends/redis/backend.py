@@ -48,7 +48,9 @@ COUNTERS = ("pages", "bytes", "get_bytes", "refused_pages", "errors", "connects"
 
 
 class RedisBackend:
-    """Made by ``open``."""
+    """Made by ``open``. ``shared``: whoever uses the server finds the same pages."""
+
+    shared = True
 
     def __init__(self, settings: Settings, router: Router, counts: Counter[str]) -> None:
         self._settings = settings
