@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from asynccache.memory.faults import Faults
 from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
 from asynccache.testing.faulty_backend import FaultyBackend
+
+if TYPE_CHECKING:
+    from asynccache.memory.faults import Faults
 
 
 def device_faults(share: float, seed: int) -> Faults:
     """Of all copies."""
+    from asynccache.memory.faults import Faults  # torch comes with it
+
     return Faults(seed=seed, delayed=share / 2, failing=share / 4)
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
-
-import torch
 
 from asynccache import AsyncCache
 from asynccache.cli import leaks, output, report
@@ -56,7 +54,6 @@ def execute(settings: Settings, presses: Presses | None = None) -> int:
     if presses is None:
         with Presses() as presses:
             return execute(settings, presses)
-    torch.set_num_threads(1)  # the engine's own threads are the parallel part
     if settings.json is not None:
         output.check_writable(settings.json)
     if settings.report is not None:
@@ -146,11 +143,14 @@ class Session:
     async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
         """What is found in the cache when all requests have ended. That the cache closed itself is a problem, not an
         error."""
+        import torch  # here, since the head of several ranks needs none
+
+        torch.set_num_threads(1)  # the engine's own threads are the parallel part
         cache, found = AsyncCache(config, device=device), dict[str, Any]()
         try:
-            with faulty_stores(self._settings.faults, self._settings.seed):
-                await cache.__aenter__()
-            async with cache:
+            async with AsyncExitStack() as stack:
+                with faulty_stores(self._settings.faults, self._settings.seed):
+                    await stack.enter_async_context(cache)
                 engine = Engine(cache.config.pools(), cache.pools, device.gate)
                 try:
                     await self._drive(cache, Server(cache, engine, self._settings, self._tally), source)

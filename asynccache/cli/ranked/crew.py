@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from asynccache.cli.ranked.rank import Duty
+from asynccache.cli.ranked.duty import Duty
 from asynccache.worker.sockets import SECRET
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.rank")

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,43 +23,14 @@ from asynccache.cli.devices import make_device
 from asynccache.cli.engine import Engine, Piece, Verdict
 from asynccache.cli.faulty import device_faults, faulty_stores
 from asynccache.cli.loops import loop_factory
-from asynccache.cli.meter import Meter, Spread, peak_rss
+from asynccache.cli.meter import Meter, peak_rss
+from asynccache.cli.ranked.duty import Account, Duty
 from asynccache.cli.ranked.shard import shard_config
 from asynccache.cli.ranked.work import complaint, unpacked
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.worker import EngineBatch, RankWorker, Topology, connect
 
 ARRIVAL = 30.0
-_NOTHING = Spread(0.0, 0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Duty:
-    """``faults``: share of copies and calls; ``delay``: seconds that it dawdles before a batch, at most."""
-
-    rank: int
-    address: str
-    topology: tuple[int, int, int]
-    device: str
-    loop: str | None
-    seed: int
-    faults: float
-    delay: float
-
-
-@dataclass(slots=True)
-class Account:
-    """What a rank has to say at its end. ``failure``: what ended it too early."""
-
-    verified: int = 0
-    mismatches: int = 0
-    batches: int = 0
-    tasks: int = 0
-    cpu: float = 0.0
-    memory: int = 0
-    lag: Spread = _NOTHING
-    run_queue: Spread = _NOTHING
-    failure: dict[str, Any] | None = field(default=None)
 
 
 class Rank:

@@ -18,8 +18,8 @@ from asynccache.cli import leaks, report
 from asynccache.cli.meter import Spread
 from asynccache.cli.options import Settings
 from asynccache.cli.ranked.crew import Crew, Member
+from asynccache.cli.ranked.duty import Duty
 from asynccache.cli.ranked.engine import RankedEngine, RankedLane
-from asynccache.cli.ranked.rank import Duty
 from asynccache.cli.ranked.shard import shard_config, store_url
 from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Lane, Server
