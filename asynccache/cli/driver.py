@@ -17,7 +17,7 @@ from asynccache.cli.options import Settings
 from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.tally import Tally
-from asynccache.errors import CacheClosed, CacheFull
+from asynccache.errors import CacheClosed, CacheFull, RankFailure
 
 
 class Driver:
@@ -96,7 +96,7 @@ class Driver:
         except CacheFull as error:
             self.tally.failed += 1
             self.tally.problem(f"request {request.number} gave up: {error}")
-        except CacheClosed:
+        except (CacheClosed, RankFailure):
             self.tally.failed += 1
             self.stop()  # whoever closes the cache learns why it had closed itself
         except Exception as error:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from asynccache.cli.pattern import Pattern, Values
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
 from asynccache.memory.device import Event
+
+if TYPE_CHECKING:
+    import torch
 
 CALL_BYTES = 1 << 20
 THREADS = 2
@@ -156,6 +158,8 @@ class _Pool:
             for layer, pattern in zip(self._layers, self._patterns, strict=True):
                 pattern.write(layer, ids, values)
         if self._layers[0].is_cuda:  # whoever opens the event says that it is written
+            import torch
+
             torch.cuda.current_stream(self._layers[0].device).synchronize()
 
     def verify(self, piece: Piece) -> list[str]:
@@ -171,6 +175,8 @@ class _Pool:
         return [f"{self.name} page {position} {what}" for position, what in sorted(wrong.items())]
 
     def _slices(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        import torch
+
         device = self._layers[0].device
         ids = torch.from_numpy(piece.ids.astype(np.int64)).to(device)
         values = torch.from_numpy(piece.values.view(np.int64)).to(device)

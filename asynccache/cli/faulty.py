@@ -1,26 +1,46 @@
-"""What ``--faults`` does to a device and to the backends of a run."""
+"""What ``--faults`` does to a device and to the stores of a run."""
 
 from __future__ import annotations
 
-from asynccache.config import CacheConfig
-from asynccache.memory.faults import Faults
-from asynccache.storage import StorageBackend, backend_class, parse_url, take_options
-from asynccache.storage.records import store_layout
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asynccache.storage import ParsedUrl, StorageBackend, StoreLayout, opening
 from asynccache.testing.faulty_backend import FaultyBackend
+
+if TYPE_CHECKING:
+    from asynccache.memory.faults import Faults
 
 
 def device_faults(share: float, seed: int) -> Faults:
     """Of all copies."""
+    from asynccache.memory.faults import Faults  # torch comes with it
+
     return Faults(seed=seed, delayed=share / 2, failing=share / 4)
 
 
-async def open_faulty(
-    config: CacheConfig, share: float, seed: int, stores: list[tuple[StorageBackend, dict[str, str]]]
-) -> None:
-    """The backends, which fail now and then, and how the cache is to use each; added to ``stores`` as they open."""
-    for number, storage in enumerate(config.stores):
-        url = parse_url(storage, config.storage_options)
-        _, own = take_options(url)
-        common = {name: value for name, value in url.options.items() if name not in own.options}
-        backend = await backend_class(url.scheme).open(own, store_layout(config.pools()))
-        stores.append((FaultyBackend(backend, share, seed + number), {"name": url.scheme, **common}))
+@contextmanager
+def faulty_stores(share: float, seed: int) -> Iterator[None]:
+    """Stores that are opened meanwhile fail now and then, the first with this seed, each other with the next one.
+    ``share``: of their calls; 0: they do not."""
+    known, seeds = opening.backend_class, iter(range(seed, seed + (1 << 30)))
+    if share:
+        opening.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
+    try:
+        yield
+    finally:
+        opening.backend_class = known
+
+
+class _Faulty:
+    """A backend class of which every backend has faults."""
+
+    def __init__(self, kind: opening.BackendClass, share: float, seed: int) -> None:
+        self._kind = kind
+        self._share = share
+        self._seed = seed
+
+    async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
+        """As the class does."""
+        return FaultyBackend(await self._kind.open(url, layout), self._share, self._seed)

@@ -26,7 +26,7 @@ BENCHES = {
     "store": "the storage tier: CPU and bandwidth per page",
     "tree": "the core: time and memory per operation",
     "runtime": "what an await adds to a call of the core",
-    "ranks": "agreement between ranks: a step beside a bare all-reduce, messages and bytes",
+    "ranks": "operations on their way to workers and back, beside a bare TCP echo of the same bytes",
     "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from asynccache.cli.devices import check_device
+from asynccache.cli.replicas import check_replicas
 from asynccache.cli.runfile import Told, cache_of, from_environment, from_file, options_of
 from asynccache.cli.sidecars import PRESET, check_sidecars
 from asynccache.config import EVICTION_POLICIES, CacheConfig, split_urls
@@ -46,7 +47,6 @@ class Settings:
     workload: str | None = None
     duration: float | None = None
     requests: int | None = None
-    steps: int | None = None
     rate: float = 0.0
     cancel_rate: float = 0.0
     faults: float = 0.0
@@ -75,6 +75,7 @@ class Settings:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    replicated: str = ""
     rank_timeout: float = 30.0
     rank_delay: float = 0.0
     serve: int | None = None
@@ -86,7 +87,7 @@ class Settings:
 
     @property
     def ranks(self) -> int:
-        """How many processes run the caches."""
+        """How many there are; each is a process, where there are several."""
         return self.tp * self.cp * self.pp
 
     def plain(self) -> dict[str, object]:
@@ -214,9 +215,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("limit", _integer(1), {"replay": None}, "N", "the first N requests only"),
     Option("workload", _choice(*WORKLOADS), {"stress": "mixed"}, "NAME", "mixed, chat, shared, agent or random"),
     Option("duration", _positive, {"stress": None}, "SECONDS",
-           "no new request after this; 20 where neither --requests nor --steps is given"),
+           "no new request after this; 20 where --requests is not given"),
     Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
-    Option("steps", _integer(1), {"stress": None}, "N", "no new request after N scheduler iterations (several ranks)"),
     Option("rate", _not_negative, {"stress": 40.0}, "R", "requests that arrive per second; 0: as fast as it goes"),
     Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests cancelled at a random await"),
     Option("faults", _share, {"stress": 0.0}, "P",
@@ -249,12 +249,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("device", check_device, _both("cpu"), "cpu|cuda:N", "where L1 is; asynccache doctor tells of GPUs"),
     Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
     Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
-    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks: a process, a cache and a part of each page each"),
+    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks: a process and a part of each page each"),
     Option("cp", _integer(1), _both(1), "N", "context parallel ranks, the same way"),
     Option("pp", _integer(1), _both(1), "N", "pipeline stages: each rank has its stage's layers"),
+    Option("replicated", check_replicas, _both(""), "LIST",
+           "pools that ranks hold whole instead of a part each, as NAME, NAME:tp or NAME:cp; where the store is shared "
+           "one of them writes"),
     Option("rank-timeout", _positive, _both(30.0), "SECONDS", "a rank that is silent for so long is gone"),
     Option("rank-delay", _not_negative, _both(0.0), "MS",
-           "each rank dawdles up to MS milliseconds before each step, by a seed of its own"),
+           "each rank dawdles up to MS milliseconds before each batch, by a seed of its own"),
     Option("serve", _port, _both(None), "PORT",
            "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT while it runs; 0: any port"),
     Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
@@ -371,8 +374,6 @@ def _checked(settings: Settings) -> Settings:
         raise ConfigError(f"--storage={where} needs a host tier, and --host-tokens is none")
     if settings.ranks > 1:
         _check_ranks(settings)
-    elif settings.steps is not None:
-        raise ConfigError(f"--steps={settings.steps} counts what several ranks do together; one rank has --requests")
     return settings
 
 
@@ -380,7 +381,3 @@ def _check_ranks(settings: Settings) -> None:
     count = f"there are {settings.ranks} ranks, --tp {settings.tp} --cp {settings.cp} --pp {settings.pp}"
     if settings.ranks > MOST_RANKS:
         raise ConfigError(f"{count}: this command runs {MOST_RANKS} at most")
-    if settings.serve is not None:
-        raise ConfigError(f"--serve={settings.serve} looks into one cache, and {count}")
-    if settings.report is not None:
-        raise ConfigError(f"--report={settings.report} draws one cache, and {count}; use --json")

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from asynccache.cli.request import Tokens
+
+if TYPE_CHECKING:
+    import torch
 
 Values = npt.NDArray[np.uint64]
 
@@ -48,6 +51,9 @@ class Pattern:
     """The bytes of one layer of one pool."""
 
     def __init__(self, pool: str, layer: int, page_bytes: int, device: torch.device | None = None) -> None:
+        import torch  # not before there is a device: the head of several ranks has none
+
+        self._torch = torch
         seed = hashlib.blake2b(f"{pool}/{layer}".encode(), digest_size=8).digest()
         rng = np.random.Generator(np.random.PCG64(int.from_bytes(seed, "little")))
         low, high = -(1 << 63), (1 << 63) - 1
@@ -62,18 +68,18 @@ class Pattern:
     def mismatches(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> Sequence[int]:
         """The positions i at which page ``pages[i]`` of ``layer`` is not the page of ``values[i]``."""
         found, expected = self._words(layer).index_select(0, pages), self._expand(values)
-        if torch.equal(found, expected):
+        if self._torch.equal(found, expected):
             return ()
         wrong: list[int] = (found != expected).any(dim=1).nonzero().flatten().tolist()
         return wrong
 
     def _expand(self, values: torch.Tensor) -> torch.Tensor:
-        rows = torch.bitwise_xor(values[:, None], self._salt[None, :])
-        return rows if self._whole_words() else rows.view(torch.uint8)[:, : self._bytes]
+        rows = self._torch.bitwise_xor(values[:, None], self._salt[None, :])
+        return rows if self._whole_words() else rows.view(self._torch.uint8)[:, : self._bytes]
 
     def _words(self, layer: torch.Tensor) -> torch.Tensor:
         """The layer as 64-bit words where that works: gathers of single bytes are ten times slower."""
-        return layer.view(torch.int64) if self._whole_words() else layer
+        return layer.view(self._torch.int64) if self._whole_words() else layer
 
     def _whole_words(self) -> bool:
         return self._bytes % 8 == 0

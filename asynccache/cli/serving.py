@@ -11,18 +11,17 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from asynccache.cli.engine import Engine, Ids, Lane, Piece, Verdict
+from asynccache.cli.engine import Ids, Piece, Verdict
 from asynccache.cli.options import Settings
 from asynccache.cli.pattern import Values, page_values
 from asynccache.cli.request import Request, Tokens
 from asynccache.cli.tally import Tally
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, LoadFailed
-from asynccache.memory.device import Event
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
@@ -41,6 +40,24 @@ class Text(NamedTuple):
     tokens: Tokens
     values: Values
     prompt: int
+
+
+class Lane(Protocol):
+    """One request's work on the engine. ``work``: what its last job ends with, for ``release``; None: there was
+    none."""
+
+    @property
+    def work(self) -> object: ...
+
+    async def write(self, pieces: Sequence[Piece]) -> None: ...
+
+    async def verify(self, pieces: Sequence[Piece]) -> Verdict: ...
+
+
+class Engine(Protocol):
+    """What fills and verifies pages: this process's, or that of several ranks."""
+
+    def lane(self) -> Lane: ...
 
 
 class Server:
@@ -146,8 +163,8 @@ class Server:
         """Return when the pages are on the device."""
         await lease.loaded()
 
-    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Piece]) -> Event | None:
-        """Fill these pages; an event if that is not over yet."""
+    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Piece]) -> object:
+        """Fill these pages; what ``commit`` must wait for if that is not over yet."""
         await lane.write(pieces)
         return None
 

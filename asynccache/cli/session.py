@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
-
-import torch
 
 from asynccache import AsyncCache
 from asynccache.cli import leaks, output, report
@@ -23,7 +20,8 @@ from asynccache.cli.display import Display, choose
 from asynccache.cli.driver import Driver
 from asynccache.cli.engine import Engine
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.faulty import device_faults, open_faulty
+from asynccache.cli.faulty import device_faults, faulty_stores
+from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import Meter
 from asynccache.cli.options import Settings
 from asynccache.cli.presses import Next, Presses
@@ -39,9 +37,8 @@ from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
 from asynccache.core import audit
 from asynccache.core.cache import CacheCore
-from asynccache.errors import BackendError, CacheClosed, ConfigError, InvariantViolation
+from asynccache.errors import BackendError, CacheClosed, InvariantViolation, RankFailure
 from asynccache.metrics import Exposed
-from asynccache.storage import StorageBackend
 
 DURATION = 20.0
 _SESSIONS_PER_PLACE = 4
@@ -57,7 +54,6 @@ def execute(settings: Settings, presses: Presses | None = None) -> int:
     if presses is None:
         with Presses() as presses:
             return execute(settings, presses)
-    torch.set_num_threads(1)  # the engine's own threads are the parallel part
     if settings.json is not None:
         output.check_writable(settings.json)
     if settings.report is not None:
@@ -100,24 +96,6 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
     if not result["ok"]:
         return 1
     return INTERRUPTED if result["interrupted"] else 0
-
-
-def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the loop that ``--loop`` names; None: asyncio's own.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    if name == "asyncio":
-        return asyncio.SelectorEventLoop
-    try:
-        import uvloop
-    except ImportError:
-        if name is None:
-            return None
-        raise ConfigError("--loop=uvloop: uvloop is not installed; use --loop asyncio") from None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 def _interrupt(driver: Driver, watch: Watch, count: int) -> None:
@@ -163,30 +141,19 @@ class Session:
         return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
 
     async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
-        """What is found in the cache when all requests have ended."""
-        stores: list[tuple[StorageBackend, dict[str, str]]] = []
-        try:
-            if self._settings.faults:
-                await open_faulty(config, self._settings.faults, self._settings.seed, stores)
-                config = replace(config, storage=None, storage_options={})
-            return await self._serve_from(AsyncCache(config, device=device), stores, device, source)
-        finally:
-            for backend, _ in stores:
-                await backend.aclose()
+        """What is found in the cache when all requests have ended. That the cache closed itself is a problem, not an
+        error."""
+        import torch  # here, since the head of several ranks needs none
 
-    async def _serve_from(
-        self, cache: AsyncCache, stores: Sequence[tuple[StorageBackend, dict[str, str]]], device: GatedDevice,
-        source: Source,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The same. That the cache closed itself is a problem, not an error."""
-        found: dict[str, Any] = {}
+        torch.set_num_threads(1)  # the engine's own threads are the parallel part
+        cache, found = AsyncCache(config, device=device), dict[str, Any]()
         try:
-            async with cache:
-                for backend, options in stores:
-                    await cache.attach_storage(backend, options=options, backfill=False)
+            async with AsyncExitStack() as stack:
+                with faulty_stores(self._settings.faults, self._settings.seed):
+                    await stack.enter_async_context(cache)
                 engine = Engine(cache.config.pools(), cache.pools, device.gate)
                 try:
-                    await self._drive(cache, engine, source)
+                    await self._drive(cache, Server(cache, engine, self._settings, self._tally), source)
                 finally:
                     self._meter.stop()
                     engine.close()
@@ -220,9 +187,9 @@ class Session:
         check_fits(self._settings, config, trace)
         return config
 
-    async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
+    async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
         settings = self._settings
-        driver = Driver(Server(cache, engine, settings, self._tally), source, settings, self._tally)
+        driver = Driver(server, source, settings, self._tally)
         watch = Watch(settings, driver, self._meter, cache, self._duration())
         loop = asyncio.get_running_loop()
         self._meter.start()
@@ -258,22 +225,23 @@ class Session:
 
     def _duration(self) -> float | None:
         settings = self._settings
-        ends = settings.requests is not None or settings.steps is not None
-        if settings.command == "replay" or (settings.duration is None and ends):
+        if settings.command == "replay" or (settings.duration is None and settings.requests is not None):
             return None
         return settings.duration or DURATION
 
     async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
         """All requests are released: what does the core hold, and is it sound?"""
-        core = cache.core
-        with suppress(CacheClosed):  # closing says why
+        core, idle = cache.core, False
+        with suppress(CacheClosed, RankFailure):  # closing says why
             await self._flush(cache)
             await self._idle(core)
+            idle = True
         try:
-            audit.check(core, idle=True)
+            audit.check(core, idle=idle)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
-        return {"left": leaks.look(core), **facts(cache, self._settings.page_size)}
+        left = leaks.look(core) if idle else leaks.Left(0, 0, 0)  # what is in flight for ever is no leak
+        return {"left": left, **facts(cache, self._settings.page_size)}
 
     async def _flush(self, cache: AsyncCache) -> None:
         try:

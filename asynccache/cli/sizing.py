@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asynccache.cli.options import Settings, Size
+from asynccache.cli.replicas import replicate
 from asynccache.cli.sidecars import is_logical, read_sidecars
 from asynccache.cli.trace import Survey, TraceRequest
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
@@ -21,8 +22,11 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
     Raises:
         ConfigError: the settings do not fit together; the message names the field and the value.
     """
-    if settings.cache is not None:
-        return settings.cache
+    made = settings.cache or _made(settings, trace, survey)
+    return replicate(made, settings.replicated)
+
+
+def _made(settings: Settings, trace: Sequence[TraceRequest], survey: Survey | None) -> CacheConfig:
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
     device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
     logical = is_logical(settings.sidecars)

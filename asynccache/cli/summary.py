@@ -118,10 +118,9 @@ def _rest(report: Report) -> Iterator[str]:
 
 def _ranks(report: Report) -> Iterator[str]:
     """One line for each rank of several."""
-    shape, compared = report["topology"], report["compared"]
-    yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}; compared after each of "
-                 f"{number(compared['ticks'])} iterations, {number(compared['steps'])} steps")
-    yield f"  {_DIM}{'':<20}{'pages verified':>15}{'wrong':>7}{'moved':>11}{'lag p99':>11}{'CPU':>8}{_PLAIN}"
+    shape = report["topology"]
+    yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}")
+    yield f"  {_DIM}{'':<20}{'pages verified':>15}{'wrong':>7}{'batches':>11}{'lag p99':>11}{'CPU':>8}{_PLAIN}"
     for rank in report["ranks"]:
         name = f"rank {rank['rank']} ({rank['tp']} {rank['cp']} {rank['pp']})"
         if "verify" not in rank:
@@ -129,7 +128,7 @@ def _ranks(report: Report) -> Iterator[str]:
             continue
         verify, lag = rank["verify"], rank["loop_lag_ms"]["p99"]
         yield (f"  {name:<20}{number(verify['pages']):>15}{number(verify['mismatches']):>7}"
-               f"{size(sum(rank['moved_bytes'].values())):>11}{milliseconds(lag):>11}{rank['cpu_s']:>6.1f} s")
+               f"{number(rank['batches']):>11}{milliseconds(lag):>11}{rank['cpu_s']:>6.1f} s")
 
 
 def _row(name: str, text: str) -> str:

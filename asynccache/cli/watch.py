@@ -65,7 +65,8 @@ class Watch:
 def title(settings: Settings) -> str:
     """What is run."""
     what = settings.workload if settings.trace is None else settings.trace.rsplit("/", 1)[-1]
-    return f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}"
+    ranks = f" · tp {settings.tp} cp {settings.cp} pp {settings.pp}" if settings.ranks > 1 else ""
+    return f"{settings.command} {what} · {','.join(settings.components)} · pages of {settings.page_size}{ranks}"
 
 
 def clock(elapsed: float, duration: float | None) -> str:

@@ -144,6 +144,8 @@ class CacheCollector(Collector):
                           [((name, figure), value) for name, figure, value in figures if figure != "breaker"])
         breaker = StateSetMetricFamily(f"{_PREFIX}_storage_breaker", "Whether calls pass.", labels=("cache", "backend"))
         for name, counts in stores.items():
+            if "breaker" not in counts:                # of other processes, which have not told yet
+                continue
             state = BreakerState(int(counts["breaker"]))
             breaker.add_metric((self._name, name), {s.name.lower(): s is state for s in BreakerState})
         yield breaker

@@ -12,7 +12,7 @@ Laws:
 * Nobody waits for a full socket. What a peer does not read is kept here: what may be under way is bounded by the
   core's bound on operations in flight, and a peer that reads nothing is lost after the time-out. Should both fail, the
   link ends when ``MOST_UNSENT`` bytes are kept.
-* The frames of one turn of the loop go out in one write.
+* A frame goes out at once, in one write; who has several things to say in a turn puts them into one frame.
 
 A failure's text says what the peer did ("was silent for 30 s"): who knows the peer's name puts it in front.
 """
@@ -87,7 +87,8 @@ class StreamLink(asyncio.Protocol):
         self._came = asyncio.Event()
         self._transport: asyncio.Transport | None = None
         self._rest = bytearray()
-        self._unsent: list[bytes] = []
+        self._early: list[bytes] = []
+        self._is_open = False
         self._heard: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
         self._failure: RankFailure | None = None
@@ -136,11 +137,15 @@ class StreamLink(asyncio.Protocol):
             self._transport.write(content)
 
     def established(self, timeout: float) -> None:
-        """The handshake is over. ``timeout``: seconds of silence that are a failure, the same at both ends. Frames that
-        come before ``begin`` stay in the socket."""
+        """The handshake is over: what was sent before goes out. ``timeout``: seconds of silence that are a failure, the
+        same at both ends. Frames that come before ``begin`` stay in the socket."""
         self._timeout = self._patience = timeout
         if self._ended or self._transport is None:
             return
+        self._is_open = True
+        for frame in self._early:
+            self._write(frame)
+        self._early.clear()
         self._transport.pause_reading()
         self._beat_at = self._loop.time() + timeout / 4
         self._watch()
@@ -176,9 +181,10 @@ class StreamLink(asyncio.Protocol):
             raise ValueError(f"a frame has 1 to {MOST_FRAME} bytes, and not {size}")
         if self._ended or self._leaving:
             return
-        if not self._unsent:
-            self._loop.call_soon(self._flush)
-        self._unsent += (size.to_bytes(LENGTH, "little"), frame)
+        if self._is_open:
+            self._write(frame)
+        else:
+            self._early.append(frame)
 
     def patience(self, seconds: float | None) -> None:
         """See ``Link``."""
@@ -190,7 +196,6 @@ class StreamLink(asyncio.Protocol):
         """See ``Link``."""
         transport = self._transport
         if not (self._ended or self._leaving) and transport is not None:
-            self._flush()
             self._leaving, self._lost = True, None
             self.write(BYE)
             transport.write_eof()
@@ -207,12 +212,10 @@ class StreamLink(asyncio.Protocol):
 
     # sending
 
-    def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        if self._ended or self._transport is None or not unsent:
-            return
+    def _write(self, frame: bytes) -> None:
+        assert self._transport is not None
         self._spoke = True
-        self._transport.write(b"".join(unsent))
+        self._transport.write(len(frame).to_bytes(LENGTH, "little") + frame)
         kept = self._transport.get_write_buffer_size()
         if kept > MOST_UNSENT:
             self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
@@ -301,7 +304,7 @@ class StreamLink(asyncio.Protocol):
             return
         self._ended = True
         self._failure = failure
-        self._unsent.clear()
+        self._early.clear()
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:

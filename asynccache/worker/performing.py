@@ -79,7 +79,7 @@ class Performer:
             m.Fetch: lambda o: self._begin(o.call, self._fetch(o)),
             m.Delete: lambda o: self._begin(o.call, self._delete(o)),
             m.Clear: lambda o: self._begin(o.call, self._done(o.call, self._own.clear())),
-            m.Flush: lambda o: self._begin(o.call, self._done(o.call, self._own.flush())),
+            m.Flush: lambda o: self._begin(o.call, self._done(o.call, self._flush())),
             m.Probe: lambda o: self._probe(o.page_hash),
             m.OpenStore: lambda o: self._begin(o.call, self._open_store(o)),
             m.UseStore: lambda o: self._own.use_store(o.number, o.position),
@@ -293,6 +293,13 @@ class Performer:
         hashes = order.hashes
         await self._own.delete([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
         return m.Done(order.call)
+
+    async def _flush(self) -> None:
+        """What the stores count then is told with it."""
+        try:
+            await self._own.flush()
+        finally:
+            self.count()
 
     # stores
 

@@ -282,7 +282,7 @@ class Listener:
             reason = REFUSED + str(error).encode()
             link.write(len(reason).to_bytes(LENGTH, "little") + reason)
             raise
-        link.write(len(welcome).to_bytes(LENGTH, "little") + welcome)  # before all that was sent: that waits for a turn
+        link.write(len(welcome).to_bytes(LENGTH, "little") + welcome)  # before all that was sent
         link.established(self._timeout)
 
 

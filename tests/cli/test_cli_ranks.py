@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.ranked import crew
+from asynccache.cli.ranked.session import entry
+from asynccache.worker import Topology
 from tests.cli import interrupt_child
+from tests.cli.rank_runs import ENDS, TP2, TP2_PP2, Command, Report, Shape, hits, options, size, sound
 from tests.cli.trace_kit import made_trace
-from tests.ranks.cache_runs import (
-    ENDS,
-    TP2,
-    TP2_PP2,
-    Command,
-    Report,
-    Shape,
-    hits_on_every_rank,
-    options,
-    size,
-    sound,
-)
 
 HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2", "--quiet")
 
@@ -44,19 +38,30 @@ def storage(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [TP2, pytest.param(TP2_PP2, marks=pytest.mark.ranks)])
-def test_ranks_do_the_same_whatever_fails_or_is_late_on_one(shape: Shape, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [TP2, pytest.param(TP2_PP2, marks=pytest.mark.soak)])
+def test_ranks_have_the_right_bytes_whatever_fails_or_is_late_on_one(shape: Shape, tmp_path: Path) -> None:
     report = here(options(shape, storage(tmp_path), tmp_path / "report.json", *HOSTILE))
-    sound(report, shape, steps=100)
-    hits_on_every_rank(report, "device", "host", "storage")
+    sound(report, shape)
+    hits(report, "device", "host", "storage")
     assert report["requests"] == 120
     assert report["cancelled"] > 0
     assert report["served"] + report["cancelled"] + report["failed"] == 120
-    assert sum(rank["errors"]["backup_storage"] for rank in report["ranks"]) > 0
+    assert report["stages"]["backup_host"]["errors"] > 0
+    assert report["stages"]["backup_storage"]["errors"] > 0
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [f"rank-{i}" for i in range(size(shape))]
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_stack_of_deepseek_v4_over_tp_and_cp_with_what_is_replicated(tmp_path: Path) -> None:
+    more = ("--sidecars", "deepseek-v4", "--components", "full,swa", "--bytes-per-token", "512", "--replicated",
+            "c4:tp,c4_state", "--requests", "40", "--quiet")  # fmt: skip
+    arguments = options((2, 2, 1), storage(tmp_path), tmp_path / "report.json", *more)
+    for report in (here(arguments), again := here(arguments)):
+        sound(report, (2, 2, 1))
+    hits(again, "device", "host", "storage")
+
+
+@pytest.mark.slow
 def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +76,7 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
     assert second["blocks"]["hit"] == second["blocks"]["total"]
     said = capsys.readouterr()
     assert "rank 0 is process " in said.err
-    assert "Ranks: tp 1 · cp 2 · pp 1; compared after each of " in said.out
+    assert "Ranks: tp 1 · cp 2 · pp 1" in said.out
     assert "\n  rank 1 (0 1 0)" in said.out
     assert max(map(len, said.out.splitlines())) <= 80
 
@@ -79,49 +84,22 @@ def test_a_replay_over_ranks_hits_what_the_trace_implies_and_then_what_is_stored
 # what is wrong is seen
 
 
-def odd(shape: Shape, how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
-    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-m", "tests.cli.odd_rank_child"))
-    monkeypatch.setenv("ASYNCCACHE_ODD", how)
-    return here(options(shape, "none", folder / "report.json", "--requests", "30", "--quiet"), status=1)
-
-
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = odd(TP2, "forgetful", tmp_path, monkeypatch)
+    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-m", "tests.cli.forgetful_rank"))
+    report = here(options(TP2, "none", tmp_path / "report.json", "--requests", "30", "--quiet"), status=1)
     wrong = [rank["verify"]["mismatches"] for rank in report["ranks"]]
     assert wrong[0] == 0 < wrong[1] == report["verify"]["mismatches"]
-    assert report["problems"][0].startswith("rank 1: request ")
-    assert " pages are wrong: " in report["problems"][0]
-
-
-@pytest.mark.ranks
-def test_a_call_that_one_rank_makes_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = odd(TP2, "call", tmp_path, monkeypatch)
-    problems = " ".join(report["problems"])
-    assert "the history of rank 1 is another than that of rank 0" in problems or "RankDivergence" in problems
-    assert {rank["failure"]["kind"] for rank in report["ranks"]} <= {"RankDivergence", "RankFailure"}
-
-
-@pytest.mark.ranks
-def test_a_tree_that_has_changed_by_itself_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = odd(TP2, "tampered", tmp_path, monkeypatch)
-    assert report["problems"][0].startswith("after tick 10, step ")
-    assert "the tree of rank 1 is another than that of rank 0" in report["problems"][0]
-
-
-@pytest.mark.ranks
-def test_what_cannot_be_read_of_a_rank_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = odd(TP2, "garbled", tmp_path, monkeypatch)
-    assert report["problems"][0].startswith("rank 1 sent a message of 7 bytes that cannot be read: ")
+    assert report["problems"][0].startswith("request ")
+    assert " pages are wrong: rank 1: " in report["problems"][0]
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--pp", "8"], "--pp=8: a stage would have no layer, there are --layers=4"),
     (["--tp", "3"], "--bytes-per-token=512 must be a multiple of 12: 4 layers over tp 3 and cp 1"),
-    (["--tp", "2", "--serve", "0"], "--serve=0 looks into one cache, and there are 2 ranks, --tp 2 --cp 1 --pp 1"),
-    (["--cp", "2", "--report", "x.html"], "--report=x.html draws one cache, and there are 2 ranks"),
     (["--tp", "16", "--pp", "8"], "there are 128 ranks, --tp 16 --cp 1 --pp 8: this command runs 64 at most"),
-    (["--steps", "5"], "--steps=5 counts what several ranks do together; one rank has --requests"),
+    (["--tp", "2", "--replicated", "ful"], "--replicated=ful: no pool 'ful'; there are full, swa, mamba"),
+    (["--tp", "2", "--replicated", "full:dp"], "--replicated=full:dp: 'full:dp' must be NAME, NAME:tp, NAME:cp or NA"),
 ])  # fmt: skip
 def test_what_ranks_cannot_do_is_refused(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
@@ -130,7 +108,7 @@ def test_what_ranks_cannot_do_is_refused(
     assert f"asynccache: {sentence}" in capsys.readouterr().err
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-1").write_text("in the way")
     assert main(options(TP2, f"file:{tmp_path}", tmp_path / "report.json", "--quiet")) == 2
@@ -138,39 +116,51 @@ def test_what_one_rank_cannot_open_is_refused_in_its_words(tmp_path: Path, capsy
     assert sentence.startswith("asynccache: rank 1: ")
 
 
+@pytest.mark.slow
+def test_a_rank_that_ends_before_it_has_come_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(crew, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no torch here')"))
+    assert main(options(TP2, "none", tmp_path / "report.json", "--quiet")) == 2
+    assert capsys.readouterr().err == "asynccache: rank 0: ended with status 1: no torch here\n"
+
+
+# looking in
+
+
+@pytest.mark.slow
+def test_a_run_of_ranks_is_served_and_reported_as_any_other(tmp_path: Path) -> None:
+    page, more = tmp_path / "report.html", ("--serve", "0", "--requests", "150", "--rate", "40")
+    with Command(options(TP2, storage(tmp_path), tmp_path / "report.json", *more, "--report", str(page))) as command:
+        command.started()
+        assert command.process.stderr is not None
+        (address,) = re.findall(r"http://127\.0\.0\.1:\d+", command.process.stderr.readline())
+        assert json.load(urlopen(f"{address}/statistics", timeout=30))["stages"]
+        assert b"asynccache_" in urlopen(f"{address}/metrics", timeout=30).read()
+        status, said = command.ended()
+    assert status == 0, said
+    assert "<svg" in page.read_text()
+
+
 # what ends a run
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(("place", "times"), [
-    ("conductor:Conductor._send", 2),
-    pytest.param("crew:Crew.__aenter__", 1, marks=pytest.mark.ranks),
-    pytest.param("conductor:Conductor._heard", 1, marks=pytest.mark.ranks),
-    pytest.param("conductor:Conductor._saved", 1, marks=pytest.mark.ranks),
-])  # fmt: skip
-def test_ctrl_c_ends_a_run_with_its_report(place: str, times: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_ends_a_run_with_its_report(times: int, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    arguments = options(TP2, "none", out, "--steps", "40")
-    done = pressed(place, times, arguments)
+    done = pressed("asynccache.cli.driver:Driver.run", times, options(TP2, "none", out, "--requests", "5000"))
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert "stress OK, interrupted: " in done.stdout
     report = json.loads(out.read_text())
     assert report["interrupted"]
     assert set(report["leaks"].values()) == {0}
-    assert (report["cancelled"] > 0) == (times == 2)
-
-
-@pytest.mark.ranks
-def test_who_insists_gets_out_and_leaves_nobody_behind(tmp_path: Path) -> None:
-    done = pressed("conductor:Conductor._heard", 3, options(TP2, "none", tmp_path / "report.json"))
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def pressed(place: str, times: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     signals = ",".join(["INT"] * times)
-    command = [sys.executable, interrupt_child.__file__, f"asynccache.cli.ranked.{place}", signals, *arguments]
+    command = [sys.executable, interrupt_child.__file__, place, signals, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
 
 
@@ -188,19 +178,8 @@ def test_sigterm_for_all_processes_at_once_ends_a_run_with_its_report(tmp_path: 
     assert json.loads(out.read_text())["interrupted"]
 
 
-@pytest.mark.slow
-def test_ranks_end_with_the_command(tmp_path: Path) -> None:
-    with Command(options(TP2, "none", tmp_path / "report.json", "--duration", "600")) as command:
-        command.started()
-        os.kill(command.process.pid, signal.SIGKILL)
-        command.process.wait()
-        command.nobody_left()
-
-
 def test_the_json_says_everything_about_each_rank() -> None:
     """What a rank that never spoke has in the report."""
-    from asynccache.cli.ranked.merge import entry
-    from asynccache.ranks import Topology
-
-    found: dict[str, Any] = entry(3, Topology(tp=2, pp=2), 77, None, "was killed by signal 9")
+    member: Any = SimpleNamespace(rank=3, account=None, process=SimpleNamespace(pid=77))
+    found = entry(member, Topology(tp=2, pp=2), "was killed by signal 9")
     assert found == {"rank": 3, "tp": 1, "cp": 0, "pp": 1, "pid": 77, "lost": "was killed by signal 9", "failure": None}

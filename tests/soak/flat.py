@@ -26,10 +26,11 @@ from typing import NamedTuple
 
 from asynccache import AsyncCache
 from asynccache.cli.display import choose
+from asynccache.cli.loops import loop_factory
 from asynccache.cli.options import Settings, settle
 from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
-from asynccache.cli.session import Session, loop_factory
+from asynccache.cli.session import Session
 from asynccache.cli.watch import Watch
 from asynccache.metrics import Exposed
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from asynccache import AsyncCache
 from asynccache.cli.display import choose
-from asynccache.cli.engine import Engine
+from asynccache.cli.loops import loop_factory
 from asynccache.cli.options import Settings, add_arguments, settle
 from asynccache.cli.presses import Presses
 from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
-from asynccache.cli.session import Session, loop_factory
+from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
 from asynccache.runtime.prefetch import Prefetch
 from asynccache.runtime.prefetching import Prefetching
@@ -74,9 +74,9 @@ class Watched(Session):
 
     cache: AsyncCache | None = None
 
-    async def _drive(self, cache: AsyncCache, engine: Engine, source: Source) -> None:
+    async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
         self.cache = cache
-        await super()._drive(cache, engine, source)
+        await super()._drive(cache, server, source)
 
     def standing(self) -> dict[str, Any]:
         """Counters of now; of any thread."""

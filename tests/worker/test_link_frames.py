@@ -74,14 +74,14 @@ async def test_tcp_does_not_wait_for_more_to_send() -> None:
 
 
 @pytest.mark.asyncio
-async def test_frames_of_one_turn_go_out_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frame_goes_out_at_once_and_in_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     async with connected() as (head, worker, _):
         ear = Ear(worker)
         written = count_writes(head, monkeypatch)
         for number in range(10):
             head.send(bytes([number]))
+            assert written == [frame(bytes([sent])) for sent in range(number + 1)]
         assert await ear.hears(10) == [bytes([number]) for number in range(10)]
-        assert len(written) == 1
 
 
 @pytest.mark.asyncio

@@ -1,10 +1,8 @@
-"""``stress`` and ``replay`` over several ranks, processes of this machine with pools and stores of their own.
+"""``stress`` and ``replay`` over several ranks: a process of this machine for each, with pools and stores of its own.
 
-Law: the command is the clock and the frontend. It says in *ticks*, the same to every rank, which requests arrive and
-which are aborted; a rank does one scheduler iteration a tick and answers with what its tree has become. What a rank
-does depends on ticks and on what steps granted, never on a clock of its own; what takes how long is its own affair.
+The command is the head: it has the cache's core and its requests, as with one rank, and no device. What an engine's
+ranks would compute it tells them in batches: which pages to fill and which to verify.
 
-``session`` is a run, ``crew`` its processes, ``conductor`` its ticks; ``child`` is a rank, ``scheduler`` and ``server``
-what it does in a tick, ``lives`` how its requests take turns; ``messages`` go between; ``shard`` is a rank's part of
-pools and stores; ``digest`` and ``merge`` compare ranks and add them up.
+``session`` is a run, ``crew`` its processes, ``rank`` one of them, ``work`` what a batch says; ``engine`` stands where
+one rank has its own; ``shard`` is a rank's part of pools and stores.
 """

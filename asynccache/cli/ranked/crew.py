@@ -1,4 +1,4 @@
-"""The processes that are ranks, and the sockets to them.
+"""The processes that are ranks.
 
 Law: no process outlives its ``Crew``; each is in a session of its own, so Ctrl-C reaches the command alone.
 """
@@ -6,84 +6,88 @@ Law: no process outlives its ``Crew``; each is in a session of its own, so Ctrl-
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, Self
 
-from asynccache.cli.ranked.messages import Ended, Job, Refused, receive, send
+from asynccache.cli.ranked.duty import Duty
+from asynccache.worker.sockets import SECRET
 
-COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.child")
+COMMAND: Sequence[str] = (sys.executable, "-m", "asynccache.cli.ranked.rank")
 _EXIT = 10.0
-
-
-class Said(NamedTuple):
-    """``message`` None: nothing will come from this rank any more."""
-
-    rank: int
-    message: Any
+_LOOK = 0.02
 
 
 class Member:
-    """One process. ``log`` is what it writes to its standard output and error."""
+    """One process. ``account``: what it said at its end; None: nothing."""
 
-    def __init__(self, rank: int, loop: str | None, log: IO[bytes]) -> None:
-        self.rank = rank
-        self.log = log
-        self.end, theirs = socket.socketpair()
-        with theirs:
-            command = [*COMMAND, str(rank), str(theirs.fileno()), *((loop,) if loop else ())]
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(theirs.fileno(),),
-                start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        self.end.setblocking(False)
-        self.writer: asyncio.StreamWriter | None = None
-        self.listening: asyncio.Task[None] | None = None
-        self.garbled = ""
+    def __init__(self, duty: Duty, secret: str, folder: Path) -> None:
+        self.rank = duty.rank
+        self.account: Mapping[str, Any] | None = None
+        self._last_words = ""
+        self._said = _file(folder / f"rank-{duty.rank}.json")
+        self._log = _file(folder / f"rank-{duty.rank}.log")
+        self.process = subprocess.Popen(
+            [*COMMAND, str(duty.rank)], stdin=subprocess.PIPE, stdout=self._said, stderr=self._log,
+            start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1", SECRET: secret},
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as told:
+            told.write(json.dumps(asdict(duty)).encode())
 
     def __repr__(self) -> str:
         return f"Member(rank {self.rank}, pid {self.process.pid})"
 
     def last_words(self) -> str:
-        """How it ended, and the last line that it wrote."""
-        if self.garbled:
-            return self.garbled
+        """How it ended, and the last line that it wrote; empty, as long as it has not."""
         status = self.process.poll()
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        how = "closed its socket" if status is None else _how(status)
+        if status is None or self._log.closed:
+            return self._last_words
+        lines = _read(self._log).strip().splitlines()
+        how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
         return how + (f": {lines[-1]}" if lines else "")
 
+    def end(self) -> None:
+        """Read what it said. To be called when it has ended, once."""
+        with suppress(ValueError):
+            self.account = json.loads(_read(self._said))
+        self._last_words = self.last_words()
+        self._said.close()
+        self._log.close()
 
-def _how(status: int) -> str:
-    return f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
+
+def _file(path: Path) -> IO[bytes]:
+    return open(path, "w+b")
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 class Crew:
-    """A member for each job; to be used in an ``async with``. ``said`` has what they say, in the order of arrival."""
+    """A member for each duty; to be used in an ``async with``. ``own_ends``: last words by rank of those that had ended
+    before they were told to."""
 
-    def __init__(self, jobs: Sequence[Job], folder: Path) -> None:
+    def __init__(self, duties: Sequence[Duty], secret: str, folder: Path) -> None:
         self.members: list[Member] = []
-        self.said: asyncio.Queue[Said] = asyncio.Queue()
-        self._jobs = jobs
+        self.own_ends: dict[int, str] = {}
+        self._duties = duties
+        self._secret = secret
         self._folder = folder
 
     async def __aenter__(self) -> Self:
-        """Start them all and hand out the jobs. Cancelling it leaves no process."""
+        """Start them all."""
         try:
-            for job in self._jobs:
-                log = open(self._folder / f"rank-{job.rank}.log", "w+b")  # noqa: SIM115,ASYNC230  its own log, closed below
-                self.members.append(Member(job.rank, job.settings.loop, log))
-            for member, job in zip(self.members, self._jobs, strict=True):
-                reader, member.writer = await asyncio.open_connection(sock=member.end)
-                member.listening = asyncio.create_task(self._listen(member, reader))
-                send(member.writer, job)
+            for duty in self._duties:
+                self.members.append(Member(duty, self._secret, self._folder))
         except BaseException:
             self._kill()
             raise
@@ -95,53 +99,33 @@ class Crew:
         """Nobody is left. Who is about to end by itself may do so, unless something is being raised."""
         try:
             if kind is None:
-                await self._ended()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_EXIT):
+                        await self.ends(len(self.members))
         finally:
             self._kill()
 
-    def send(self, message: object, to: Sequence[int] | None = None) -> None:
-        """To every rank, or to these; who has closed its socket hears nothing."""
-        for member in self.members:
-            writer = member.writer
-            if (to is None or member.rank in to) and writer is not None and not writer.is_closing():
-                send(writer, message)
+    def ended(self) -> list[Member]:
+        """Those that have."""
+        return [member for member in self.members if member.process.poll() is not None]
 
-    async def _listen(self, member: Member, reader: asyncio.StreamReader) -> None:
-        try:
-            message: object = None
-            while not isinstance(message, (Ended, Refused)):
-                message = await receive(reader)
-                self.said.put_nowait(Said(member.rank, message))
-        except (EOFError, ConnectionError):
-            pass
-        except ValueError as error:
-            member.garbled = str(error)
-            member.process.kill()
-        if member.writer is not None:
-            member.writer.close()    # it waits for this, so that its last word was heard
-        await asyncio.to_thread(_wait, member.process, 1.0)
-        self.said.put_nowait(Said(member.rank, None))
+    async def ends(self, count: int) -> None:
+        """Return when so many have ended."""
+        while len(self.ended()) < count:  # noqa: ASYNC110  nothing tells of a process's end on every loop
+            await asyncio.sleep(_LOOK)
 
-    async def _ended(self) -> None:
-        for member in self.members:
-            if member.listening is not None and member.process.poll() is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_EXIT):
-                        await asyncio.shield(member.listening)
+    def note_ends(self) -> None:
+        """Who has ended by now has done so by itself."""
+        self.own_ends |= {member.rank: member.last_words() for member in self.ended()}
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """It is lost, for this reason: nobody need wait for it."""
+        self.own_ends.setdefault(rank, reason)
+        self.members[rank].process.kill()
 
     def _kill(self) -> None:
         for member in self.members:
             member.process.kill()
         for member in self.members:
             member.process.wait()
-            if member.listening is not None:
-                member.listening.cancel()
-            if member.writer is not None:
-                member.writer.close()
-            member.end.close()
-            member.log.close()
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
+            member.end()

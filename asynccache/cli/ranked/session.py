@@ -1,106 +1,191 @@
-"""A run of several ranks from settings to report: start them, conduct, add up what they say."""
+"""A run of several ranks from settings to report: start them, serve requests as ever, ask each for its account."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from asynccache.cli import report
-from asynccache.cli.ranked import merge
-from asynccache.cli.ranked.conductor import Conductor
-from asynccache.cli.ranked.crew import Crew
-from asynccache.cli.ranked.messages import Arrival, Job, arrival
-from asynccache.cli.ranked.shard import shard_config
-from asynccache.cli.ranked.watch import RankedWatch
-from asynccache.cli.request import Request
+from asynccache import AsyncCache
+from asynccache.cli import leaks, report
+from asynccache.cli.meter import Spread
+from asynccache.cli.options import Settings
+from asynccache.cli.ranked.crew import Crew, Member
+from asynccache.cli.ranked.duty import Duty
+from asynccache.cli.ranked.engine import RankedEngine, RankedLane
+from asynccache.cli.ranked.shard import shard_config, store_url
+from asynccache.cli.request import Request, Source
+from asynccache.cli.serving import Lane, Server
 from asynccache.cli.session import Session
 from asynccache.config import CacheConfig
-from asynccache.ranks import Topology
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import CacheClosed, RankFailure
+from asynccache.worker import Topology, Workers, listen
+
+ARRIVAL = 120.0
+_NOTHING: dict[str, Any] = {
+    "stages": {}, "evicted": {}, "lost_pages": 0, "failed_loads": 0, "splits": 0, "nodes": 0, "prefetches": {},
+    "storage": {}, "stores": {}, "tiers": {"device": {}, "host": {}},
+}  # fmt: skip
+
+
+class RankedServer(Server):
+    """Every other request does as an engine with a stream: it goes on while its work is queued."""
+
+    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Any]) -> object:
+        if request.number % 2:
+            return await super()._compute(request, lane, pieces)
+        assert isinstance(lane, RankedLane)
+        lane.begin(pieces)
+        return lane.work
 
 
 class RankedSession(Session):
-    """As ``Session``; the caches are elsewhere."""
+    """As ``Session``; the devices are elsewhere."""
 
     async def run(self) -> report.Report:
         """The report. Cancelling it kills the ranks."""
+        before = asyncio.all_tasks()
         source, config = await self._prepare()
+        topology = _topology(self._settings)
+        shards = [shard_config(config, topology, rank) for rank in range(topology.ranks)]
+        urls = tuple(map(store_url, config.stores))
+        whole = replace(config, storage=None if not urls else urls[0] if len(urls) == 1 else urls)
+        secret = secrets.token_hex()
         with tempfile.TemporaryDirectory(prefix="asynccache-ranks-") as folder:
-            jobs = self._jobs(config, Path(folder))
-            async with Crew(jobs, Path(folder)) as crew:
-                conductor = Conductor(crew, source, self._settings, self._packed, self._tally.problem)
-                await conductor.opened()
+            async with listen(
+                "127.0.0.1:0", topology, secret=secret.encode(), own=None, timeout=self._settings.rank_timeout,
+                arrival=ARRIVAL,
+            ) as workers:  # fmt: skip
+                duties = [_duty(self._settings, rank, workers.address) for rank in range(topology.ranks)]
+                async with Crew(duties, secret, Path(folder)) as crew:
+                    cache = AsyncCache(whole, workers=workers)
+                    found = _NOTHING | await self._served(cache, crew, workers, _pools(shards), source)
+        left: leaks.Left = found.pop("left", leaks.Left(0, 0, 0))
+        self._add_up(crew.members)
+        tasks = len(asyncio.all_tasks() - before) + sum(one.account["tasks"] for one in crew.members if one.account)
+        result = self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+        return result | _about(result, crew, topology)
+
+    async def _served(
+        self, cache: AsyncCache, crew: Crew, workers: Workers, pools: Mapping[ComponentKind, int], source: Source
+    ) -> dict[str, Any]:
+        """What is found in the cache when all requests have ended. That the group failed is a problem, not an error."""
+        found: dict[str, Any] = {}
+        opened = False
+        watching = asyncio.create_task(_watch_over(crew, cache))
+        try:
+            async with cache:
+                opened = True
+                watching.cancel()
                 self._tell(crew)
-                await self._conduct(conductor)
-            return self._merged(crew, conductor)
-
-    @property
-    def _topology(self) -> Topology:
-        return Topology(self._settings.tp, self._settings.cp, self._settings.pp)
-
-    def _jobs(self, config: CacheConfig, folder: Path) -> list[Job]:
-        topology, meeting = self._topology, (folder / "meeting").as_uri()
-        return [Job(rank, topology, meeting, self._settings, shard_config(config, topology, rank))
-                for rank in range(topology.ranks)]
-
-    def _packed(self, request: Request) -> Arrival:
-        return arrival(request, None if self._requests is None else self._requests[request.number])
+                server = RankedServer(cache, RankedEngine(cache, pools), self._settings, self._tally)
+                try:
+                    await self._drive(cache, server, source)
+                finally:
+                    self._meter.stop()
+                found = await self._settle(cache)
+        except (CacheClosed, RankFailure) as error:
+            await asyncio.sleep(0.1)                       # a process that was killed is gone before it can be asked
+            crew.note_ends()
+            if not opened:
+                raise _not_opened(crew, error) from None
+            failure = _failure(error)
+            self._tally.problem(_lost(crew, failure))
+            if isinstance(failure, RankFailure) and failure.rank is not None:
+                crew.give_up(failure.rank, failure.reason)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        return found
 
     def _tell(self, crew: Crew) -> None:
         if not self._settings.quiet:
             pids = ", ".join(f"rank {member.rank} is process {member.process.pid}" for member in crew.members)
             print(pids, file=sys.stderr, flush=True)
 
-    async def _conduct(self, conductor: Conductor) -> None:
-        loop, duration = asyncio.get_running_loop(), self._duration()
-        watch = RankedWatch(self._settings, conductor, self._meter, duration)
-        self._meter.start()
-        showing = asyncio.create_task(self._display.show(watch.take))
-        ending = None if duration is None else loop.call_later(duration, conductor.stop)
-        try:
-            with self._presses.told_to(lambda count: loop.call_soon_threadsafe(_interrupt, conductor, watch, count)):
-                await conductor.run()
-        finally:
-            if ending is not None:
-                ending.cancel()
-            self._meter.stop()
-            showing.cancel()
-            with suppress(asyncio.CancelledError):
-                await showing
-
-    def _merged(self, crew: Crew, conductor: Conductor) -> report.Report:
-        ended, tally = conductor.ended, self._tally
-        merge.problems(ended, tally)
-        if ended:
-            merge.tallies([one.tally for _, one in sorted(ended.items())], tally)
-        if not conductor.failed and (what := merge.disagreement(ended)) is not None:
-            tally.problem(f"ranks do not tell the same: {what}")
-        self.trace = next((one.failure.trace for one in ended.values() if one.failure and one.failure.trace), None)
-        facts = merge.all_facts([one.facts for _, one in sorted(ended.items())])
-        result = self._report({"stages": {}, "evicted": {}, "lost_pages": 0} | facts, merge.all_leaks(ended.values()))
-        result["loop_lag_ms"] = merge.worst([one.lag for one in ended.values()])
-        result["run_queue_ms"] = merge.worst([one.run_queue for one in ended.values()])
-        result["cpu_s"] = round(sum(one.cpu for one in ended.values()), 3)
-        result["rss_bytes"] = sum(one.memory for one in ended.values())
-        return result | self._about_ranks(crew, conductor)
-
-    def _about_ranks(self, crew: Crew, conductor: Conductor) -> report.Report:
-        topology = self._topology
-        entries = [merge.entry(member.rank, topology, member.process.pid, conductor.ended.get(member.rank),
-                               conductor.lost.get(member.rank)) for member in crew.members]
-        compared = conductor.compared
-        return {
-            "topology": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp}, "ranks": entries,
-            "compared": {"ticks": compared.ticks, "trees": compared.trees, "steps": conductor.steps},
-        }
+    def _add_up(self, members: Sequence[Member]) -> None:
+        """What ranks have verified counts, not what they were asked to."""
+        accounts = [member.account for member in members if member.account is not None]
+        if len(accounts) == len(members):
+            self._tally.verified = sum(account["verified"] for account in accounts)
+            self._tally.mismatches = sum(account["mismatches"] for account in accounts)
 
 
-def _interrupt(conductor: Conductor, watch: RankedWatch, count: int) -> None:
-    """Once: no new requests. Twice: abort those that run."""
-    if count == 1:
-        conductor.stop()
-        watch.note = "interrupted: finishing what runs; press Ctrl-C again to abort it"
-    else:
-        conductor.abort()
+def _topology(settings: Settings) -> Topology:
+    return Topology(settings.tp, settings.cp, settings.pp)
+
+
+def _duty(settings: Settings, rank: int, address: str) -> Duty:
+    topology = (settings.tp, settings.cp, settings.pp)
+    return Duty(rank, address, topology, settings.device, settings.loop, settings.seed, settings.faults,
+                settings.rank_delay / 1e3)  # fmt: skip
+
+
+def _pools(shards: Sequence[CacheConfig]) -> Mapping[ComponentKind, int]:
+    """How many pools with bytes of each component all ranks have."""
+    return Counter(spec.component for config in shards for spec in config.pools() if spec.bytes_per_page)
+
+
+async def _watch_over(crew: Crew, cache: AsyncCache) -> None:
+    """A rank that has ended before the cache is open will not come: nobody need wait for it."""
+    await crew.ends(1)
+    crew.note_ends()
+    await cache.aclose(0.0)
+
+
+def _not_opened(crew: Crew, error: Exception) -> Exception:
+    """The words of the rank that could not open, if its process said why."""
+    if not crew.own_ends:
+        return error
+    rank, words = next(iter(sorted(crew.own_ends.items())))
+    return RankFailure(words, rank)
+
+
+def _failure(error: BaseException) -> BaseException:
+    return error.__cause__ if isinstance(error, CacheClosed) and error.__cause__ is not None else error
+
+
+def _lost(crew: Crew, failure: BaseException) -> str:
+    if not isinstance(failure, RankFailure) or failure.rank is None:
+        return f"the cache closed itself: {failure!r}"
+    words = crew.own_ends.get(failure.rank, "")
+    return f"rank {failure.rank} {f'{words}: it ' if words else ''}{failure.reason}"
+
+
+def _about(result: report.Report, crew: Crew, topology: Topology) -> dict[str, Any]:
+    """Every rank's entry, and what all processes took."""
+    accounts = [member.account for member in crew.members if member.account is not None]
+    return {
+        "topology": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp},
+        "ranks": [entry(member, topology, crew.own_ends.get(member.rank)) for member in crew.members],
+        "cpu_s": round(result["cpu_s"] + sum(account["cpu"] for account in accounts), 3),
+        "rss_bytes": result["rss_bytes"] + sum(account["memory"] for account in accounts),
+    }
+
+
+def entry(member: Member, topology: Topology, lost: str | None) -> dict[str, Any]:
+    """One rank in the report. ``lost``: how its process ended, if it did so before its time."""
+    account = member.account
+    one: dict[str, Any] = {
+        "rank": member.rank, **topology.place(member.rank)._asdict(), "pid": member.process.pid,
+        "lost": lost if account is None else None, "failure": None,
+    }  # fmt: skip
+    if account is None:
+        return one
+    return one | {
+        "failure": account["failure"],
+        "verify": {"pages": account["verified"], "mismatches": account["mismatches"]},
+        "batches": account["batches"],
+        "leaks": {"tasks": account["tasks"]},
+        "loop_lag_ms": {name: round(value, 4) for name, value in Spread(*account["lag"])._asdict().items()},
+        "cpu_s": round(account["cpu"], 3), "rss_bytes": account["memory"],
+    }

@@ -1,4 +1,4 @@
-"""A rank's part of the model: its stage's layers of every pool, its share of every page's bytes, and its stores."""
+"""A rank's part of the model: its stage's layers of every pool, and its share of every page's bytes."""
 
 from __future__ import annotations
 
@@ -6,42 +6,37 @@ from dataclasses import replace
 
 from asynccache.config import CacheConfig, Component, Mamba, Sidecar
 from asynccache.errors import ConfigError
-from asynccache.ranks import Topology
+from asynccache.worker import Topology
 
 PLACE = "{rank}"
 
 
 def shard_config(config: CacheConfig, topology: Topology, rank: int) -> CacheConfig:
-    """``config`` as ``rank`` has it.
+    """``config``, the head's, as ``rank`` has it.
 
     Raises:
         ConfigError: layers or bytes cannot be shared out; the message says of what.
     """
-    urls = tuple(store_url(url, rank) for url in config.stores)
     return replace(
         config, components=tuple(_component(part, topology, rank) for part in config.components),
         sidecars=tuple(_sidecar(part, topology, rank) for part in config.sidecars),
-        storage=None if not urls else urls[0] if len(urls) == 1 else urls,
-    )  # fmt: skip
+    )
 
 
-def store_url(url: str, rank: int) -> str:
-    """Where a rank stores its pages: ``{rank}`` is its number. Of a folder only one process can be the owner, so that
-    of a rank is one within, unless the URL says which."""
-    if PLACE in url:
-        return url.replace(PLACE, str(rank))
+def store_url(url: str) -> str:
+    """Where ranks store their pages: ``{rank}`` stands for the number of each. Of a folder only one process can be the
+    owner, so that of a rank is one within, unless the URL says which."""
     path, mark, options = url.partition("?")
-    if not path.startswith("file:"):
+    if PLACE in url or not path.startswith("file:"):
         return url
-    return f"{path.rstrip('/')}/rank-{rank}{mark}{options}"
+    return f"{path.rstrip('/')}/rank-{PLACE}{mark}{options}"
 
 
 def _component(part: Component, topology: Topology, rank: int) -> Component:
     size = part.state_bytes if isinstance(part, Mamba) else part.bytes_per_token
     name = "mamba-bytes" if isinstance(part, Mamba) else "bytes-per-token"
     layers = _layers(part, topology, rank)
-    parts = replace(topology, **dict.fromkeys(part.replicated.over, 1))
-    mine = _share(f"--{name}={size}", size, part.layers, parts) * len(layers)
+    mine = _share(f"--{name}={size}", size, part, topology) * len(layers)
     if isinstance(part, Mamba):
         return replace(part, state_bytes=mine, layers=len(layers), covers=layers)
     return replace(part, bytes_per_token=mine, layers=len(layers), covers=layers)
@@ -49,8 +44,7 @@ def _component(part: Component, topology: Topology, rank: int) -> Component:
 
 def _sidecar(part: Sidecar, topology: Topology, rank: int) -> Sidecar:
     layers = _layers(part, topology, rank)
-    parts = replace(topology, **dict.fromkeys(part.replicated.over, 1))
-    mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part.layers, parts)
+    mine = _share(f"sidecar {part.name!r}: {part.bytes_per_page} bytes a page", part.bytes_per_page, part, topology)
     return replace(part, bytes_per_page=mine * len(layers), layers=len(layers), covers=layers)
 
 
@@ -65,11 +59,12 @@ def _layers(part: Component | Sidecar, topology: Topology, rank: int) -> tuple[i
     return covers[stage * layers // stages : (stage + 1) * layers // stages]
 
 
-def _share(what: str, size: int, layers: int, topology: Topology) -> int:
+def _share(what: str, size: int, part: Component | Sidecar, topology: Topology) -> int:
     """Bytes of one layer on one rank."""
-    parts = layers * topology.tp * topology.cp
+    over = replace(topology, **dict.fromkeys(part.replicated.over, 1))
+    parts = part.layers * over.tp * over.cp
     if size % parts:
         raise ConfigError(
-            f"{what} must be a multiple of {parts}: {layers} layers over tp {topology.tp} and cp {topology.cp}"
+            f"{what} must be a multiple of {parts}: {part.layers} layers over tp {over.tp} and cp {over.cp}"
         )
     return size // parts

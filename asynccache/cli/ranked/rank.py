@@ -1,0 +1,130 @@
+"""One rank: a process that connects, has its pools and stores, and does what batches say. ``python -m ... RANK``.
+
+Its duty comes as JSON on standard input, the secret of the link in the environment. When it ends, it writes its account
+as JSON to standard output. Law: it never outlives the command: who loses the head ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from asynccache.cli.devices import make_device
+from asynccache.cli.engine import Engine, Piece, Verdict
+from asynccache.cli.faulty import device_faults, faulty_stores
+from asynccache.cli.loops import loop_factory
+from asynccache.cli.meter import Meter, peak_rss
+from asynccache.cli.ranked.duty import Account, Duty
+from asynccache.cli.ranked.shard import shard_config
+from asynccache.cli.ranked.work import complaint, unpacked
+from asynccache.errors import AsyncCacheError, RankFailure
+from asynccache.worker import EngineBatch, RankWorker, Topology, connect
+
+ARRIVAL = 30.0
+
+
+class Rank:
+    """Mutable state: its account."""
+
+    def __init__(self, duty: Duty) -> None:
+        self.account = Account()
+        self._duty = duty
+        self._topology = Topology(*duty.topology)
+        self._seed = duty.seed + 1000 * duty.rank          # faults are to differ by rank
+        self._random = random.Random(f"delays {duty.seed}/{duty.rank}")
+
+    async def run(self) -> None:
+        """From connecting to the end. Cancelling it leaves the others to find out."""
+        account, before = self.account, asyncio.all_tasks()
+        meter = Meter()
+        meter.start()
+        try:
+            await self._serve()
+        except RankFailure as error:
+            account.failure = {"kind": type(error).__name__, "sentence": str(error), "at": time.time()}
+        meter.stop()
+        account.tasks = len(asyncio.all_tasks() - before)
+        account.cpu, account.memory = meter.cpu(), peak_rss()
+        account.lag, account.run_queue = meter.lag_ms(), meter.run_queue_ms()
+
+    async def _serve(self) -> None:
+        duty = self._duty
+        device = make_device(duty.device, device_faults(duty.faults, self._seed))
+        try:
+            shard = partial(shard_config, topology=self._topology, rank=duty.rank)
+            with faulty_stores(duty.faults, self._seed):
+                async with connect(duty.address, duty.rank, shard=shard, device=device, arrival=ARRIVAL) as worker:
+                    engine = Engine(self._specs(worker), worker.pools, device.gate, threads=1)
+                    try:
+                        await self._work(worker, engine)
+                    finally:
+                        engine.close()
+        finally:
+            await device.aclose()
+
+    def _specs(self, worker: RankWorker) -> list[Any]:
+        topology, place = self._topology, self._topology.place(self._duty.rank)
+        part = (place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
+        return [spec.on_rank(*part) for spec in worker.config.pools()]
+
+    async def _work(self, worker: RankWorker, engine: Engine) -> None:
+        async for batch in worker:
+            if self._duty.delay:
+                await asyncio.sleep(self._random.random() * self._duty.delay)
+            verifies, pieces = unpacked(batch.payload)
+            self.account.batches += 1
+            if verifies:
+                self._verify(engine, batch, pieces)
+            else:
+                _, written = engine.submit(partial(engine.write, pieces))
+                batch.end(written)
+
+    def _verify(self, engine: Engine, batch: EngineBatch, pieces: list[Piece]) -> None:
+        verdicts: list[Verdict] = []
+        done, _ = engine.submit(lambda: verdicts.append(engine.verify(pieces)))
+        done.add_done_callback(lambda ended: self._verified(ended, verdicts, batch))
+
+    def _verified(self, ended: Future[None], verdicts: list[Verdict], batch: EngineBatch) -> None:
+        """In the engine's thread."""
+        if not verdicts:
+            batch.fail(f"verifying failed: {ended.exception()!r}")
+            return
+        (verdict,) = verdicts
+        self.account.verified += verdict.pages
+        self.account.mismatches += verdict.wrong
+        if verdict.wrong:
+            batch.fail(complaint(verdict))
+        else:
+            batch.end()
+
+
+def main() -> int:
+    """The exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the command decides what they mean, and ends its ranks
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    told = json.loads(sys.stdin.read())
+    duty = Duty(**told | {"topology": tuple(told["topology"])})
+    rank = Rank(duty)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory(duty.loop)) as runner:
+            runner.run(rank.run())
+    except AsyncCacheError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    json.dump(asdict(rank.account), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

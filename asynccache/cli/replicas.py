@@ -1,0 +1,58 @@
+"""``--replicated``: which pools ranks hold whole, as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asynccache.config import POOL_NAME, CacheConfig, Component, Full, Replicated, Sidecar, SlidingWindow
+from asynccache.core.settings import ComponentKind
+from asynccache.errors import ConfigError
+
+_OVER = [one.value for one in Replicated if one.over]
+
+
+def check_replicas(text: str) -> str:
+    """``text`` as it is, if it can be read; 'none' is nothing.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    return "" if text == "none" or not _read(text) else text
+
+
+def replicate(config: CacheConfig, text: str) -> CacheConfig:
+    """``config`` with these pools replicated.
+
+    Raises:
+        ConfigError: there is no pool of this name.
+    """
+    named = _read(text)
+    names = [spec.name for spec in config.pools()]
+    for name in named:
+        if name not in names:
+            raise ConfigError(f"--replicated={text}: no pool {name!r}; there are {', '.join(names)}")
+
+    def mark(part: Component | Sidecar, name: str) -> Component | Sidecar:
+        return replace(part, replicated=named[name]) if name in named else part
+
+    components = tuple(mark(part, _name(part)) for part in config.components)
+    sidecars = tuple(mark(part, part.name) for part in config.sidecars)
+    return replace(config, components=components, sidecars=sidecars)  # type: ignore[arg-type]
+
+
+def _name(part: Component) -> str:
+    if isinstance(part, Full):
+        return POOL_NAME[ComponentKind.FULL]
+    return POOL_NAME[ComponentKind.SWA if isinstance(part, SlidingWindow) else ComponentKind.MAMBA]
+
+
+def _read(text: str) -> dict[str, Replicated]:
+    """Pool by pool, over what: several directions have a plus between them."""
+    found: dict[str, Replicated] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, colon, over = entry.partition(":")
+        over = over.replace("+", ",") if colon else Replicated.TP_CP.value
+        if not name or over not in _OVER:
+            raise ConfigError(f"{entry!r} must be NAME, NAME:tp, NAME:cp or NAME:tp+cp")
+        found[name] = Replicated(over)
+    return found

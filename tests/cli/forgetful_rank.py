@@ -1,0 +1,25 @@
+"""A rank of ``asynccache stress``; number 1 leaves out every fifth write."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from asynccache.cli.engine import Engine
+from asynccache.cli.ranked import rank
+
+
+def forget() -> None:
+    write, count = Engine.write, iter(range(1 << 30))
+
+    def writes(self: Engine, pieces: Any) -> None:
+        if next(count) % 5 != 3:
+            write(self, pieces)
+
+    Engine.write = writes  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "1":
+        forget()
+    sys.exit(rank.main())
