@@ -28,6 +28,8 @@ from tests.cli.rank_runs import (
 )
 
 REPLICATED = ("--replicated", "full:tp,mamba")
+FEW = "8"
+"""Requests for which device and host have room: what they hit in storage another group has left there."""
 
 
 def store(folder: Path) -> str:
@@ -42,12 +44,13 @@ def store(folder: Path) -> str:
 def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_is_stored(
     shape: Shape, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    first, second = (run(shape, store(tmp_path), tmp_path / "report.json", "--requests", "60", *more) for _ in range(2))
+    first, second = (
+        run(shape, store(tmp_path), tmp_path / "report.json", "--requests", count, *more) for count in ("60", FEW)
+    )
     for report in (first, second):
         sound(report, shape)
     hits(first, "device", "host")
-    hits(second, "device", "host", "storage")
-    assert sum(second["tokens"]["hit"].values()) > sum(first["tokens"]["hit"].values())
+    hits(second, "storage")
     assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [f"rank-{i}" for i in range(size(shape))]
 
 
@@ -66,7 +69,7 @@ def test_each_rank_in_turn_is_lost(victim: int, how: signal.Signals, tmp_path: P
 def test_a_new_group_finds_what_a_group_that_failed_had_stored(tmp_path: Path) -> None:
     url, out = store(tmp_path), tmp_path / "report.json"
     strike(TP2, url, out, 1, signal.SIGKILL, 1.5, "--seed", "4")
-    again = run(TP2, url, out, "--requests", "40", "--seed", "4")
+    again = run(TP2, url, out, "--requests", FEW, "--seed", "4")
     sound(again, TP2)
     hits(again, "storage")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.rank_runs import PP2, TP2, Shape, hits, run, sound
+from tests.cli.test_cli_rank_processes import FEW
 from tests.stores.redis_server import RedisServer
 
 
@@ -21,11 +22,10 @@ def test_a_new_group_finds_what_ranks_have_stored_together(
 ) -> None:
     redis_server.say("FLUSHALL")
     out = tmp_path / "report.json"
-    first, second = (run(shape, redis_server.url, out, "--requests", "60", *more) for _ in range(2))
+    first, second = (run(shape, redis_server.url, out, "--requests", count, *more) for count in ("60", FEW))
     for report in (first, second):
         sound(report, shape)
     hits(second, "storage")
-    assert sum(second["tokens"]["hit"].values()) > sum(first["tokens"]["hit"].values())
     if more:                                           # SWA alone has a copy for each rank
         stored = first["stores"]["redis"]
         assert stored["put_pages"] < 2 * first["stages"]["backup_storage"]["pages"], stored
