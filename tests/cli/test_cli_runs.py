@@ -263,11 +263,9 @@ def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
     assert report["verify"] == {"pages": 105_592, "mismatches": 0}
 
 
-@pytest.mark.slow(12)
+@pytest.mark.soak
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
-@pytest.mark.parametrize(
-    ("blocks", "least"), [(1_000, 0.0465), pytest.param(30_000, 0.344, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("blocks", "least"), [(1_000, 0.0465), (30_000, 0.344)])
 def test_the_real_trace_in_little_room_does_as_well_as_lru(blocks: int, least: float, out: tuple[str, Path]) -> None:
     report = run("replay", REAL, "--device-tokens", str(blocks * 512), "--host-tokens", "none", "--concurrency", "1",
                  "--quiet", *out)

@@ -42,8 +42,13 @@ def asynccache(arguments: list[str]) -> int:
         setattr(bench_tree, name, few)
     if arguments[0] == "explain":
         _listening(urlsplit(arguments[1]).port or 0)
+    return main(sooner(arguments))
+
+
+def sooner(arguments: list[str]) -> list[str]:
+    """Arguments of ``asynccache`` with which it stops early."""
     known = " ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0]
-    return main(arguments + ([] if "--serve" in arguments else SHORT.get(known, [])))
+    return arguments + ([] if "--serve" in arguments else SHORT.get(known, []))
 
 
 def _listening(port: int) -> None:

@@ -1,11 +1,16 @@
 """Every block on every page is executed: Python prints what the page says, commands run in a real shell and end well,
-files of settings are loaded. What is not has a reason on the page, and stands in ``EXCEPTIONS``."""
+files of settings are loaded. What is not has a reason on the page, and stands in ``EXCEPTIONS``.
+
+A block of nothing but calls of ``asynccache``, which need no shell, runs in this process: most of the time of a short
+command is the import of torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,11 +20,12 @@ import tomllib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pytest
 
 from asynccache import load_config
+from asynccache.cli import bench_tree
 from asynccache.cli.main import main
 from asynccache.cli.options import settle
 from asynccache.configuration import describes_cache
@@ -138,7 +144,29 @@ def _marks(block: Block) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow(1 + block.code.count("asynccache "))] if LONG.search(block.code) else []
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=b.place, marks=_marks(b)) for b in SHELL])
+PLAIN = re.compile(r"asynccache [^|&;<>$`\\\\*?~{}]*")
+
+
+def _calls(block: Block) -> list[list[str]]:
+    """The arguments of each command of a block that has only calls of ``asynccache``; else none."""
+    lines = [line.partition(" #")[0] for line in shell(block)[0].splitlines() if line.strip()]
+    return [shlex.split(line)[1:] for line in lines] if all(map(PLAIN.fullmatch, lines)) else []
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place, marks=_marks(b)) for b in SHELL if _calls(b)])
+def test_calls_of_the_command_run(
+    block: Block, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_files(block.page)
+    _, shown = shell(block)
+    for name, few in docs_programs.FEW.items():
+        monkeypatch.setattr(bench_tree, name, few)
+    statuses = [main(docs_programs.sooner([here(one) for one in call])) for call in _calls(block)]
+    _check(statuses[-1], capfd.readouterr(), shown)
+    assert not any(statuses[:-1])
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=b.place, marks=_marks(b)) for b in SHELL if not _calls(b)])
 def test_commands_run(block: Block, place: Path) -> None:
     """``bash`` runs the block; whatever it left in the background is interrupted, and must end as the manual says."""
     if "redis-server" in block.code and shutil.which("redis-server") is None and not required():
@@ -150,7 +178,12 @@ def test_commands_run(block: Block, place: Path) -> None:
     environment = os.environ | {"PATH": f"{place}/bin:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(path)}
     with said.open("w") as output:
         status = run_alone(["bash", "-euo", "pipefail", "-c", here(script) + _END], output, environment)
-    text = said.read_text(encoding="utf-8")
+    _check(status, said.read_text(encoding="utf-8"), shown)
+
+
+def _check(status: int, said: object, shown: tuple[str, ...]) -> None:
+    """``said``: all that the commands printed, as text or as what pytest captured."""
+    text = said if isinstance(said, str) else "".join(cast("tuple[str, str]", said))
     assert status == _expected(shown), text
     assert "Traceback" not in text
     pattern = "\n".join(".*" if line.strip() == "..." else re.escape(line) for line in shown)

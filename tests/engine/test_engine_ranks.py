@@ -145,7 +145,7 @@ def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
     return [([*said[i], *prompt(11, seed=100 * turn + i)], 6) for i in range(2)]
 
 
-@pytest.mark.slow(15)
+@pytest.mark.ranks
 @pytest.mark.asyncio
 async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_stage(crew: Crew) -> None:
     """A first turn, a second one that hits the device, others that push both off it, a third turn that hits the host;

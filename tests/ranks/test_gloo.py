@@ -66,7 +66,7 @@ def strike(crew: Crew, shape: Shape, victim: int, how: signal.Signals, **job: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHORT)
+@pytest.mark.parametrize("shape", [SHORT[0], *(pytest.param(one, marks=pytest.mark.ranks) for one in SHORT[1:])])
 def test_processes_hold_the_same(crew: Crew, shape: Shape) -> None:
     alike(run(crew, shape, 200, seed=1), 200)
 
@@ -84,7 +84,7 @@ def test_the_living_hear_of_a_rank_that_is_gone(crew: Crew, shape: Shape, victim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("odd", [pytest.param(0, marks=pytest.mark.ranks), 1])
 def test_a_rank_that_does_something_else_is_named(crew: Crew, odd: int) -> None:
     crew.begin(TP2, {odd: {"odd": 50}}, steps=200)
     answers = crew.answers([0, 1], 60)

@@ -31,7 +31,7 @@ def store(storage: str, folder: Path) -> str:
     return storage if storage == "none" else f"file:{folder}/kv?capacity=64MiB"
 
 
-@pytest.mark.slow(25)
+@pytest.mark.ranks
 def test_a_rank_that_is_killed_is_told_to_the_others_and_a_new_group_finds_what_is_stored(tmp_path: Path) -> None:
     url, out = store("file", tmp_path), tmp_path / "report.json"
     warm = run(TP2, url, out, "--requests", "60", "--seed", "3")

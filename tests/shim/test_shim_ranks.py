@@ -43,6 +43,8 @@ from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Member, Report, W
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
 
+pytestmark = pytest.mark.ranks
+
 
 def worlds(count: int, quick: int) -> list[Any]:
     """Seeds, of which the first are for every commit."""

@@ -289,8 +289,12 @@ def test_an_interrupt_while_the_stores_open_leaves_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Opening())
     before, made = thread_names(), memory()
-    with pytest.raises(KeyboardInterrupt):
-        open_pages("slow:", made)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            open_pages("slow:", made)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert ended.is_set()
     assert thread_names() == before
     made.close()

@@ -426,7 +426,7 @@ def refused(made: Any) -> Exception:
         ({"storage": "memory:", "root_dir": "/x"}, "unknown key 'root_dir'"),
         ({"storage": "nosuch:x", "namespace": "n"}, "nosuch"),
         ({"storage": "memory:?capacity=lots", "namespace": "n"}, "capacity"),
-        ({"storage": "memory:", "namespace": "n", "options": {"timeout": "soon"}}, "timeout='soon'"),
+        ({"storage": "memory:", "namespace": "n", "store_options": {"timeout": "soon"}}, "timeout='soon'"),
         ({"storage": ["memory:", "memory:"], "namespace": "n"}, "attached already"),
         ({"storage": "memory:"}, "namespace: vLLM's configuration of the model cannot be found"),
         ({"storage": ["memory:", "file:/proc/nothing/kv?capacity=1GiB"], "namespace": "n"}, "/proc/nothing"),

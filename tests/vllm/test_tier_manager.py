@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="vLLM is not installed: make test-vllm installs it")
 
 import asynccache_vllm
-from asynccache_vllm.namespace import engine_facts, weights_folder
+from asynccache_vllm.namespace import engine_facts, weights_fact
 from asynccache_vllm.tallying import LOADED, LOOKUPS, STORED
 from vllm.config import (
     AttentionConfig,
@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+from asynccache.errors import ConfigError
 from tests.vllm.tier_kit import CHUNK, Scheduler, config, keys_of, payload, scheduler
 
 
@@ -329,7 +330,8 @@ def test_the_facts_in_the_namespace_are_attributes_that_vllms_configuration_has(
     )  # fmt: skip
     engine_facts(engine)
     model.given["model"] = "/"
-    weights_folder(engine)
+    with pytest.raises(ConfigError, match="there are no weights"):
+        weights_fact(engine, None)
     assert len(read) > 20
     unknown = {(kind.__name__, name) for kind, name in read if name not in {*dir(kind), *inspect.get_annotations(kind)}}
     assert not unknown

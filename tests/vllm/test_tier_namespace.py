@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from asynccache_vllm.namespace import engine_facts, layout_facts, namespace_of, short, weights_fact, weights_folder
+from asynccache_vllm.namespace import engine_facts, environment_facts, layout_facts, namespace_of, short, weights_fact
 
 from asynccache.errors import ConfigError
 
@@ -169,8 +169,8 @@ def test_the_users_namespace_stands_for_the_weights(tmp_path: Path) -> None:
         (lambda e: setattr(e.load_config, "load_format", "dummy"), "load_format='dummy' does not load the files"),
         (lambda e: setattr(e.load_config, "load_format", "runai_streamer"), "load_format='runai_streamer'"),
         (lambda e: setattr(e, "lora_config", object()), "LoRA adapter by its name and path only"),
-        (lambda e: setattr(e.model_config, "model", "s3://models/tiny"), "'s3://models/tiny' are not on this machine"),
-        (lambda e: setattr(e.model_config, "model", "nobody/nothing"), "'nobody/nothing' are not in the cache of the"),
+        (lambda e: setattr(e.model_config, "model", "s3://models/tiny"), "'s3://models/tiny'"),
+        (lambda e: setattr(e.model_config, "model", "nobody/nothing"), "'nobody/nothing' is no path, and is not in"),
     ],
 )
 def test_weights_that_cannot_be_known_are_refused_with_what_to_do(tmp_path: Path, change: Change, why: str) -> None:
@@ -199,8 +199,22 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path: Path) -> None:
     (repository / "refs" / "main").write_text("abc")
     named = engine("org/tiny")
     named.load_config.download_dir = str(tmp_path)
-    assert weights_folder(named) == snapshot
     assert weights_fact(named, None) == weights_fact(engine(snapshot), None)
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT"]
+)
+def test_what_chooses_another_attention_backend_is_another_namespace(name: str) -> None:
+    without, chosen = (namespace_of(environment_facts(e, {})) for e in ({}, {name: "1"}))
+    assert without != chosen != namespace_of(environment_facts({name: "0"}, {}))
+
+
+def test_another_attention_library_is_another_namespace_and_other_variables_are_not() -> None:
+    plain = environment_facts({}, {"flash-attn": None})
+    assert plain != environment_facts({}, {"flash-attn": "2.8"})
+    others = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_PORT": "1", "HOME": "/"}
+    assert plain == environment_facts(others, {"flash-attn": None})
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ def test_one_url_is_enough() -> None:
 def test_all_that_can_be_said() -> None:
     options = TierOptions.parse({
         "storage": ["memory:?capacity=1GiB", "redis://cache:6379"], "namespace": "tiny 3", "lookup_timeout": 2,
-        "options": {"timeout": 2.5, "slow": 1, "write": "no"}, "enable_kv_events": True, "locality": "REMOTE",
+        "store_options": {"timeout": 2.5, "slow": 1, "write": "no"}, "enable_kv_events": True, "locality": "REMOTE",
     })  # fmt: skip
     assert options.storage == ("memory:?capacity=1GiB", "redis://cache:6379")
     assert options.namespace == "tiny 3"
     assert options.lookup_timeout == 2.0
-    assert options.options == {"timeout": "2.5", "slow": "1", "write": "no"}
+    assert options.store_options == {"timeout": "2.5", "slow": "1", "write": "no"}
     assert options.events
     assert options.locality == "REMOTE"
 
@@ -43,8 +43,8 @@ def test_all_that_can_be_said() -> None:
         ({"storage": "memory:", "lookup_timeout": 0}, "lookup_timeout=0 must be above 0"),
         ({"storage": "memory:", "lookup_timeout": "1"}, "lookup_timeout='1' must be a number"),
         ({"storage": "memory:", "lookup_timeout": float("inf")}, "lookup_timeout=inf must be a finite number"),
-        ({"storage": "memory:", "options": ["timeout"]}, "options=['timeout'] must map names"),
-        ({"storage": "memory:", "options": {"timeout": True}}, "options: 'timeout' must be text or a number"),
+        ({"storage": "memory:", "store_options": ["timeout"]}, "store_options must map names"),
+        ({"storage": "memory:", "store_options": {"timeout": True}}, "store_options: 'timeout' must be text or a"),
         ({"storage": "memory:", "enable_kv_events": 1}, "enable_kv_events=1 must be True or False"),
         ({"storage": "memory:", "locality": "near"}, "locality: unknown value 'near'; one of LOCAL, REMOTE"),
         ({"storage": "memory:", "root_dir": "/kv"}, "unknown key 'root_dir'; there are enable_kv_events, locality"),
