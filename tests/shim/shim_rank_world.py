@@ -150,7 +150,7 @@ class Member:
         faults = replace(world.faults, seed=world.seed + rank)
         self.device = SimulatedDevice(seed=world.seed + rank, latency=(0.0, world.latency), faults=faults)
         self.backend = (
-            SimulatedBackend(Random(f"{world.seed}/backend {rank}"), world.hostility, world.pages)
+            SimulatedBackend(Random(f"{world.seed}/backend {rank}"), world.hostility, world.pages, shared=True)
             if world.has_store else None
         )  # fmt: skip
         self.cache: AsyncCache
