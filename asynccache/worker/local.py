@@ -34,6 +34,7 @@ from asynccache.worker.stores import Stores
 if TYPE_CHECKING:
     from asynccache.memory.device import Device, Event
     from asynccache.memory.pools import DevicePool
+    from asynccache.worker.stages.load_back import Copying
     from asynccache.worker.stats import Meter
 
 DELETE_PAGES = 32
@@ -216,11 +217,22 @@ class LocalWorker:
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
         """See ``Worker``."""
+        self.hold(stream, self.arriving(ops), i)
+
+    def arriving(self, ops: Sequence[int]) -> list[Copying]:
+        """Those of these loads that have not ended, all of them submitted to the device."""
+        found = map(self.load_back.copying, ops)
+        return [copying for copying in found if copying is not None]
+
+    def hold(self, stream: object, arriving: Sequence[Copying], i: int) -> None:
+        """Hold later work of the engine's ``stream`` until layer ``i`` of all of these is there. From any thread.
+
+        Raises:
+            ConfigError: ``stream`` is no stream.
+        """
         own = self.mover.engine_stream(stream)
-        for op in ops:
-            copying = self.load_back.copying(op)
-            if copying is not None:
-                own.wait_event(copying.layer(i))
+        for copying in arriving:
+            own.wait_event(copying.layer(i))
 
     # pages and stores; see ``Worker``
 

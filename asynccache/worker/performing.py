@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asynccache import checks
 from asynccache.config import CacheConfig
@@ -30,6 +32,9 @@ from asynccache.worker.topology import Topology
 if TYPE_CHECKING:
     from asynccache.worker.given import Given
     from asynccache.worker.local import LocalWorker
+    from asynccache.worker.stages.load_back import Copying
+
+T = TypeVar("T")
 
 Shard = Callable[[CacheConfig], CacheConfig]
 """From the head's configuration to that of one rank: other bytes, layers and ``covers``, and all else the same."""
@@ -38,6 +43,11 @@ Tell = Callable[[m.Message], None]
 
 KEYS = 1024
 """Storage keys in a message."""
+
+LOOP_ALIVE = 1.0
+"""Seconds after which a thread that waits for the loop looks whether there is one still."""
+
+LOOP_ENDED = "the loop of its worker has ended"
 
 
 class Performer:
@@ -244,16 +254,27 @@ class Performer:
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
-        """See ``Worker.wait_layers``. From any thread.
+        """See ``Worker.wait_layers``. On the loop's thread.
 
         Raises:
             ConfigError: ``stream`` is no stream, or a load waits for a batch that has no event yet.
         """
+        self._own.hold(stream, self._arriving(ops), i)
+
+    def wait_batch(self, stream: object, batch: EngineBatch, i: int) -> None:
+        """``wait_layers`` for all that ``batch`` needs. From any thread: what is on the device the loop alone knows,
+        so another thread waits for a turn of the loop, once for a batch. Raises as ``wait_layers``."""
+        if batch.arriving is None:
+            ask = partial(self._arriving, batch.loads)
+            batch.arriving = ask() if _is_here(self._loop) else _in_turn(self._loop, ask)
+        self._own.hold(stream, batch.arriving, i)
+
+    def _arriving(self, ops: Sequence[int]) -> list[Copying]:
         for op in ops:
             order = self._held.get(op)
             if order is not None:
                 raise ConfigError(f"wait_layers: load {op} waits for the batches {order.after}: end them first")
-        self._own.wait_layers(stream, ops, i)
+        return self._own.arriving(ops)
 
     # calls
 
@@ -381,6 +402,27 @@ def check_shard(whole: CacheConfig, own: CacheConfig) -> None:
 def said(error: BaseException) -> str:
     """What is told of an error to other processes."""
     return str(error) if isinstance(error, (RankFailure, ConfigError)) else f"{type(error).__name__}: {error}"
+
+
+def _in_turn(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises on the loop's thread, behind all that this thread has handed to the loop before.
+    Raises ``RankFailure``: the loop ends first."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    try:
+        loop.call_soon_threadsafe(run)
+    except RuntimeError:
+        raise RankFailure(LOOP_ENDED) from None
+    while not wait([answer], LOOP_ALIVE).done:
+        if loop.is_closed():
+            raise RankFailure(LOOP_ENDED)
+    return answer.result()
 
 
 def _is_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -85,15 +85,17 @@ class RankWorker:
 
     def wait_layers(self, stream: object, batch: EngineBatch, i: int) -> None:
         """Hold later work of the engine's ``stream``, on the device, until layer ``i`` of all that ``batch`` needs is
-        there. Never waits on the host. From any thread.
+        there. Never waits for a copy on the host. From any thread; another than the loop's waits for a turn of the
+        loop, the first time for a batch, so the loop must not be waiting for that thread.
 
         Raises:
             ConfigError: ``stream`` is no stream, the model has no layer ``i``, or a load of the batch waits for a batch
                 that was not ended.
+            RankFailure: the worker is closed, or its loop has ended.
         """
         batch = checks.instance("batch", batch, EngineBatch)
         i = checks.integer("i", i, 0, self.layers - 1)
-        self._performer.wait_layers(stream, batch.loads, i)
+        self._performer.wait_batch(stream, batch, i)
 
     async def layer(self, batch: EngineBatch, i: int) -> None:
         """Return when layer ``i`` of all that ``batch`` needs is on the device, or the load has failed here: for

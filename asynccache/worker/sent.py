@@ -18,20 +18,22 @@ from asynccache.errors import ConfigError, CopyFailed, RankFailure
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
+    from asynccache.worker.stages.load_back import Copying
 
 End = Callable[["EngineBatch", object, str], None]
 
 
 class EngineBatch:
     """A piece of the engine's work. ``payload``: what ``AsyncCache.send_batch`` was given. ``loads``: the loads that it
-    needs, for ``wait_layers``."""
+    needs, for ``wait_layers``. ``arriving``: those of the loads that were on the device when the engine first asked."""
 
-    __slots__ = ("_end", "loads", "number", "payload")
+    __slots__ = ("_end", "arriving", "loads", "number", "payload")
 
     def __init__(self, number: int, payload: bytes, loads: tuple[int, ...], end: End) -> None:
         self.number = number
         self.payload = payload
         self.loads = loads
+        self.arriving: Sequence[Copying] | None = None
         self._end = end
 
     def __repr__(self) -> str:

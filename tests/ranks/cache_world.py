@@ -159,7 +159,8 @@ class Member:
         self.bytes: EngineBytes
 
     def _store(self, name: str, pages: dict[PageKey, tuple[bytes, bytes]]) -> SimulatedBackend:
-        return SimulatedBackend(Random(f"{self.world.seed}/{name} {self.rank}"), self.world.climate.hostility, pages)
+        random = Random(f"{self.world.seed}/{name} {self.rank}")
+        return SimulatedBackend(random, self.world.climate.hostility, pages, shared=True)
 
     async def close(self) -> None:
         for backend in (self.backend, self.guest):

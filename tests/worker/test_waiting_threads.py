@@ -1,0 +1,151 @@
+"""An engine that runs in a thread of its own waits for layers beside the worker's loop, on a real device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from asynccache import CacheConfig, ConfigError, Full, RankFailure
+from asynccache.core.plan import LoadBack, Move
+from asynccache.memory.cpu import CpuDevice
+from asynccache.worker import EngineBatch, RankWorker, Topology
+from asynccache.worker import messages as m
+from asynccache.worker.given import Given
+from asynccache.worker.layout import FULL
+from asynccache.worker.performing import Performer
+
+T = TypeVar("T")
+
+LAYERS, PAGES = 3, 4
+CONFIG = CacheConfig(
+    model="test", page_size=1,
+    components=(Full(bytes_per_token=LAYERS, device_tokens=PAGES, host_tokens=PAGES, layers=LAYERS),),
+)  # fmt: skip
+
+
+class Opened:
+    """A worker that is open, and what it has told its head. ``loaders``: the threads in which loads were submitted."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.told: list[m.Message] = []
+        self.heard = asyncio.Event()
+        self.stream = device.stream("engine")
+        self.performer = Performer(0, Topology(), Given(device), None, self.tell)
+        self.face = RankWorker(self.performer)
+        self.loaders: set[int] = set()
+
+    def tell(self, message: m.Message) -> None:
+        self.told.append(message)
+        self.heard.set()
+
+    async def open(self) -> None:
+        self.performer.take(m.Open(1, m.settings_of(CONFIG)))
+        await asyncio.wait_for(self.heard.wait(), 30)
+        assert isinstance(self.told[0], m.Opened), self.told
+        assert self.performer.local is not None
+        mover = self.performer.local.mover
+        mover.host_pools["full"].memory[:] = bytes([7]) * len(mover.host_pools["full"].memory)
+        load = mover.load
+
+        def noted(*order):  # type: ignore[no-untyped-def]
+            self.loaders.add(threading.get_ident())
+            return load(*order)
+
+        mover.load = noted  # type: ignore[method-assign]
+
+    def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
+        """A batch that needs a load of all pages, which the worker has just heard of."""
+        slots = np.arange(PAGES, dtype=np.int32).tobytes()
+        self.performer.take(m.Load(LoadBack(number, (Move(FULL, slots, slots),)), after))
+        self.performer.take(m.SendBatch(number, b"", (number,)))
+        return self.performer.batches.find(number)
+
+    def bytes_of(self, layer: int) -> set[int]:
+        """The bytes that later work of the engine's stream finds in ``layer``."""
+        seen: set[int] = set()
+        over = threading.Event()
+
+        def look() -> None:
+            seen.update(self.face.pools["full"].layer(layer).flatten().tolist())
+            over.set()
+
+        self.stream._submit(look)
+        assert over.wait(30)
+        return seen
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Opened]:
+    device = CpuDevice()
+    worker = Opened(device)
+    try:
+        await worker.open()
+        yield worker
+    finally:
+        await worker.performer.aclose(30.0)
+        await device.aclose()
+
+
+async def beside(call: Callable[[], T]) -> T:
+    return await asyncio.wait_for(asyncio.to_thread(call), 60)
+
+
+@pytest.mark.asyncio
+async def test_what_a_thread_waits_for_is_submitted_by_the_loop_alone_and_is_there() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        asked = threading.Event()
+
+        def engine() -> list[set[int]]:
+            asked.set()
+            found = []
+            for layer in range(LAYERS):
+                worker.face.wait_layers(worker.stream, batch, layer)
+                found.append(worker.bytes_of(layer))
+            batch.end()
+            return found
+
+        running = asyncio.get_running_loop().run_in_executor(None, engine)
+        assert asked.wait(30)  # the loop stands still while the thread asks
+        assert await running == [{7}] * LAYERS
+        assert worker.loaders == {threading.get_ident()}
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_has_ended_a_batch_may_wait_at_once_for_loads_that_waited_for_it() -> None:
+    async with opened() as worker:
+        first, second = worker.loaded(1), worker.loaded(2, after=(1,))
+
+        def engine() -> set[int]:
+            with pytest.raises(ConfigError, match="load 2 waits for the batches"):
+                worker.face.wait_layers(worker.stream, second, 0)
+            first.end()
+            worker.face.wait_layers(worker.stream, second, LAYERS - 1)
+            return worker.bytes_of(LAYERS - 1)
+
+        assert await beside(engine) == {7}
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_waits_when_the_worker_is_closed_is_told() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        await worker.performer.aclose(30.0)
+        with pytest.raises((RankFailure, ConfigError)):
+            await beside(lambda: worker.face.wait_layers(worker.stream, batch, 0))
+
+
+def test_a_thread_whose_loop_has_ended_is_told() -> None:
+    async def live() -> tuple[RankWorker, EngineBatch, object]:
+        async with opened() as worker:
+            return worker.face, worker.loaded(1), worker.stream
+
+    face, batch, stream = asyncio.run(live())
+    with pytest.raises(RankFailure, match="the loop of its worker has ended"):
+        face._performer.wait_batch(stream, batch, 0)
