@@ -227,14 +227,14 @@ class Commits:
         world = self._world
         if not world.has_host or end.root.dead:
             return
-        if self._policy is _WRITE_BACK:
-            self._transfers.save_coldest()
-            return
         due: Node | None = end if took or end.end > begin else None
         if self._policy is _SELECTIVE:
             due = self._count_pass(lease, end)
+        elif self._policy is _WRITE_BACK:
+            due = None
         if due is not None:
             self._transfers.save_or_defer(due, begin)
+        self._transfers.save_coldest()
 
     def _count_pass(self, lease: Lease, end: Node) -> Node | None:
         """Count this lease's pass, once, through every node without a host copy; the deepest that is due for one."""

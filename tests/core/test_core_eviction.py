@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from typing import Any
 
 import pytest
@@ -65,7 +67,7 @@ def test_nothing_is_evicted_in_vain() -> None:
     assert run.reach("wxyz")[0] == 4
 
 
-def test_saved_leaves_go_before_those_that_are_not() -> None:
+def test_the_coldest_leaf_goes_first_saved_or_not() -> None:
     run = runtime(device=12, host=64)
     run.insert("abcd")
     backup = run.in_flight(BackupHost)
@@ -73,8 +75,26 @@ def test_saved_leaves_go_before_those_that_are_not() -> None:
     run.complete(*[op for op in run.in_flight(BackupHost) if op not in backup])
     run.fail(*backup)
     take(run, 8)
-    assert run.reach("abcd") == (4, 4)
-    assert run.reach("efgh") == (0, 4)
+    assert run.reach("abcd") == (0, 0), "nobody waits for a backup that has failed"
+    assert run.reach("efgh") == (4, 4)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wanted(policy: str) -> None:
+    run = runtime(device=12, host=12, write_policy=policy, write_back_watermark=0.5)
+    for text in ("abcd", "efgh", "ijkl"):
+        run.insert(text)
+        run.insert(text)
+        run.settle()
+    run.insert("mnop")
+    run.settle()
+    wanted = run.lease(spell("efghX"))
+    assert wanted is not None
+    wanted.release()
+    run.insert("qrst")
+    run.settle()
+    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [0, 4, 0, 4]
+    run.audit(idle=True)
 
 
 def test_an_allocation_waits_for_backups_rather_than_losing_pages() -> None:
@@ -104,19 +124,45 @@ def test_pages_of_a_copy_in_flight_are_not_taken() -> None:
     assert run.lease(b"", new=16) is not None
 
 
-def test_host_copies_of_device_nodes_go_last() -> None:
-    run = runtime(device=8, host=8)
-    run.insert("abcd")
-    run.settle()
-    run.insert("efgh")
-    run.settle()
+def test_copies_of_what_stays_on_the_device_leave_the_host_first() -> None:
+    run = runtime(device=8, host=8, storage=False)
+    for text in ("abcd", "efgh"):
+        run.insert(text)
+        run.settle()
     take(run, 4).release()
-    assert run.reach("abcd") == (0, 4)
-    assert run.reach("efgh") == (4, 4)
+    assert (run.reach("abcd"), run.reach("efgh")) == ((0, 4), (4, 4))
     run.insert("ijkl")
     run.settle()
-    assert run.reach("abcd") == (0, 0)
-    assert run.reach("ijkl") == (4, 4)
+    assert (run.reach("abcd"), run.reach("ijkl")) == ((0, 4), (4, 4)), "what the device lacks is not given up"
+    run.insert("mnop")
+    run.settle()
+    assert [run.reach(text)[1] for text in ("abcd", "efgh", "ijkl", "mnop")] == [4, 4, 4, 4], "both tiers are full"
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("storage", [False, True])
+def test_no_host_is_so_small_that_it_costs_hits(policy: str, storage: bool) -> None:
+    hits = [revisits(host, policy, storage) for host in (0, 4, 8, 16, 32, 64)]
+    assert all(more >= less - 10 for less, more in itertools.pairwise(hits)), hits
+    if policy != "write_through_selective":
+        assert hits[-1] > hits[0] + 100
+
+
+def revisits(host: int, policy: str, storage: bool) -> int:
+    """Pages found by 500 requests of four pages each, mostly for what was asked for before, and rather lately."""
+    run, draws = runtime(device=32, host=host, write_policy=policy, storage=storage and host > 0), random.Random(1)
+    run.audit = lambda idle=False: None  # type: ignore[method-assign]
+    heads = [chr(256 + i) + second for i in range(40) for second in (chr(256 + i), "x")]
+    texts = [head + tail for head in heads for tail in ("12", "34")]
+    hits = 0
+    for _ in range(500):
+        at = min(len(texts) - 1, int(draws.expovariate(1 / 12)))
+        text = texts.pop(at)
+        texts.insert(0, text)
+        hits += max(run.reach(text))
+        run.insert(text)
+        run.settle()
+    return hits
 
 
 def test_a_device_node_that_lost_its_host_copy_is_not_backed_up_any_more() -> None:

@@ -82,6 +82,7 @@ def test_from_where_it_was_evicted_is_remembered(host: int, storage: bool, gone:
     run.settle()
     take(run, 4)
     run.insert("wxyz")
+    run.insert("stuv")
     run.settle()
     found = explained(run, "abcd")
     assert (found.tree, found.gone) == (0, gone)
