@@ -130,9 +130,11 @@ def _sums_are_exact(core: CacheCore) -> None:
                 evictable[place] += len(slots) // SLOT_BYTES
         if node.state[0] == PRESENT and node.state[count] == PRESENT:
             clean += world.pages(node, 0)
-        if node.condemned:
+        if node.condemned & 1:
             condemned += world.pages(node, 0)
             _require(node.state[0] == PRESENT and not node.kids_device, node, "is condemned, and no leaf of the device")
+        for c in world.bits[node.condemned]:
+            _require(node.state[c] == PRESENT, node, "component", c, "is condemned, and not on the device")
     counted = [shelf.evictable for shelf in world.shelves]
     _require(counted == evictable, "evictable pages", counted, "found", evictable)
     _require(world.clean_pages == clean, "clean pages", world.clean_pages, "found", clean)

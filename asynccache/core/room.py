@@ -49,7 +49,7 @@ class RoomMaker:
 
     def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
         """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: only those
-        host copies go that storage has."""
+        host copies go that storage has, and none that was made so that its device cell can go."""
         base = tier * self._world.count
         shelves = self._world.shelves
         if any(need > shelves[base + c].reachable() for c, need in enumerate(needs)):
@@ -60,7 +60,7 @@ class RoomMaker:
                 if steps <= 0:
                     return Room.SLICE
                 steps -= 1
-                if gently and not self._next_is_stored(place):
+                if gently and not self._next_can_wait(place):
                     return Room.SHORT
                 if self._evict_next(place, EARLY):
                     continue
@@ -87,13 +87,15 @@ class RoomMaker:
         world = self._world
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
 
-    def _next_is_stored(self, place: int) -> bool:
+    def _next_can_wait(self, place: int) -> bool:
+        """Whether the next host copy to go is in storage, and was not made so that its device cell can go: who waits
+        for that would have it saved anew, and find it gone again."""
         node = self.coldest(place, EARLY) or self.coldest(place, LATE)
         if node is None:
             return False
         self._world.offer(node, place)
         count, stored = self._world.count, self._world.stored(node)
-        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
+        return not node.condemned and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
         """Start backups of the coldest until they cover what is missing, dropping those that need none; whether there
@@ -108,6 +110,7 @@ class RoomMaker:
             saved = self._save(node)
             world.offer(node, place)
             if saved:
+                world.condemn(node, place)
                 missing -= world.pages(node, place)
             elif self._is_stored(node, place):
                 return False

@@ -280,7 +280,7 @@ class Transfers:
             if not expendable and not self.save(node):
                 world.offer(node, 0)
                 return
-            world.condemn(node)
+            world.condemn(node, 0)
             world.offer(node, 0)
 
     # outcomes

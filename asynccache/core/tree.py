@@ -30,7 +30,8 @@ class Node:
     ``stored``: bit per component that is known to be in storage, and above them since when that counts: the world's
     ``stored`` tells. ``passes``/``passer``: commits that went through, for
     write_through_selective. ``unsavable``: its backup failed, so it may be dropped without waiting for another.
-    ``condemned``: its device copy was chosen to go, and nothing is lost when it does; until a request wants it again.
+    ``condemned``: bit per component whose device cell was chosen to go, and of which nothing is lost then, or will be
+    when a backup has ended; FULL's bit is for the whole leaf. Until a request wants it again.
     """
 
     __slots__ = (
@@ -54,7 +55,8 @@ class Node:
         self.hashes = b""
         self.ops: tuple[Operation, ...] = ()
         self.stored = self.passes = self.passer = 0
-        self.unsavable = self.condemned = False
+        self.unsavable = False
+        self.condemned = 0
 
     def __lt__(self, other: Node) -> bool:
         """Of two equally cold nodes the deeper one goes first."""

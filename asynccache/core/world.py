@@ -211,13 +211,14 @@ class World:
             raise illegal(state, ABSENT)
         shelf = self.shelves[place]
         twin = place + count if place < count else place - count
-        if node.condemned and place == count:
-            self.reprieve(node)
+        if node.condemned >> place % count & 1:
+            if place >= count:
+                self.reprieve(node)
+            elif not place:
+                self.condemned_pages -= len(slots) // SLOT_BYTES
+            node.condemned &= ~(1 << place % count)
         if state == PRESENT:
             pages = len(slots) // SLOT_BYTES
-            if node.condemned and not place:
-                node.condemned = False
-                self.condemned_pages -= pages
             if not node.pins[place]:
                 shelf.evictable -= pages
             if not place % count and node.state[twin] == PRESENT:
@@ -265,8 +266,9 @@ class World:
         host a copy of what stays on the device."""
         count = self.count
         if place < count:
-            return EARLY if node.condemned and not place else LATE
-        return EARLY if node.state[place - count] != ABSENT and not node.condemned else LATE
+            return EARLY if node.condemned >> place & 1 else LATE
+        place -= count
+        return EARLY if node.state[place] != ABSENT and not node.condemned & (1 | 1 << place) else LATE
 
     def is_candidate(self, node: Node, place: int) -> bool:
         """May this cell be evicted now?"""
@@ -289,23 +291,26 @@ class World:
             if not node.pins[place]:
                 self.offer(node, place)
 
-    def condemn(self, node: Node) -> None:
-        """The device copy of ``node``, a candidate or about to be one, is the next to go."""
-        if not node.condemned:
-            node.condemned = True
-            self.condemned_pages += self.pages(node, 0)
+    def condemn(self, node: Node, c: int) -> None:
+        """The device cell of component ``c``, a candidate or about to be one, is the next to go. So its copy on the host
+        is no mere duplicate, and does not go before others. FULL: the leaf ``node`` goes whole."""
+        if not node.condemned >> c & 1:
+            node.condemned |= 1 << c
+            if not c:
+                self.condemned_pages += self.pages(node, 0)
             self._reorder_all(node)
 
     def reprieve(self, node: Node) -> None:
-        """Undo ``condemn``: somebody wants ``node`` after all, or it has lost the copy that made it expendable."""
+        """Undo ``condemn``, of all components: somebody wants ``node`` after all, or it has lost the copy that made it
+        expendable."""
         if node.condemned:
-            node.condemned = False
-            self.condemned_pages -= self.pages(node, 0)
+            if node.condemned & 1:
+                self.condemned_pages -= self.pages(node, 0)
+            node.condemned = 0
             self._reorder_all(node)
 
     def _reorder_all(self, node: Node) -> None:
-        self._reorder(node, 0)
-        for place in range(self.count, 2 * self.count):
+        for place in range(2 * self.count):
             self._reorder(node, place)
 
     def retire_early(self, node: Node) -> None:
@@ -397,6 +402,8 @@ class World:
             node.pins[c] = pins + 1
             if not pins and node.state[c] == PRESENT:
                 pages += len(node.slots[c])
+                if node.condemned >> c & 1:
+                    self.reprieve(node)
             border = parent.end
             if not divides:
                 break
