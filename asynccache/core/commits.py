@@ -99,7 +99,7 @@ class Commits:
         world, size, page = self._world, self._page_size, self._world.page_bytes
         begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
         path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
-        window = world.components[self._swa].first_page(total) if self._swa else 0
+        window = max(0, world.components[self._swa].first_page(total) - 1) if self._swa else 0
         if path and (blockers := _loading(path, self._swa, window)):
             return Wait(world.plan(), blockers)
         work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count)
@@ -170,6 +170,8 @@ class Commits:
         node = Node(work.key[start * page : end * page], end, parent, self._count)
         link(parent, node, page)
         self._world.counters.nodes += 1
+        for c in range(1, self._count):
+            self._world.policy.idle(node, c)
         node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
@@ -179,7 +181,8 @@ class Commits:
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
         lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
-        self._matching.touch(end, end.end)
+        if end.parent is not None:
+            self._world.policy.touch(end, 0)
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:

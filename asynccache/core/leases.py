@@ -186,12 +186,13 @@ class Leases:
 
     def _cut_path(self, path: list[Node], target: int, exact: bool) -> list[Node]:
         """The path up to ``target``, split there, and where a load of a window would otherwise take more than it;
-        ``exact``: where a pin would, too."""
+        ``exact``: where a pin would, too. Where texts fork, what that end needs is cut off from what is before."""
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
             path.pop()
-        if path and path[-1].end > target:
+        forks = bool(path) and path[-1].end > target
+        if forks:
             path[-1] = split_at(world, path[-1], target)
         if self._swa and path:
             first = self._world.components[self._swa].first_page(target)
@@ -199,6 +200,9 @@ class Leases:
                 start = node.parent.end  # type: ignore[union-attr]
                 if start < first < node.end and (exact or node.state[self._swa] == ABSENT):
                     path.insert(i, split_at(world, node, first))
+                    break
+                if forks and start < first - 1 < node.end:
+                    path.insert(i, split_at(world, node, first - 1))
                     break
         return path
 
@@ -365,6 +369,7 @@ class Leases:
             return
         lease.released = True
         del self.active[lease.id]
+        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
         if ended:
             self._end_tail(lease.hold.end)
         drop_hold(self._world, lease.hold)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynccache.core import components
-from asynccache.core.eviction import POLICIES, Order
+from asynccache.core.eviction import POLICIES, Order, is_idle
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
@@ -292,8 +292,8 @@ class World:
                 self.offer(node, place)
 
     def condemn(self, node: Node, c: int) -> None:
-        """The device cell of component ``c``, a candidate or about to be one, is the next to go. So its copy on the host
-        is no mere duplicate, and does not go before others. FULL: the leaf ``node`` goes whole."""
+        """The device cell of component ``c``, a candidate or about to be one, is the next to go. So its copy on the
+        host is no mere duplicate, and does not go before others. FULL: the leaf ``node`` goes whole."""
         if not node.condemned >> c & 1:
             node.condemned |= 1 << c
             if not c:
@@ -312,6 +312,15 @@ class World:
     def _reorder_all(self, node: Node) -> None:
         for place in range(2 * self.count):
             self._reorder(node, place)
+
+    def set_idle(self, node: Node, c: int) -> bool:
+        """No match is likely to end where it would need component ``c`` of ``node``. Whether that was known."""
+        if is_idle(node, c):
+            return True
+        self.policy.idle(node, c)
+        self._reorder(node, c)
+        self._reorder(node, c + self.count)
+        return False
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
