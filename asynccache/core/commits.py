@@ -99,7 +99,7 @@ class Commits:
         world, size, page = self._world, self._page_size, self._world.page_bytes
         begin, total = lease.length // size, min(len(key) // page, lease.reserved // size)
         path, reached = walk(lease.hold.end, key, begin * page, page, total * page)
-        window = max(0, world.components[self._swa].first_page(total) - 1) if self._swa else 0
+        window = world.components[self._swa].first_page(total) if self._swa else 0
         if path and (blockers := _loading(path, self._swa, window)):
             return Wait(world.plan(), blockers)
         work = _Commit(lease, key, hashes, begin, total, window, [b""] * self._count)

@@ -198,11 +198,8 @@ class Leases:
             first = self._world.components[self._swa].first_page(target)
             for i, node in enumerate(path):
                 start = node.parent.end  # type: ignore[union-attr]
-                if start < first < node.end and (exact or node.state[self._swa] == ABSENT):
+                if start < first < node.end and (exact or forks or node.state[self._swa] == ABSENT):
                     path.insert(i, split_at(world, node, first))
-                    break
-                if forks and start < first - 1 < node.end:
-                    path.insert(i, split_at(world, node, first - 1))
                     break
         return path
 

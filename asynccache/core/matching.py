@@ -94,8 +94,8 @@ class Matching:
         return lacking
 
     def touch(self, node: Node, end: int) -> None:
-        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window and a page more, the first of
-        them first. ``node`` is the one that ``end`` lies in or below it."""
+        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window, the first of them first.
+        ``node`` is the one that ``end`` lies in or below it."""
         policy = self._world.policy
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
@@ -112,18 +112,13 @@ class Matching:
             policy.touch(node, self._mamba)
         window, above = [node], node.parent
         if swa:
-            first = self._first(end)
+            first = self._world.components[swa].first_page(end)
             while above.parent is not None and above.end > first:
                 window.append(above)
                 above = above.parent
             for part in reversed(window):
                 policy.touch(part, swa)
         return above
-
-    def _first(self, end: int) -> int:
-        """The first page that SWA needs for ``end``, and for the end a page before: a prompt that comes again matches
-        no further than its last token but one."""
-        return max(0, self._world.components[self._swa].first_page(end) - 1)
 
     def leave(self, node: Node, begin: int) -> None:
         """A request that began at page ``begin`` and was held at ``node`` is over: the next match of its text is likely
@@ -135,7 +130,7 @@ class Matching:
         while above.parent is not None:
             forks = len(above.children or ()) > 1
             if forks and self._swa:
-                low = min(low, self._first(above.end))
+                low = min(low, self._world.components[self._swa].first_page(above.end))
             known = not forks
             if self._swa and above.end <= low:
                 known &= self._world.set_idle(above, self._swa)

@@ -6,6 +6,7 @@ One cache belongs to one event loop and its thread. Another thread's call raises
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -33,6 +34,7 @@ from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
+from asynccache.runtime.wasting import wasted
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
 from asynccache.worker.given import MOMENT, Given, planned_stores
 from asynccache.worker.stats import Histogram, StageStats
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from asynccache.worker.local import LocalWorker
 
 ExtraKey = str | bytes | None
+
+_log = logging.getLogger("asynccache")
 
 
 class CloseReport(NamedTuple):
@@ -176,6 +180,8 @@ class AsyncCache:
         self._parts = parts = Parts(self.config, pools, self._worker, ranks, self._agreement, self._on_event)
         parts.driver.scheduler = asyncio.current_task()
         await parts.start()
+        for sentence in wasted(self.core.config):
+            _log.warning(sentence)
 
     async def _open_worker(self, pools: tuple[PoolSpec, ...]) -> None:
         """Everything that may take long, or fail on one rank alone."""

@@ -112,7 +112,7 @@ def test_a_hole_in_the_window_ends_a_match() -> None:
     run = runtime("full,swa", device=16, host=0, window=8)
     run.insert("abcd")
     run.insert("abcdefgh")
-    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=12 * run.page))
+    answer = run.core.lease(run.ask(b"", states=0)._replace(reserve=0, reserve_swa=14 * run.page))
     run.perform(answer.plan)
     found = explained(run, "abcd")
     assert (found.full, found.host, found.ends) == (16, 0, SWA)
