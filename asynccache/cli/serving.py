@@ -139,6 +139,7 @@ class Server:
     ) -> AbstractAsyncContextManager[Lease]:
         lease: Lease = self._cache.lease(
             text.tokens[: text.prompt], new_tokens=new_tokens, extra_key=request.extra_key, prefetch=handle,
+            shared_tokens=request.shared_tokens,
         )
         return lease
 

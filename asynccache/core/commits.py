@@ -148,18 +148,21 @@ class Commits:
             self._world.shelves[c].slots.give(slots)
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end and where the
-        window begins."""
+        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end, where the window
+        begins, and where what is private to the conversation does."""
         total = work.total
         if end.end >= total:
             return []
-        if not self._swa:
-            return [self._new_node(work, end, total)]
-        released = work.lease.own_from[self._swa]
-        if released >= total:
-            return []
+        cuts = [total]
+        if self._swa:
+            released = work.lease.own_from[self._swa]
+            if released >= total:
+                return []
+            cuts = sorted((released, work.window, total))
+        if end.end < work.lease.shared < total:
+            cuts = sorted((work.lease.shared, *cuts))
         fresh = []
-        for cut in (min(released, work.window), max(released, work.window), total):
+        for cut in cuts:
             if cut > end.end:
                 end = self._new_node(work, end, cut)
                 fresh.append(end)

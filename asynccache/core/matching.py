@@ -111,6 +111,7 @@ class Matching:
         if self._mamba:
             policy.touch(node, self._mamba)
         window, above = [node], node.parent
+        assert above is not None
         if swa:
             first = self._world.components[swa].first_page(end)
             while above.parent is not None and above.end > first:

@@ -323,6 +323,7 @@ class AsyncCache:
         chunk: int | None = None,
         swa_chunk: int | None = None,
         shorter: bool = True,
+        shared_tokens: int | None = None,
     ) -> Lease:
         """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
         reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
@@ -332,7 +333,9 @@ class AsyncCache:
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
         window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
-        False: where all that is cached does not fit, it does not get in with less.
+        False: where all that is cached does not fit, it does not get in with less. ``shared_tokens``: how many tokens
+        at the start of the prompt other conversations have, too (system prompt, tools): ``release(ended=True)`` leaves
+        those, and has all that comes after them go first.
 
         A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
         ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
@@ -343,7 +346,8 @@ class AsyncCache:
         """
         leasing = self._opened().leasing
         terms = checked_terms(
-            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter,
+            shared_tokens,
         )
         caller = sys._getframe(1)
         return Lease(leasing, terms, (caller.f_code, caller.f_lasti))

@@ -266,7 +266,7 @@ def test_a_tombstone_keeps_full_and_ends_no_match() -> None:
     run.insert("abcdefgh")
     leaf = run.lease(spell("abcdefghX"))
     assert leaf is not None
-    take_swa(run, 7)
+    take_swa(run, 9)
     found = run.match(spell("abcdX"))
     assert (found.device, found.full) == (0, 16)
     assert run.match(spell("abcdefgh")).device == 32
@@ -293,7 +293,7 @@ def test_evicting_swa_drags_mamba_along() -> None:
     assert leaf is not None
     run.settle()
     free = run.core.statistics().device[MAMBA].free
-    take_swa(run, 7)
+    take_swa(run, 9)
     assert run.core.statistics().device[MAMBA].free == free + 1
 
 
