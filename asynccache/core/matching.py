@@ -108,6 +108,7 @@ class Matching:
     def _touch_end(self, node: Node, end: int) -> Node:
         """Stamp what a match that ends at ``end``, in ``node``, needs of the other components; the first node above."""
         policy, swa = self._world.policy, self._swa
+        self._world.reprieve(node)
         if self._mamba:
             policy.touch(node, self._mamba)
         window, above = [node], node.parent
@@ -118,6 +119,7 @@ class Matching:
                 window.append(above)
                 above = above.parent
             for part in reversed(window):
+                self._world.reprieve(part)
                 policy.touch(part, swa)
         return above
 

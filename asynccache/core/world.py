@@ -411,8 +411,6 @@ class World:
             node.pins[c] = pins + 1
             if not pins and node.state[c] == PRESENT:
                 pages += len(node.slots[c])
-                if node.condemned >> c & 1:
-                    self.reprieve(node)
             border = parent.end
             if not divides:
                 break
