@@ -65,6 +65,7 @@ class Settings:
     decode_tokens: int
     insert_outputs: bool
     end_hints: float
+    shared_hints: bool = False
     prefill_tokens_per_s: float
     write_policy: WritePolicy
     prefetch_policy: PrefetchPolicy
@@ -240,6 +241,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
     Option("insert-outputs", None, _each(False, True), "", "commit what was decoded, too"),
     Option("end-hints", _share, _each(0.0, 0.5), "P", "share of conversations whose last request says that it is"),
+    Option("shared-hints", None, {"replay": False}, "",
+           "those requests say, too, how much of their prompt later ones have"),
     Option("prefill-tokens-per-s", _positive, _both(8000.0), "X", "the compute model behind time to first token"),
     Option("write-policy", _choice(*(p.value for p in WritePolicy)), _both("write_through"), "NAME",
            ", ".join(p.value for p in WritePolicy)),

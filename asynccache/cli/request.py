@@ -18,7 +18,7 @@ class Request(NamedTuple):
 
     ``at``: seconds after the start, for replays by the clock. ``ended``: what the caller tells the cache when it
     releases, that this conversation will not come back. ``shared_blocks``: full blocks that earlier prompts of a
-    trace have, too.
+    trace have, too. ``shared_tokens``: what the caller says that other conversations have, too; None: it does not say.
     """
 
     number: int
@@ -30,6 +30,7 @@ class Request(NamedTuple):
     ended: bool = False
     extra_key: str | None = None
     shared_blocks: int = 0
+    shared_tokens: int | None = None
 
 
 class Source(Protocol):

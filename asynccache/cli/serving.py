@@ -156,6 +156,7 @@ class Server:
     ) -> AbstractAsyncContextManager[Lease]:
         lease: Lease = self._cache.lease(
             text.tokens[: text.prompt], new_tokens=new_tokens, extra_key=request.extra_key, prefetch=handle,
+            shared_tokens=request.shared_tokens,
         )
         return lease
 
@@ -199,6 +200,7 @@ class Server:
             ready = await self._compute(request, lane, pieces)
             checkpoint = (end, int(lease.states[1])) if due else None
             await lease.commit(text.tokens[: prompt if end == whole else end], ready, checkpoint)
+            lease.advance(end, after=lane.work)
             if (request.number + number) % 2:
                 lease.adopt(after=lane.work)
             position = end
@@ -236,8 +238,8 @@ class Server:
             if room < end:
                 self._tally.cut_short += 1
                 break
-            lease.advance(end)
             await self._iterate()
+            lease.advance(end)
             position = end
         self._tally.output_tokens += position - text.prompt
         ready = await self._compute(request, lane, list(self._fresh(lease, text, text.prompt, position)))

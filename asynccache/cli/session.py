@@ -180,7 +180,10 @@ class Session:
 
     def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:
         settings = self._settings
-        return TraceSource(trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed)
+        return TraceSource(
+            trace, found, speed=settings.speed or 0.0, hints=settings.end_hints, seed=settings.seed,
+            shared_hints=settings.shared_hints,
+        )  # fmt: skip
 
     def _fitting(self, trace: list[TraceRequest], found: Survey) -> CacheConfig:
         config = configure(self._settings, trace, found)

@@ -46,12 +46,14 @@ class Survey(NamedTuple):
     """What a trace implies for a cache that forgets nothing and serves one request at a time. One entry a request.
 
     ``shared_blocks``: full blocks that an earlier prompt has under the same prefix. ``fresh_tokens``: tokens that no
-    earlier prompt has. ``last``: no later prompt goes on from the last full block.
+    earlier prompt has. ``last``: no later prompt goes on from the last full block. ``later_blocks``: full blocks that a
+    later prompt has, too.
     """
 
     shared_blocks: tuple[int, ...]
     fresh_tokens: tuple[int, ...]
     last: tuple[bool, ...]
+    later_blocks: tuple[int, ...] = ()
 
 
 async def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
@@ -132,16 +134,19 @@ def survey(trace: Sequence[TraceRequest]) -> Survey:
         shared.append(known)
         fresh.append(new)
         paths.append(path)
-    return Survey(tuple(shared), tuple(fresh), _last(paths))
+    later = _later(paths)
+    last = tuple([not path or blocks < len(path) for path, blocks in zip(paths, later, strict=True)])
+    return Survey(tuple(shared), tuple(fresh), last, later)
 
 
-def _last(paths: Sequence[Sequence[int]]) -> tuple[bool, ...]:
-    later: set[int] = set()
-    ends = []
+def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """How many blocks of each path are in a later one. Whoever has a block has all before it."""
+    seen: set[int] = set()
+    counts = []
     for path in reversed(paths):
-        ends.append(not path or path[-1] not in later)
-        later.update(path)
-    return tuple(reversed(ends))
+        counts.append(sum(block in seen for block in path))
+        seen.update(path)
+    return tuple(reversed(counts))
 
 
 def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[list[int], int]:
@@ -181,17 +186,20 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
 
 
 class TraceSource:
-    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so."""
+    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so.
+    ``shared_hints``: it says, too, how much of its prompt later ones have."""
 
     def __init__(
-        self, trace: Sequence[TraceRequest], found: Survey, *, speed: float = 0.0, hints: float = 0.0, seed: int = 0
-    ) -> None:
+        self, trace: Sequence[TraceRequest], found: Survey, *, speed: float = 0.0, hints: float = 0.0, seed: int = 0,
+        shared_hints: bool = False,
+    ) -> None:  # fmt: skip
         rng = random.Random(seed)
         self.total: int | None = len(trace)
         self._trace = trace
         self._at = arrivals(trace, speed)
         self._ended = [end and rng.random() < hints for end in found.last]
         self._shared = found.shared_blocks
+        self._later = found.later_blocks if shared_hints else None
         self._next = 0
 
     def next(self) -> Request | None:
@@ -200,10 +208,12 @@ class TraceSource:
             return None
         self._next += 1
         line = self._trace[number]
+        tells = self._later is not None and self._ended[number]
         return Request(
             number=number, length=line.input_length, output_length=line.output_length,
             prompt=prompt_of(line), output=output_of(number, line.output_length),
             at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
+            shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
         )
 
     def done(self, request: Request) -> None:

@@ -27,7 +27,7 @@ CACHE = {
     "prefetch_timeout_max": "Seconds that `timeout` waits at most.",
     "load_back_threshold": "Tokens below which a match on the host is computed again instead of loaded.",
     "max_backup_ops": "Copies from device to host that are in flight at one time.",
-    "write_back_watermark": "Share of free device pages below which `write_back` begins.",
+    "write_back_watermark": "Share of the smaller of device and host that the device keeps free or saved ahead.",
     "kept_fraction": "Share of the device's pages that `keep()` may pin.",
     "close_deadline": "Seconds that closing waits for what is still to be saved.",
     "freeze_gc": "Whether the tree is taken out of the garbage collector's sight as it grows.",

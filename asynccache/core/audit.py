@@ -120,7 +120,7 @@ def _no_node_is_empty(core: CacheCore) -> None:
 
 def _sums_are_exact(core: CacheCore) -> None:
     world, count = core.world, core.world.count
-    evictable, clean = [0] * (2 * count), 0
+    evictable, clean, condemned = [0] * (2 * count), 0, 0
     for node in _nodes(core):
         kids = list((node.children or {}).values())
         _require(node.kids_device == sum(k.state[0] != ABSENT for k in kids), node, "kids_device is wrong")
@@ -130,9 +130,15 @@ def _sums_are_exact(core: CacheCore) -> None:
                 evictable[place] += len(slots) // SLOT_BYTES
         if node.state[0] == PRESENT and node.state[count] == PRESENT:
             clean += world.pages(node, 0)
+        if node.condemned & 1:
+            condemned += world.pages(node, 0)
+            _require(node.state[0] == PRESENT and not node.kids_device, node, "is condemned, and no leaf of the device")
+        for c in world.bits[node.condemned]:
+            _require(node.state[c] == PRESENT, node, "component", c, "is condemned, and not on the device")
     counted = [shelf.evictable for shelf in world.shelves]
     _require(counted == evictable, "evictable pages", counted, "found", evictable)
     _require(world.clean_pages == clean, "clean pages", world.clean_pages, "found", clean)
+    _require(world.condemned_pages == condemned, "condemned pages", world.condemned_pages, "found", condemned)
 
 
 def _pins_are_exact(core: CacheCore) -> None:

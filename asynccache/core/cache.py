@@ -82,7 +82,7 @@ class CacheCore:
         self._matching = Matching(self.world)
         self._leases = Leases(self.world, self._transfers, self._matching)
         self._commits = Commits(self.world, self._transfers, self._matching)
-        self._prefetches = Prefetches(self.world, self._transfers)
+        self._prefetches = Prefetches(self.world, self._transfers, self._matching)
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explaining = Explaining(self.world, self._matching)
 
@@ -125,7 +125,7 @@ class CacheCore:
         return self._leases.extend(lease, reserve, reserve_swa, states)
 
     def advance(self, lease: Lease, position: int) -> Plan:
-        """The request decodes at ``position``: what left the window (but a page) is unpinned or given back."""
+        """The next token is computed at ``position``: what left its window (but a page) is unpinned or given back."""
         return self._leases.advance(lease, position)
 
     def truncate(self, lease: Lease, length: int) -> Plan:

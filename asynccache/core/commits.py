@@ -148,18 +148,21 @@ class Commits:
             self._world.shelves[c].slots.give(slots)
 
     def _grow(self, work: _Commit, end: Node) -> list[Node]:
-        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end and where the
-        window begins."""
+        """New nodes, still empty, for what the tree does not have: cut where released SWA pages end, where the window
+        begins, and where what is private to the conversation does."""
         total = work.total
         if end.end >= total:
             return []
-        if not self._swa:
-            return [self._new_node(work, end, total)]
-        released = work.lease.own_from[self._swa]
-        if released >= total:
-            return []
+        cuts = [total]
+        if self._swa:
+            released = work.lease.own_from[self._swa]
+            if released >= total:
+                return []
+            cuts = sorted((released, work.window, total))
+        if end.end < work.lease.shared < total:
+            cuts = sorted((work.lease.shared, *cuts))
         fresh = []
-        for cut in (min(released, work.window), max(released, work.window), total):
+        for cut in cuts:
             if cut > end.end:
                 end = self._new_node(work, end, cut)
                 fresh.append(end)
@@ -170,6 +173,8 @@ class Commits:
         node = Node(work.key[start * page : end * page], end, parent, self._count)
         link(parent, node, page)
         self._world.counters.nodes += 1
+        for c in range(1, self._count):
+            self._world.policy.idle(node, c)
         node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
@@ -179,7 +184,8 @@ class Commits:
         old = lease.hold
         released = lease.own_from[self._swa] if self._swa else 0
         lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
-        self._matching.touch(end, end.end)
+        if end.parent is not None:
+            self._world.policy.touch(end, 0)
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:
@@ -227,14 +233,14 @@ class Commits:
         world = self._world
         if not world.has_host or end.root.dead:
             return
-        if self._policy is _WRITE_BACK:
-            self._transfers.save_coldest()
-            return
         due: Node | None = end if took or end.end > begin else None
         if self._policy is _SELECTIVE:
             due = self._count_pass(lease, end)
+        elif self._policy is _WRITE_BACK:
+            due = None
         if due is not None:
             self._transfers.save_or_defer(due, begin)
+        self._transfers.save_coldest()
 
     def _count_pass(self, lease: Lease, end: Node) -> Node | None:
         """Count this lease's pass, once, through every node without a host copy; the deepest that is due for one."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from asynccache.core.tree import Entry, Node
 
 _ENDED = -(1 << 60)
+_IDLE = -(1 << 59)
 _SWEEP_FROM = 1024
 
 
@@ -38,13 +39,18 @@ class EvictionPolicy(Protocol):
         """``child``, the last one below ``node``, was evicted."""
         ...
 
+    def idle(self, node: Node, c: int) -> None:
+        """No match is likely to end where it would need this: it goes before what was used."""
+        ...
+
     def end(self, node: Node, c: int) -> None:
         """The conversation that this is private to will not come back."""
         ...
 
 
 class Lru:
-    """Least recently used first; what was ended goes before everything else, the longest ended first."""
+    """Least recently used first. What no match is likely to need goes before that, and what was ended before all else,
+    of both what has been so for longest."""
 
     __slots__ = ("_clock",)
 
@@ -65,15 +71,24 @@ class Lru:
         if child.stamp[c] > node.stamp[c]:
             node.stamp[c] = child.stamp[c]
 
+    def idle(self, node: Node, c: int) -> None:
+        self._clock += 1
+        node.stamp[c] = _IDLE + self._clock
+
     def end(self, node: Node, c: int) -> None:
         self._clock += 1
         node.stamp[c] = _ENDED + self._clock
 
 
+def is_idle(node: Node, c: int) -> bool:
+    """Whether no match is likely to need ``node``'s component ``c``, or its conversation has ended."""
+    return node.stamp[c] < 0
+
+
 def last_touch(node: Node, c: int) -> int:
-    """When ``node``'s component ``c`` was used last, or was ended."""
+    """When ``node``'s component ``c`` was used last, became idle or was ended."""
     stamp = node.stamp[c]
-    return stamp if stamp >= 0 else stamp - _ENDED
+    return stamp if stamp >= 0 else stamp - (_IDLE if stamp >= _IDLE else _ENDED)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}

@@ -29,7 +29,8 @@ class Ask(NamedTuple):
     """What a request wants. ``limit`` caps the match; ``reserve`` and ``reserve_swa`` are the positions (tokens) up to
     which pages are taken, but no further than ``chunk`` and ``chunk_swa`` tokens beyond the match; ``states``: MAMBA
     slots; ``load``: whether anything may be moved for it, by load_back or as a private copy; ``shorter``: whether less
-    than the longest match will do."""
+    than the longest match will do; ``shared``: how many tokens other conversations have, too; EVERYTHING: nobody knows.
+    """
 
     space: bytes
     key: bytes
@@ -41,6 +42,7 @@ class Ask(NamedTuple):
     chunk: int = EVERYTHING
     chunk_swa: int = EVERYTHING
     shorter: bool = True
+    shared: int = EVERYTHING
 
 
 class Lease:
@@ -48,13 +50,14 @@ class Lease:
 
     ``cached``: matched at the grant. ``loads``: operations that must be DONE before its pages are good. ``valid``:
     None, or how many tokens are still good after a load failed. ``length``: committed so far. ``reserved``: FULL pages
-    exist up to here. ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
+    exist up to here. ``shared``: the page from which on it is private to its conversation; NOWHERE: that is not known.
+    ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
     the working copy first.
     """
 
     __slots__ = (
         "border", "cached", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released",
-        "reserved", "states", "valid",
+        "reserved", "shared", "states", "valid",
     )  # fmt: skip
 
     def __init__(self, lease_id: int, hold: Hold) -> None:
@@ -64,6 +67,7 @@ class Lease:
         self.own_from: list[int] = []
         self.border = self.cached = self.full = self.length = self.reserved = self.loaded_tokens = 0
         self.loads: tuple[int, ...] = ()
+        self.shared = NOWHERE
         self.states = b""
         self.valid: int | None = None
         self.released = False
@@ -120,7 +124,7 @@ class Leases:
             if target == NOWHERE:
                 return Wait(self._world.plan())
             tried.add((target, exact))
-            room, lease = self._try(ask, root, self._cut_path(path, target, exact), ends, target)
+            room, lease = self._try(ask, root, self._cut_path(path, target, exact, self._private(ask)), ends, target)
             if lease is not None:
                 return Grant(lease, self._world.plan())
             if room is Room.SLICE:
@@ -184,22 +188,33 @@ class Leases:
             world.unpin(node, HOST, mask.bit_length() - 1)
         return room, lease
 
-    def _cut_path(self, path: list[Node], target: int, exact: bool) -> list[Node]:
+    def _private(self, ask: Ask) -> int:
+        """The page from which on this is private to its conversation; NOWHERE: that is not known."""
+        return NOWHERE if ask.shared == EVERYTHING else ask.shared // self._page_size
+
+    def _cut_path(self, path: list[Node], target: int, exact: bool, private: int) -> list[Node]:
         """The path up to ``target``, split there, and where a load of a window would otherwise take more than it;
-        ``exact``: where a pin would, too."""
+        ``exact``: where a pin would, too. Where texts fork, what that end needs is cut off from what is before. Split
+        at page ``private``, too.
+        """
         world = self._world
         path = path[:]
         while path and path[-1].parent.end >= target:  # type: ignore[union-attr]
             path.pop()
-        if path and path[-1].end > target:
+        forks = bool(path) and path[-1].end > target
+        if forks:
             path[-1] = split_at(world, path[-1], target)
         if self._swa and path:
             first = self._world.components[self._swa].first_page(target)
             for i, node in enumerate(path):
                 start = node.parent.end  # type: ignore[union-attr]
-                if start < first < node.end and (exact or node.state[self._swa] == ABSENT):
+                if start < first < node.end and (exact or forks or node.state[self._swa] == ABSENT):
                     path.insert(i, split_at(world, node, first))
                     break
+        for i, node in enumerate(path):
+            if node.parent.end < private < node.end:  # type: ignore[union-attr]
+                path.insert(i, split_at(world, node, private))
+                break
         return path
 
     def _loads(self, path: Sequence[Node], target: int) -> list[tuple[Node, int]]:
@@ -245,6 +260,7 @@ class Leases:
         self.active[lease.id] = lease
         lease.cached = lease.length = target * size
         lease.full = ends.full * size
+        lease.shared = self._private(ask)
         lease.reserved = (target + own[0]) * size
         if loads:
             self._transfers.open_load(loads)
@@ -365,8 +381,9 @@ class Leases:
             return
         lease.released = True
         del self.active[lease.id]
+        self._matching.leave(lease.hold.end, lease.cached // self._page_size)
         if ended:
-            self._end_tail(lease.hold.end)
+            self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)
         slots = lease.own[:]
         if self._mamba:
@@ -391,9 +408,12 @@ class Leases:
                 return lease.states[SLOT_BYTES:]
         return lease.states
 
-    def _end_tail(self, node: Node) -> None:
-        """The conversation is over: what only it used goes first."""
-        while node.parent is not None and len(node.children or ()) <= 1:
+    def _end_tail(self, node: Node, private: int) -> None:
+        """The conversation is over: what only it used goes first. That is what begins at page ``private`` or after it;
+        where that is not known, what has no fork at its end or below."""
+        while node.parent is not None:
+            if len(node.children or ()) > 1 if private == NOWHERE else node.parent.end < private:
+                return
             in_flight = sum(DEVICE in PINNED_TIERS[op.kind] for op in node.ops)
             if node.pins[0] - in_flight > 1:
                 return

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from asynccache.core.states import ABSENT, LEAVING
 from asynccache.core.tree import Node, walk
-from asynccache.core.world import World
+from asynccache.core.world import NOWHERE, World
 
 
 class Match(NamedTuple):
@@ -39,7 +39,7 @@ class Ends(NamedTuple):
 
 
 class Matching:
-    """Reads one world; writes nothing but stamps."""
+    """Reads one world; writes nothing but how recent its cells are."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -94,18 +94,51 @@ class Matching:
         return lacking
 
     def touch(self, node: Node, end: int) -> None:
-        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window and a page more. ``node`` is
-        that one or below it."""
+        """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window, the first of them first.
+        ``node`` is the one that ``end`` lies in or below it."""
         policy = self._world.policy
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
         if node.parent is None:
             return
-        for c in range(self._count):
-            policy.touch(node, c)
-        if self._swa:
-            first = self._world.components[self._swa].first_page(end) - 1
-            above: Node | None = node.parent
-            while above is not None and above.end > first and above.parent is not None:
-                policy.touch(above, self._swa)
+        policy.touch(node, 0)
+        if self._count > 1:
+            self._touch_end(node, end)
+
+    def _touch_end(self, node: Node, end: int) -> Node:
+        """Stamp what a match that ends at ``end``, in ``node``, needs of the other components; the first node above."""
+        policy, swa = self._world.policy, self._swa
+        self._world.reprieve(node)
+        if self._mamba:
+            policy.touch(node, self._mamba)
+        window, above = [node], node.parent
+        assert above is not None
+        if swa:
+            first = self._world.components[swa].first_page(end)
+            while above.parent is not None and above.end > first:
+                window.append(above)
                 above = above.parent
+            for part in reversed(window):
+                self._world.reprieve(part)
+                policy.touch(part, swa)
+        return above
+
+    def leave(self, node: Node, begin: int) -> None:
+        """A request that began at page ``begin`` and was held at ``node`` is over: the next match of its text is likely
+        to end there, or where texts fork. What such ends need of SWA and MAMBA counts as used; what none of them needs
+        is idle from now on. Looks at what is new on the path, and above it up to where that was known already."""
+        if node.parent is None or self._count == 1:
+            return
+        low, above = NOWHERE, self._touch_end(node, node.end)
+        while above.parent is not None:
+            forks = len(above.children or ()) > 1
+            if forks and self._swa:
+                low = min(low, self._world.components[self._swa].first_page(above.end))
+            known = not forks
+            if self._swa and above.end <= low:
+                known &= self._world.set_idle(above, self._swa)
+            if self._mamba and not forks:
+                known &= self._world.set_idle(above, self._mamba)
+            if known and above.end <= min(low, begin):
+                return
+            above = above.parent

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from asynccache.core.keys import HASH_BYTES, common_pages
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
+from asynccache.core.matching import Matching
 from asynccache.core.plan import Medium, More, Plan, Status, Wait
 from asynccache.core.room import Room
 from asynccache.core.settings import Access, ComponentKind
@@ -151,9 +152,10 @@ def run_nodes(fetch: Fetch) -> list[Node]:
 class Prefetches:
     """The prefetches of one world."""
 
-    def __init__(self, world: World, transfers: Transfers) -> None:
+    def __init__(self, world: World, transfers: Transfers, matching: Matching) -> None:
         self._world = world
         self._transfers = transfers
+        self._matching = matching
         self._size = world.config.page_size
         self._index = {component.kind: component.index for component in world.components}
         self.active: dict[int, Fetch] = {}
@@ -386,8 +388,7 @@ class Prefetches:
             self._fill_window(fetch, last, stop)
             self._fill_state(fetch, last)
         if last.parent is not None:
-            for c in range(world.count):
-                world.policy.touch(last, c)
+            self._matching.touch(last, last.end)
             for holder in holders:
                 self._transfers.claims.take(holder, [last], last.end)
         self._drop(fetch, Status.DONE)

@@ -1,10 +1,10 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
-Device: leaves with a host copy first. Where only copies are left, their backups are started and awaited; where the host
-has no room for those, what storage has goes without, what is in flight is awaited (what storage takes: unless it is
-late), and then claims are let go. Dropping an only copy is the last resort, and counted. Host: what is off the device
-first, then copies of what is on it. Nothing is evicted in vain: if evicting everything would not be enough, nothing is
-touched.
+Device: what was condemned ahead of time first, then the coldest, whether it has a host copy or not. Where that is an
+only copy, its backup is started and awaited; where the host has no room for it, what storage has goes without, what is
+in flight is awaited (what storage takes: unless it is late), and then claims are let go. Dropping an only copy is the
+last resort, and counted. Host: copies of what stays on the device first, so that both tiers together hold as much as
+they can; then the coldest. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RoomMaker:
         self._claims = claims
 
     def make(self, tier: int, needs: Sequence[int], steps: int, *, gently: bool = False) -> Room:
-        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: of what the
-        device holds, only those host copies go that storage has."""
+        """Free ``needs[c]`` slots of every component on ``tier``, within ``steps`` heap pops. ``gently``: only those
+        host copies go that storage has, and none that was made so that its device cell can go."""
         base = tier * self._world.count
         shelves = self._world.shelves
         if any(need > shelves[base + c].reachable() for c, need in enumerate(needs)):
@@ -60,40 +60,57 @@ class RoomMaker:
                 if steps <= 0:
                     return Room.SLICE
                 steps -= 1
+                if gently and not self._next_can_wait(place):
+                    return Room.SHORT
                 if self._evict_next(place, EARLY):
                     continue
-                if gently and not self._coldest_is_stored(place):
-                    return Room.SHORT
                 verdict = self._late(place, need)
                 if verdict is not Room.FREE:
                     return verdict
         return Room.FREE
 
     def _late(self, place: int, need: int) -> Room:
-        """Only the costly ones are left: one of them goes, or all that are needed are saved first."""
-        if place < self._world.count and self._saving(place, need):
-            return Room.SAVING
-        return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
-
-    def _coldest_is_stored(self, place: int) -> bool:
+        """The coldest goes; if that is an only copy, it and what else is needed are saved first."""
         node = self.coldest(place, LATE)
+        if node is None:
+            return Room.SHORT
+        if place < self._world.count and not self.is_expendable(node, place):
+            self._world.offer(node, place)
+            if self._saving(place, need):
+                return Room.SAVING
+            return Room.FREE if self._evict_next(place, LATE) else Room.SHORT
+        self.evict(node, place)
+        return Room.FREE
+
+    def is_expendable(self, node: Node, place: int) -> bool:
+        """Whether nothing that is wanted is lost when this cell leaves the device."""
+        world = self._world
+        return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
+
+    def _next_can_wait(self, place: int) -> bool:
+        """Whether the next host copy to go is in storage, and was not made so that its device cell can go: who waits
+        for that would have it saved anew, and find it gone again."""
+        node = self.coldest(place, EARLY) or self.coldest(place, LATE)
         if node is None:
             return False
         self._world.offer(node, place)
         count, stored = self._world.count, self._world.stored(node)
-        return all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
+        return not node.condemned and all(stored >> c & 1 for c in range(count) if node.state[count + c] == PRESENT)
 
     def _saving(self, place: int, need: int) -> bool:
-        """Start backups of the coldest until they cover what is missing; whether there is anything to wait for."""
+        """Start backups of the coldest until they cover what is missing, dropping those that need none; whether there
+        is anything to wait for."""
         world = self._world
         missing = need - world.shelves[place].slots.left
         while missing > 0 and (node := self.coldest(place, LATE)) is not None:
-            if not self._may_save(node, place):
-                world.offer(node, place)
-                return False
+            if self.is_expendable(node, place):
+                missing -= world.pages(node, place)
+                self.evict(node, place)
+                continue
             saved = self._save(node)
             world.offer(node, place)
             if saved:
+                world.condemn(node, place)
                 missing -= world.pages(node, place)
             elif self._is_stored(node, place):
                 return False

@@ -26,7 +26,7 @@ from asynccache.core.ledger import (
 )
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Medium, Move, Outcome, Status, StoredPages
 from asynccache.core.room import Room, RoomMaker
-from asynccache.core.settings import Access, WritePolicy
+from asynccache.core.settings import Access
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.tree import Node
@@ -62,20 +62,24 @@ class Transfers:
     def save(self, node: Node, floor: int = _UNBOUNDED, *, gently: bool = False) -> bool:
         """Start the backup of ``node`` and of every ancestor that lacks one; false if that must wait. What the host
         could never hold is left out. Nodes that end above page ``floor`` are looked at even where something below them
-        lacks nothing. ``gently``: not at the cost of another node's only copy below the device."""
+        lacks nothing. ``gently``: at the cost of no host copy but those that storage has."""
         chain = self._lacking(node, floor)
         if not chain:
             return chain is not None
-        if self._world.ledger.count[BACKUP_HOST] >= self._world.config.max_backup_ops:
+        if self._is_busy():
             return False
         return self._open_backup(chain, gently)
 
     def save_or_defer(self, node: Node, floor: int = _UNBOUNDED) -> None:
-        """``save``, tried again later if it must wait."""
-        if self.save(node, floor):
+        """``save``, gently; tried again later if it must wait and storage is to have it. Otherwise it can wait until it
+        is among the coldest of the device, since until then a copy on the host would only take room."""
+        if self.save(node, floor, gently=True):
             self.deferred.pop(node, None)
-        else:
+        elif self._world.access is Access.WRITE or self._is_busy():
             self.deferred[node] = None
+
+    def _is_busy(self) -> bool:
+        return self._world.ledger.count[BACKUP_HOST] >= self._world.config.max_backup_ops
 
     def retry_deferred(self) -> None:
         """Try some of the deferred backups again."""
@@ -83,7 +87,7 @@ class Transfers:
             del self.deferred[node]
             if node.parent is None or node.root.dead:
                 continue
-            if not self.save(node, 0):
+            if not self.save(node, 0, gently=True):
                 self.deferred[node] = None
                 return
 
@@ -259,22 +263,25 @@ class Transfers:
                 held &= ~_moves(op, node)
         return held if again else held & ~self._world.stored(node)
 
-    # write_back
+    # ahead of demand
 
     def save_coldest(self) -> None:
-        """write_back: start backups of the coldest leaves until free, clean and soon clean pages pass the watermark."""
-        world = self._world
-        if world.config.write_policy is not WritePolicy.WRITE_BACK or not world.has_host:
+        """Condemn the coldest leaves of the device, and start backups of those that need one, until free and condemned
+        pages pass the watermark. Where every page has its copy already nobody will have to wait, and nothing is done.
+
+        What is condemned takes room on both tiers, so the watermark is a share of the smaller one.
+        """
+        world, free = self._world, self._world.shelves[0].slots
+        if free.capacity - free.left <= world.clean_pages:
             return
-        shelf = world.shelves[0]
-        wanted = int(shelf.slots.capacity * world.config.write_back_watermark) - shelf.slots.left - world.clean_pages
-        wanted -= sum(op.pages for op in world.ledger.ops.values() if op.kind is BACKUP_HOST) if wanted > 0 else 0
-        while wanted > 0 and (node := self.room.coldest(0, LATE)) is not None:
-            wanted -= world.pages(node, 0)
-            saved = not node.unsavable and self.save(node)
-            world.offer(node, 0)  # it may be what the host could never hold, and was left out of its backup
-            if not saved:
+        wanted = int(min(free.capacity, self._rooms[0]) * world.config.write_back_watermark) - free.left
+        while wanted > world.condemned_pages and (node := self.room.coldest(0, LATE)) is not None:
+            expendable = self.room.is_expendable(node, 0)
+            if not expendable and not self.save(node):
+                world.offer(node, 0)
                 return
+            world.condemn(node, 0)
+            world.offer(node, 0)
 
     # outcomes
 

@@ -30,11 +30,13 @@ class Node:
     ``stored``: bit per component that is known to be in storage, and above them since when that counts: the world's
     ``stored`` tells. ``passes``/``passer``: commits that went through, for
     write_through_selective. ``unsavable``: its backup failed, so it may be dropped without waiting for another.
+    ``condemned``: bit per component whose device cell was chosen to go, and of which nothing is lost then, or will be
+    when a backup has ended; FULL's bit is for the whole leaf. Until a request wants it again.
     """
 
     __slots__ = (
-        "children", "end", "entry", "hashes", "key", "kids_device", "kids_host", "ops", "parent", "passer", "passes",
-        "pins", "root", "slots", "stamp", "state", "stored", "unsavable",
+        "children", "condemned", "end", "entry", "hashes", "key", "kids_device", "kids_host", "ops", "parent", "passer",
+        "passes", "pins", "root", "slots", "stamp", "state", "stored", "unsavable",
     )  # fmt: skip
 
     def __init__(self, key: bytes, end: int, parent: Node | None, components: int) -> None:
@@ -54,6 +56,7 @@ class Node:
         self.ops: tuple[Operation, ...] = ()
         self.stored = self.passes = self.passer = 0
         self.unsavable = False
+        self.condemned = 0
 
     def __lt__(self, other: Node) -> bool:
         """Of two equally cold nodes the deeper one goes first."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynccache.core import components
-from asynccache.core.eviction import POLICIES, Order
+from asynccache.core.eviction import POLICIES, Order, is_idle
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
@@ -36,7 +36,7 @@ _MASK = (1 << _BITS) - 1
 class Shelf:
     """One component on one tier: its slots, how many pages eviction could free, and the order it would take.
 
-    Device: nodes with a host copy go early, only copies late. Host: nodes that are off the device go early.
+    Device: what was condemned goes early. Host: copies of what stays on the device go early.
     """
 
     __slots__ = ("evictable", "orders", "slots")
@@ -68,7 +68,8 @@ class Counters:
 class World:
     """The tree, the shelves, the ledger, and the plan under construction. ``swa``, ``mamba``: where the component that
     keeps a window, and the one that does not divide, stand; 0: there is none. ``bits[mask]``: the components of a mask.
-    ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
+    ``clean_pages``: pages of FULL that both tiers have. ``condemned_pages``: pages of FULL that the device may drop at
+    once. ``may_split``: False while a call is made that must not divide a node; the runtime sets it.
     """
 
     def __init__(self, config: CoreConfig) -> None:
@@ -92,6 +93,7 @@ class World:
         self.ghosts = Ghosts(config.remember) if config.remember else None
         self.on_evict: Callable[[int, int, int], None] | None = None  # a tool's: tier, last touch, pages of FULL
         self.clean_pages = 0
+        self.condemned_pages = 0
         self.access = Access.WRITE if config.storage else Access.NONE
         self.era = 0
         self.storage_is_late = False
@@ -181,6 +183,7 @@ class World:
         node.slots[place] = slots
         if place == 0:
             node.parent.kids_device += 1  # type: ignore[union-attr]
+            self.reprieve(node.parent)  # type: ignore[arg-type]  # no leaf any more
         elif place == self.count:
             node.parent.kids_host += 1  # type: ignore[union-attr]
         if state == PRESENT:
@@ -208,6 +211,12 @@ class World:
             raise illegal(state, ABSENT)
         shelf = self.shelves[place]
         twin = place + count if place < count else place - count
+        if node.condemned >> place % count & 1:
+            if place >= count:
+                self.reprieve(node)
+            elif not place:
+                self.condemned_pages -= len(slots) // SLOT_BYTES
+            node.condemned &= ~(1 << place % count)
         if state == PRESENT:
             pages = len(slots) // SLOT_BYTES
             if not node.pins[place]:
@@ -253,11 +262,13 @@ class World:
     # eviction orders
 
     def late(self, node: Node, place: int) -> int:
-        """LATE if evicting this cell costs more than its room: the only copy, or a copy of what the device holds."""
+        """EARLY if this cell goes before all that were used less recently: on the device what was condemned, on the
+        host a copy of what stays on the device."""
         count = self.count
         if place < count:
-            return LATE if self.has_host and node.state[place + count] != PRESENT else EARLY
-        return LATE if node.state[place - count] != ABSENT else EARLY
+            return EARLY if node.condemned >> place & 1 else LATE
+        place -= count
+        return EARLY if node.state[place] != ABSENT and not node.condemned & (1 | 1 << place) else LATE
 
     def is_candidate(self, node: Node, place: int) -> bool:
         """May this cell be evicted now?"""
@@ -279,6 +290,37 @@ class World:
             node.entry[place] = None
             if not node.pins[place]:
                 self.offer(node, place)
+
+    def condemn(self, node: Node, c: int) -> None:
+        """The device cell of component ``c``, a candidate or about to be one, is the next to go. So its copy on the
+        host is no mere duplicate, and does not go before others. FULL: the leaf ``node`` goes whole."""
+        if not node.condemned >> c & 1:
+            node.condemned |= 1 << c
+            if not c:
+                self.condemned_pages += self.pages(node, 0)
+            self._reorder_all(node)
+
+    def reprieve(self, node: Node) -> None:
+        """Undo ``condemn``, of all components: somebody wants ``node`` after all, or it has lost the copy that made it
+        expendable."""
+        if node.condemned:
+            if node.condemned & 1:
+                self.condemned_pages -= self.pages(node, 0)
+            node.condemned = 0
+            self._reorder_all(node)
+
+    def _reorder_all(self, node: Node) -> None:
+        for place in range(2 * self.count):
+            self._reorder(node, place)
+
+    def set_idle(self, node: Node, c: int) -> bool:
+        """No match is likely to end where it would need component ``c`` of ``node``. Whether that was known."""
+        if is_idle(node, c):
+            return True
+        self.policy.idle(node, c)
+        self._reorder(node, c)
+        self._reorder(node, c + self.count)
+        return False
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
@@ -324,6 +366,8 @@ class World:
             parent = node.parent
         if deepest is not None:
             self.shelves[place].evictable -= deepest.end - node.end
+            if deepest.condemned and not place:
+                self.reprieve(deepest)
 
     def unpin_full(self, node: Node, tier: int) -> None:
         """Undo ``pin_full``."""
@@ -402,6 +446,7 @@ class World:
         """
         if not self.may_split:
             raise InvariantViolation("a node would be split by a call that does not hold the tree lock")
+        self.reprieve(node)
         prefix = cut(node, pages, self.page_bytes)
         prefix.stored &= (1 << self.dividing) - 1 | ~_MASK  # what does not divide is stored for the suffix's end
         self.counters.nodes += 1

@@ -6,6 +6,7 @@ One cache belongs to one event loop and its thread. Another thread's call raises
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
 from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
+from asynccache.runtime.wasting import wasted
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
 from asynccache.worker.gathering import Workers
 from asynccache.worker.given import MOMENT, Given, planned_stores
@@ -46,6 +48,7 @@ ExtraKey = str | bytes | None
 
 MOST_PAYLOAD = 8 << 20
 """Bytes that a batch's payload may have."""
+_log = logging.getLogger("asynccache")
 
 
 class CloseReport(NamedTuple):
@@ -188,6 +191,8 @@ class AsyncCache:
         self._parts = parts = Parts(self.config, pools, self._worker, ranks, self._agreement, self._on_event)
         parts.driver.scheduler = asyncio.current_task()
         await parts.start()
+        for sentence in wasted(self.core.config):
+            _log.warning(sentence)
 
     async def _open_worker(self, pools: tuple[PoolSpec, ...]) -> None:
         """Everything that may take long, or fail on one rank alone."""
@@ -334,6 +339,7 @@ class AsyncCache:
         chunk: int | None = None,
         swa_chunk: int | None = None,
         shorter: bool = True,
+        shared_tokens: int | None = None,
     ) -> Lease:
         """A request's pages: ``async with cache.lease(tokens) as lease``. Entering it matches, waits for room in line,
         reserves pages for the prompt and ``new_tokens`` more, and starts loads; all or nothing.
@@ -343,7 +349,9 @@ class AsyncCache:
         ``states``: MAMBA slots, one working copy and checkpoints (default: 1 + 2). ``chunk``: reserve no more than so
         many tokens beyond what is cached, the rest comes by ``extend``; ``swa_chunk``: the same for the sliding
         window's pool (default: ``chunk``). Prompt and ``new_tokens`` must fit the device in any case. ``shorter``
-        False: where all that is cached does not fit, it does not get in with less.
+        False: where all that is cached does not fit, it does not get in with less. ``shared_tokens``: how many tokens
+        at the start of the prompt other conversations have, too (system prompt, tools): ``release(ended=True)`` leaves
+        those, and has all that comes after them go first.
 
         A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
         ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
@@ -354,7 +362,8 @@ class AsyncCache:
         """
         leasing = self._opened().leasing
         terms = checked_terms(
-            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter
+            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter,
+            shared_tokens,
         )
         caller = sys._getframe(1)
         return Lease(leasing, terms, (caller.f_code, caller.f_lasti))

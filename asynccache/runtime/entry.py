@@ -44,11 +44,13 @@ class Terms(NamedTuple):
     chunk: int | None = None
     swa_chunk: int | None = None
     shorter: bool = True
+    shared_tokens: int | None = None
 
 
 def checked_terms(
     door: Door, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
     wait: bool, timeout: float | None, states: int | None, chunk: int | None, swa_chunk: int | None, shorter: bool,
+    shared_tokens: int | None,
 ) -> Terms:  # fmt: skip
     """The terms in Python's own types, but for the tokens, which ``ask_for`` checks.
 
@@ -68,9 +70,11 @@ def checked_terms(
         chunk = integer("chunk", chunk, 1)
     if swa_chunk is not None:
         swa_chunk = integer("swa_chunk", swa_chunk, 1)
+    if shared_tokens is not None:
+        shared_tokens = integer("shared_tokens", shared_tokens, 0)
     return Terms(
         tokens, integer("new_tokens", new_tokens, 0), extra_key, own, flag("wait", wait), timeout, states, chunk,
-        swa_chunk, flag("shorter", shorter),
+        swa_chunk, flag("shorter", shorter), shared_tokens,
     )  # fmt: skip
 
 
@@ -80,7 +84,7 @@ def ask_for(door: Door, terms: Terms) -> Ask:
     Raises:
         ConfigError: the tokens are unusable.
     """
-    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter = terms
+    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter, shared = terms
     key = as_key(tokens)
     if not key:
         raise ConfigError("tokens: a lease needs at least one")
@@ -93,7 +97,10 @@ def ask_for(door: Door, terms: Terms) -> Ask:
     length = len(key) // TOKEN_BYTES
     reserve = length + new_tokens
     swa = reserve if door.has_swa else 0
-    return Ask(door.namespaces.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter)
+    return Ask(
+        door.namespaces.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter,
+        EVERYTHING if shared is None else shared,
+    )  # fmt: skip
 
 
 def enter_at_once(door: Door, ask: Ask, granted: Granted) -> bool:

@@ -404,7 +404,8 @@ class Lease:
             await driver.ended(answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
-        """The request decodes at ``position``: pages and pins that the window has left behind go back.
+        """All tokens before ``position`` are computed, and the next one is computed there: pages and pins that its
+        window leaves behind go back. To be called between two steps, of prefill (after the commit) and decoding alike.
 
         ``after``: an event (see ``release``) behind the engine's last work that reads them; loads into them wait for it
         on the device.

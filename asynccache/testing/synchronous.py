@@ -279,8 +279,13 @@ class SynchronousRuntime:
         return running
 
     def insert(self, text: str, *, checkpoint: int = 0, **options: Any) -> None:
-        """A whole request: compute and commit ``text``, a page a letter; ``checkpoint``: after so many pages."""
+        """A whole request: compute and commit ``text``, a page a letter; ``checkpoint``: after so many pages. If it
+        would have to wait for backups, everything in flight ends first."""
         running = self.lease(spell(text, self.page), **options)
+        for _ in range(8):
+            if running is None:
+                self.settle()
+                running = self.lease(spell(text, self.page), **options)
         assert running is not None, f"{text!r} would have to wait"
         self.complete(*[op for op in running.lease.loads if op in self.jobs])
         running.compute(len(text) * self.page)

@@ -174,6 +174,16 @@ def test_hints_are_given_to_last_requests_only() -> None:
     assert 20 < sum(ended) < 80
 
 
+def test_an_end_that_tells_says_how_much_later_prompts_have() -> None:
+    trace = [TraceRequest(0, 512 * len(blocks), 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (1, 5), (6,))]
+    found = survey(trace)
+    assert (found.later_blocks, found.last) == ((2, 1, 0, 0), (True, True, True, True))
+    source = TraceSource(trace, found, hints=1.0, shared_hints=True)
+    assert [request.shared_tokens for _ in trace if (request := source.next()) is not None] == [1024, 512, 0, 0]
+    source = TraceSource(trace, found, hints=1.0)
+    assert [request.shared_tokens for _ in trace if (request := source.next()) is not None] == [None] * 4
+
+
 def test_equal_blocks_are_equal_tokens_and_a_part_is_a_prefix() -> None:
     one, other = block_tokens([7, 8], 1024), block_tokens([9, 8], 600)
     assert one.dtype == np.int32

@@ -437,6 +437,19 @@ async def small(here: Here) -> None:
     await forget
 
 
+async def over(here: Here) -> None:
+    """Conversations end, whether they say what of them is shared or not; one of them is a hit, and one forks."""
+    cache = here.cache
+    for tokens, shared in ((text(2), None), (text(5), PAGE), (text(6), 3 * PAGE), (text(3) + text(2, 1), None),
+                           (text(4, 2), 2 * PAGE), (text(3) + text(3, 1), 4 * PAGE)):  # fmt: skip
+        async with cache.lease(tokens, shared_tokens=shared) as lease:
+            await lease.loaded()
+            compute(cache, lease, tokens, here.checked)
+            await lease.commit(tokens)
+            lease.release(ended=True)
+        await settled(cache)
+
+
 async def filling(here: Here) -> None:
     """A store is attached, and what it is to be told of splits meanwhile."""
     for seed in range(3):
@@ -499,6 +512,7 @@ def drawn(seed: int) -> Play:
 
 SEEDS = (
     1159, 835, 1137, 536, 841, 961, 504, 1112, 1017, 658, 1281, 545, 1215, 757, 945, 13, 44, 4, 71, 74, 95, 169,
+    80, 191, 197,
 )  # fmt: skip
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
@@ -509,6 +523,7 @@ PLAYS: dict[str, Play] = {
     "windows": Play(scenario=windows, shape={"device": 14, "host": 12, "swa": 10, "aux_host": 0.5}, grain=1),
     "small": Play(scenario=small, shape={"device": 14, "host": 4, "swa": 10, "window": 4, "mamba": 8,
                                          "max_backup_ops": 1}),
+    "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},

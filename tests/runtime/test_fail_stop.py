@@ -32,7 +32,7 @@ UNREACHED = {
     r"\.__repr__: ": "called by whoever reads a log, and by no call of the core",
     r"CacheCore\.active_|Order\.entries|SlotPool\.free": "read by the audit and by tools",
     r"needed_pages: return (tuple\(range\(anchor, stop\)\)|\(\))": "arithmetic for shapes that tests ask for",
-    r"_coldest_is_stored: return False": "the room that was made sure of before is taken from what is there",
+    r"_next_can_wait: return False": "the room that was made sure of before is taken from what is there",
     r"CacheCore\.commit: raise ConfigError": "the runtime has refused it before",
 }  # fmt: skip
 """Statements that no world reaches, by what they look like in a line of ``Point``, and why."""

@@ -1,0 +1,31 @@
+"""Which settings waste room, in sentences for whoever opens the cache. Decided from the settings alone."""
+
+from __future__ import annotations
+
+from asynccache.core.settings import CoreConfig
+
+_MOST_TWICE = 0.25
+"""Share of the smaller tier that may be there for the sake of not waiting, and hold what the other tier has."""
+
+
+def wasted(config: CoreConfig) -> tuple[str, ...]:
+    """A sentence for each setting that leaves room of the host without use; none where there is no host tier."""
+    full = config.components[0]
+    if not full.host:
+        return ()
+    found = []
+    ahead = int(min(full.device, full.host) * config.write_back_watermark)
+    if config.write_back_watermark > _MOST_TWICE:
+        found.append(
+            f"write_back_watermark={config.write_back_watermark}: up to {ahead} pages are on both device and host, so "
+            f"that both hold {ahead} pages less than the {full.device + full.host} that they have room for; "
+            f"{_MOST_TWICE} is enough unless requests wait for copies"
+        )
+    for component in config.components[1:]:
+        window = min(-(-component.window // config.page_size) or 1, full.host)
+        if component.host < window:
+            found.append(
+                f"{component.kind.name.lower()}: the host has room for {component.host} of its pages, a match that "
+                f"ends there needs {window}: its {full.host} pages of full help only whom the device has the rest for"
+            )
+    return tuple(found)

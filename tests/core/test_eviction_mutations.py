@@ -1,0 +1,142 @@
+"""Each rule of what stays when room is short is left out once, and the tests of the rules notice: so they can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from asynccache.core.room import RoomMaker
+from asynccache.core.states import ABSENT, PRESENT
+from asynccache.core.transfers import Transfers
+from asynccache.core.tree import Node
+from asynccache.core.world import EARLY, LATE, World
+from tests.core import test_core_eviction as laws
+
+Patch = pytest.MonkeyPatch
+Rule = Callable[[Patch], None]
+
+POLICIES = ("write_through", "write_through_selective", "write_back")
+
+
+def checks() -> list[Callable[[], None]]:
+    """The tests of the rules."""
+    return [
+        laws.test_the_coldest_leaf_goes_first_saved_or_not,
+        laws.test_copies_of_what_stays_on_the_device_leave_the_host_first,
+        laws.test_a_copy_of_what_stays_on_the_device_goes_before_what_the_device_lacks,
+        laws.test_what_is_saved_ahead_keeps_its_copy_until_it_has_left,
+        *(lambda p=p: laws.test_what_is_saved_ahead_leaves_before_what_is_younger_and_stays_if_it_is_wanted(p)
+          for p in POLICIES),
+        *(lambda p=p: laws.test_no_host_is_so_small_that_it_costs_hits(p, False) for p in POLICIES),
+        *(lambda s=s: laws.test_who_waits_alone_for_backups_gets_the_room_that_they_make(s)
+          for s in (3, 5, 39, 46, 65, 67)),
+    ]  # fmt: skip
+
+
+def the_device_evicts_saved_leaves_first(patch: Patch) -> None:
+    late = World.late
+
+    def saved_first(world: World, node: Node, place: int) -> int:
+        if place < world.count:
+            return LATE if world.has_host and node.state[place + world.count] != PRESENT else EARLY
+        return late(world, node, place)
+
+    patch.setattr(World, "late", saved_first)
+
+
+def the_host_keeps_copies_of_what_stays_on_the_device(patch: Patch) -> None:
+    late = World.late
+
+    def newest_stay(world: World, node: Node, place: int) -> int:
+        if place >= world.count:
+            return LATE if node.state[place - world.count] != ABSENT else EARLY
+        return late(world, node, place)
+
+    patch.setattr(World, "late", newest_stay)
+
+
+def a_copy_of_what_is_about_to_leave_counts_as_a_duplicate(patch: Patch) -> None:
+    late = World.late
+
+    def duplicate(world: World, node: Node, place: int) -> int:
+        if place >= world.count:
+            return EARLY if node.state[place - world.count] != ABSENT else LATE
+        return late(world, node, place)
+
+    patch.setattr(World, "late", duplicate)
+
+
+def what_is_saved_for_somebody_who_waits_is_not_marked(patch: Patch) -> None:
+    condemn, saving, inside = World.condemn, RoomMaker._saving, [False]
+
+    def marked(world: World, node: Node, c: int) -> None:
+        if not inside[0]:
+            condemn(world, node, c)
+
+    def watched(room: RoomMaker, place: int, need: int) -> bool:
+        inside[0] = True
+        try:
+            return saving(room, place, need)
+        finally:
+            inside[0] = False
+
+    patch.setattr(World, "condemn", marked)
+    patch.setattr(RoomMaker, "_saving", watched)
+
+
+def a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits(patch: Patch) -> None:
+    can_wait = RoomMaker._next_can_wait
+
+    def stored(room: RoomMaker, place: int) -> bool:
+        node = room.coldest(place, EARLY) or room.coldest(place, LATE)
+        if node is None:
+            return False
+        condemned, node.condemned = node.condemned, 0
+        room._world.offer(node, place)
+        try:
+            return can_wait(room, place)
+        finally:
+            node.condemned = condemned
+
+    patch.setattr(RoomMaker, "_next_can_wait", stored)
+
+
+def what_is_wanted_again_leaves_all_the_same(patch: Patch) -> None:
+    patch.setattr(World, "reprieve", lambda world, node: None)
+
+
+def nothing_is_saved_ahead(patch: Patch) -> None:
+    patch.setattr(Transfers, "save_coldest", lambda transfers: None)
+
+
+def a_full_host_takes_copies_of_what_is_committed(patch: Patch) -> None:
+    patch.setattr(Transfers, "save_or_defer", lambda transfers, node, floor=1 << 60: transfers.save(node, floor))
+
+
+def nobody_waits_for_an_only_copy_to_be_saved(patch: Patch) -> None:
+    patch.setattr(RoomMaker, "is_expendable", lambda room, node, place: True)
+
+
+RULES: tuple[Rule, ...] = (
+    the_device_evicts_saved_leaves_first,
+    the_host_keeps_copies_of_what_stays_on_the_device,
+    a_copy_of_what_is_about_to_leave_counts_as_a_duplicate,
+    what_is_saved_for_somebody_who_waits_is_not_marked,
+    a_copy_that_can_wait_takes_one_that_was_made_for_somebody_who_waits,
+    what_is_wanted_again_leaves_all_the_same,
+    nothing_is_saved_ahead,
+    a_full_host_takes_copies_of_what_is_committed,
+    nobody_waits_for_an_only_copy_to_be_saved,
+)
+
+
+@pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
+def test_a_rule_that_is_left_out_is_noticed(broken: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    for check in checks():
+        try:
+            check()
+        except Exception:  # wrong bytes, a law of the audit, a count
+            return
+    pytest.fail("nothing noticed it")
