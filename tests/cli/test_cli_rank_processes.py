@@ -28,6 +28,8 @@ from tests.cli.rank_runs import (
 )
 
 REPLICATED = ("--replicated", "full:tp,mamba")
+IN_GATE = ((1, signal.SIGKILL), (2, signal.SIGSTOP))
+"""Which ranks are lost in which way before every commit; all of them, in both, in ``make test-ranks``."""
 FEW = "8"
 """Requests for which device and host have room: what they hit in storage another group has left there."""
 
@@ -38,9 +40,14 @@ def store(folder: Path) -> str:
 
 @pytest.mark.slow(10)
 @pytest.mark.parametrize(
-    ("shape", "more"), [(TP2, ()), (PP2, ()), (TP2_PP2, ()), (TP2, REPLICATED)],
-    ids=["tp2", "pp2", "tp2-pp2", "tp2-replicated"],
-)  # fmt: skip
+    ("shape", "more"),
+    [
+        pytest.param(TP2, (), id="tp2", marks=pytest.mark.ranks),
+        pytest.param(PP2, (), id="pp2", marks=pytest.mark.ranks),
+        pytest.param(TP2_PP2, (), id="tp2-pp2"),
+        pytest.param(TP2, REPLICATED, id="tp2-replicated"),
+    ],
+)
 def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_is_stored(
     shape: Shape, more: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -55,8 +62,13 @@ def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_i
 
 
 @pytest.mark.slow(5)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        pytest.param(victim, how, marks=() if (victim, how) in IN_GATE else pytest.mark.ranks)
+        for victim in range(4) for how in (signal.SIGKILL, signal.SIGSTOP)
+    ],
+)  # fmt: skip
 def test_each_rank_in_turn_is_lost(victim: int, how: signal.Signals, tmp_path: Path) -> None:
     after = Random(f"{victim} {how}").uniform(0.0, 0.7)
     struck = strike(TP2_PP2, store(tmp_path), tmp_path / "report.json", victim, how, after)

@@ -68,7 +68,7 @@ class Group:
             child.errors.close()
 
 
-@pytest.mark.slow(70)
+@pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
 def test_a_new_group_finds_on_every_rank_what_the_last_one_stored_and_the_head_loads_no_torch(
     tp: int, pp: int, tmp_path: Path
@@ -103,7 +103,7 @@ def test_a_worker_that_is_killed_or_stopped_is_told_by_rank_in_time_and_the_othe
         assert time.monotonic() - struck < 20.0
 
 
-@pytest.mark.slow(30)
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_workers_that_lose_the_head_end_by_themselves(how: signal.Signals, tmp_path: Path) -> None:
     with Group(tmp_path, f"unix:{tmp_path}/head", 2, 1, "endless") as group:
