@@ -61,7 +61,7 @@ FATES: dict[str, tuple[Callable[[GroupWorld], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 @pytest.mark.parametrize("fate", FATES)
 @pytest.mark.parametrize("own", [0, None])
 def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(

@@ -52,11 +52,12 @@ class Child:
 
 
 class Group:
-    """To be used in a ``with``: whoever is left is killed at the end."""
+    """``lives``: so many groups, one after the other, in the same processes; 0: one without end. To be used in a
+    ``with``: whoever is left is killed at the end."""
 
-    def __init__(self, folder: Path, address: str, tp: int, pp: int, *more: str) -> None:
-        self.head = Child("tests.group.head_child", folder, address, tp, pp, *more)
-        self.workers = [Child("tests.group.worker_child", address, rank, tp, pp) for rank in range(tp * pp)]
+    def __init__(self, folder: Path, address: str, tp: int, pp: int, lives: int) -> None:
+        self.head = Child("tests.group.head_child", folder, address, tp, pp, lives)
+        self.workers = [Child("tests.group.worker_child", address, rank, tp, pp, lives) for rank in range(tp * pp)]
 
     def __enter__(self) -> Group:
         return self
@@ -68,20 +69,16 @@ class Group:
             child.errors.close()
 
 
-@pytest.mark.ranks
+@pytest.mark.slow(40)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
 def test_a_new_group_finds_on_every_rank_what_the_last_one_stored_and_the_head_loads_no_torch(
     tp: int, pp: int, tmp_path: Path
 ) -> None:
-    for life in range(2):
-        with Group(tmp_path, f"unix:{tmp_path}/head", tp, pp) as group:
-            told = group.head.end()
-            assert told == {"hits": [PAGES * life] * 4, "failure": None, "torch": False}
-            for worker in group.workers:
-                worker.opened()
-                ended = worker.end()
-                assert ended["ended"] == "well"
-                assert ended["verified"] == 4 * PAGES * life
+    with Group(tmp_path, f"unix:{tmp_path}/head", tp, pp, 2) as group:
+        told = group.head.end()
+        assert told == {"hits": [0] * 4 + [PAGES] * 4, "failure": None, "torch": False}
+        for worker in group.workers:
+            assert worker.end() == {"verified": [0, 4 * PAGES], "ended": "well"}
 
 
 @pytest.mark.slow(30)
@@ -89,7 +86,7 @@ def test_a_new_group_finds_on_every_rank_what_the_last_one_stored_and_the_head_l
 def test_a_worker_that_is_killed_or_stopped_is_told_by_rank_in_time_and_the_others_end(
     how: signal.Signals, tmp_path: Path
 ) -> None:
-    with Group(tmp_path, f"unix:{tmp_path}/head", 2, 1, "endless") as group:
+    with Group(tmp_path, f"unix:{tmp_path}/head", 2, 1, 0) as group:
         for child in (group.head, *group.workers):
             child.opened()
         time.sleep(0.5)
@@ -103,10 +100,10 @@ def test_a_worker_that_is_killed_or_stopped_is_told_by_rank_in_time_and_the_othe
         assert time.monotonic() - struck < 20.0
 
 
-@pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_workers_that_lose_the_head_end_by_themselves(how: signal.Signals, tmp_path: Path) -> None:
-    with Group(tmp_path, f"unix:{tmp_path}/head", 2, 1, "endless") as group:
+    with Group(tmp_path, f"unix:{tmp_path}/head", 2, 1, 0) as group:
         for child in (group.head, *group.workers):
             child.opened()
         time.sleep(0.5)

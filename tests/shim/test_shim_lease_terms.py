@@ -152,13 +152,13 @@ async def test_growing_never_waits_for_storage_that_cannot_help() -> None:
 
 @pytest.mark.asyncio
 async def test_growing_gives_up_what_a_pin_covers_before_the_window() -> None:
-    """Matched at page three of a node of four, with a window of two: page zero is pinned until somebody needs it."""
+    """Matched at the end of a node of four, with a window of two: two pages are pinned until somebody needs them."""
     async with AsyncCache(config(32, swa=6, window=2 * PAGE)) as cache:
         await put(cache, text(6))
-        async with cache.lease([*text(3), 1, 2], chunk=2 * PAGE, new_tokens=6 * PAGE) as lease:
-            assert (lease.page_table("swa") >= 0).tolist() == [True] * 5
+        async with cache.lease([*text(4), 1, 2], chunk=2 * PAGE, new_tokens=6 * PAGE) as lease:
+            assert (lease.page_table("swa") >= 0).tolist() == [True] * 6
             await lease.extend(2 * PAGE)
-            assert (lease.page_table("swa") >= 0).tolist() == [False] + [True] * 6
+            assert (lease.page_table("swa") >= 0).tolist() == [False] * 2 + [True] * 6
             with pytest.raises(CacheFull):
                 await lease.extend(PAGE)
         check(cache.core)
