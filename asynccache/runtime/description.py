@@ -25,7 +25,7 @@ def description(
     pools = {
         spec.name: {
             "component": spec.component.name, "from": spec.indices_from, "dtype": spec.dtype,
-            "replicated": spec.replicated,
+            "replicated": ",".join(spec.replicated),
         }
         for spec in config.pools()
     }  # fmt: skip
