@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from types import TracebackType
 from typing import Any
 
+from tests.engine.member import Member
 from tests.ranks.gloo_child import Answer
 
 ROOT = Path(__file__).parents[2]
 STARTS = 60.0
 FILES = iter(range(10**6))
-
-
-class Member:
-    """One process, that runs ``program``."""
-
-    def __init__(self, program: str = "tests.ranks.gloo_child") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", program],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self._lines: SimpleQueue[str] = SimpleQueue()
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-
-    def tell(self, job: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self, key: str, seconds: float) -> Any:
-        """What stands under ``key`` in the next line that has it."""
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                line = json.loads(self._lines.get(timeout=max(0.0, end - time.monotonic())))
-            except Empty:
-                raise AssertionError(f"no {key} within {seconds} s; exit {self.process.poll()}") from None
-            if key in line:
-                return line[key]
-
-    def strike(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def end(self, seconds: float = 60.0) -> int | None:
-        """No more jobs; its exit status, None where it did not end by itself."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self._reader.join()
-            self.process.stdout.close()
 
 
 class Crew:
@@ -98,7 +40,7 @@ class Crew:
         """The same job for every rank, but for what is its ``own``."""
         count = topology[0] * topology[1] * topology[2]
         fresh = [rank for rank in range(count) if rank not in self.members]
-        self.members |= {rank: Member() for rank in fresh}
+        self.members |= {rank: Member("tests.ranks.gloo_child") for rank in fresh}
         for rank in fresh:
             self.members[rank].hear("ready", STARTS)
         common = {"topology": topology, "meeting": str(self.folder / f"meeting-{next(FILES)}")} | job
