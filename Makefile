@@ -28,15 +28,14 @@ SPREAD   := -n $(JOBS) --dist worksteal
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
-.PHONY: help demo test test-ranks soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo test soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
 	@echo "make check   the same without the tests marked slow: before a commit"
-	@echo "make soak    whole recorded traces, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
-	@echo "make test-ranks   groups of ranks at length, every topology, each rank killed and stopped in turn: some fifteen minutes"
+	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
 	@echo "make test-kernels   the CUDA kernel compiles; needs no GPU, installs cupy and NVRTC under build/kernels"
 	@echo "make test-vllm    our tier under vLLM $(VLLM), which is installed under build/vllm (3 GB): its manager, then its engine"
@@ -54,13 +53,10 @@ demo: $(VENV)/.installed-cli
 	    $(BIN)/asynccache stress --storage "file:$$folder/store"
 
 test: lint
-	$(PYTEST) $(SPREAD) -m "not ranks and not soak"
+	$(PYTEST) $(SPREAD) -m "not soak"
 
 check: lint
-	$(PYTEST) $(SPREAD) -m "not slow and not ranks and not soak"
-
-test-ranks: $(VENV)/.installed-dev
-	$(PYTEST) -m ranks
+	$(PYTEST) $(SPREAD) -m "not slow and not soak"
 
 soak: $(VENV)/.installed-dev
 	$(PYTEST) $(SPREAD) -m soak
@@ -69,7 +65,7 @@ soak: $(VENV)/.installed-dev
 test-gpu: $(VENV)/.installed-gpu
 	$(BIN)/asynccache doctor
 	$(BIN)/python -m pytest -q -rs tests/cuda
-	$(BIN)/python -m pytest -q -rs -m "not ranks" --device cuda:0 tests/runtime tests/shim tests/sidecars
+	$(BIN)/python -m pytest -q -rs -m "not soak" --device cuda:0 tests/runtime tests/shim tests/sidecars
 	$(BIN)/python -m pytest -q -rs --device cuda:0 tests/memory --ignore tests/memory/test_cpu_device.py \
 	    -k "not costs_nothing_until_touched and not engines_tensors"
 	$(BIN)/asynccache stress --device cuda:0 --rate 0 --faults 0.1 --cancel-rate 0.1

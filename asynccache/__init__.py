@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         ConfigError,
         CopyFailed,
         LoadFailed,
-        RankDivergence,
         RankFailure,
     )
     from asynccache.runtime.cache import AsyncCache, CloseReport
@@ -55,7 +54,6 @@ __all__ = [
     "PrefetchPolicy",
     "PrefetchResult",
     "PrefetchStatus",
-    "RankDivergence",
     "RankFailure",
     "Replicated",
     "Sidecar",
@@ -87,7 +85,6 @@ _LAZY = {
     "PrefetchPolicy": "asynccache.core.settings",
     "PrefetchResult": "asynccache.runtime.prefetch",
     "PrefetchStatus": "asynccache.runtime.prefetch",
-    "RankDivergence": "asynccache.errors",
     "RankFailure": "asynccache.errors",
     "Replicated": "asynccache.config",
     "Sidecar": "asynccache.config",

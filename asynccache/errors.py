@@ -60,10 +60,6 @@ class BatchFailed(AsyncCacheError):
         self.reasons = dict(reasons)
 
 
-class RankDivergence(AsyncCacheError):
-    """Ranks hold different trees. The message names the first step and operation that differ."""
-
-
 class BackendError(AsyncCacheError):
     """A storage backend could not do what was asked of it as a whole."""
 

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asynccache.core.cache import Access, Backfill, Filled, Unsaved
 from asynccache.core.plan import BackupStorage
-from asynccache.errors import BackendError, CacheClosed, ConfigError, Unavailable
-from asynccache.runtime.lockstep import Lockstep
+from asynccache.errors import BackendError, CacheClosed, ConfigError
 from asynccache.runtime.saving import drain, unsaved
-from asynccache.runtime.together import on_all, together
 from asynccache.worker.contract import Storage, StoreEntry, Worker
 
 if TYPE_CHECKING:
@@ -66,34 +63,27 @@ class Stores:
     async def attach(
         self, storage: Storage, options: Mapping[str, str], position: int | None, *, backfill: bool
     ) -> str:
-        """See ``AsyncCache.attach_storage``. On every rank or on none."""
+        """See ``AsyncCache.attach_storage``."""
         self._check_host()
         driver, worker = self._driver, self._worker
-        opening = partial(worker.open_store, storage, options, position)
-        opened, cancelled = await on_all(driver, "attach_storage", opening, self._drop, Unavailable)
+        opened = await worker.open_store(storage, options, position)
         try:
             driver.check_ready()
             await self._use(opened, position, backfill=backfill)
         finally:
             if not self._is_used(opened.number):
-                await self._drop(opened)
-        if cancelled is not None:
-            raise cancelled
+                await worker.drop_store(opened.number)
         return opened.options.name
 
     def _check_host(self) -> None:
         if not self._worker.takes_stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
 
-    async def _drop(self, opened: StoreEntry) -> None:
-        await self._worker.drop_store(opened.number)
-
     async def _use(self, opened: StoreEntry, position: int | None, *, backfill: bool) -> None:
         """Whoever fails or is cancelled has attached nothing."""
         driver, options = self._driver, opened.options
         async with driver.lock:
             driver.settle()
-            self._note(f"attach_storage {options.name!r}", (options.write, position, backfill))
             self._worker.use_store(opened.number, position)
             driver.perform(driver.locked(driver.core.attach_storage, self._access()))
             if self._announcing is not None:
@@ -101,8 +91,7 @@ class Stores:
             stores = backfill and options.write
             if stores or self._announcing is not None:
                 walk = driver.core.backfill(store=stores)
-                player = driver.turns.play(partial(self._backfill, opened.number, walk))
-                self._supervisor.spawn(player, "asynccache-backfill")
+                self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
     async def _backfill(self, store: int, walk: Backfill) -> None:
         """Have the new store told what the tree knows, some operations at a time. Cancelling it leaves the rest out."""
@@ -135,30 +124,20 @@ class Stores:
             driver.settle()
             if not self._is_used(store.number):
                 raise ConfigError(f"storage: {store.options.name!r} was detached by somebody else meanwhile")
-            self._note(f"detach_storage {store.options.name!r}", ())
             self._worker.leave_store(store.number)
             if self._announcing is not None:
                 self._announcing.end(store.number)
             closing = self._supervisor.spawn(self._leave(store, failed), "asynccache-detach")
             driver.perform(driver.locked(driver.core.detach_storage, self._access()))
-
-        async def closed() -> None:
-            if closing is not None:
-                await asyncio.wait([closing])
-            if failed:
-                raise failed[0]
-
-        await together(driver, "detach_storage", closed)
+        if closing is not None:
+            await asyncio.wait([closing])
+        if failed:
+            raise failed[0]
         return left
-
-    def _note(self, what: str, terms: tuple[object, ...]) -> None:
-        """Several ranks: they use the same store, by the same name, in the same way."""
-        if isinstance(self._driver.agreement, Lockstep):
-            self._driver.agreement.record(what, repr(terms).encode())
 
     async def _save(self, deadline: float) -> None:
         try:
-            async with asyncio.timeout(None if self._driver.lockstep else deadline):  # clocks differ
+            async with asyncio.timeout(deadline):
                 await drain(self._driver)
         except TimeoutError:
             pass  # what is returned says what that leaves

@@ -9,35 +9,28 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from asynccache import checks
-from asynccache.config import POOL_NAME, CacheConfig, PoolSpec
+from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.ranks import Agreement, Ranks, SingleRank
-from asynccache.ranks.handshake import shake_hands
-from asynccache.ranks.membership import shard
 from asynccache.runtime.closing import SavingLimit
-from asynccache.runtime.description import description
 from asynccache.runtime.entry import checked_terms
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats
-from asynccache.runtime.opening import open_on_all
 from asynccache.runtime.parts import OnEvent, Parts
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.runtime.saving import flush, forget, forget_all, unsaved
-from asynccache.runtime.together import settle
 from asynccache.runtime.tokens import Tokens, as_key
 from asynccache.runtime.wasting import wasted
 from asynccache.worker.contract import Device, Storage, StoreOptions, check_device, check_storage
 from asynccache.worker.gathering import Workers
-from asynccache.worker.given import MOMENT, Given, planned_stores
+from asynccache.worker.given import MOMENT, Given
 from asynccache.worker.stats import Histogram, StageStats
 
 if TYPE_CHECKING:
@@ -93,8 +86,6 @@ class AsyncCache:
     ``workers``: those of an engine of several ranks, from ``asynccache.worker.listen``: every page has its part on each
     of them, events are the numbers of batches (``send_batch``), and stores are URLs. ``device`` is then that of the
     head's own rank.
-    ``ranks``: this rank among others (see ``asynccache.ranks``): then every rank makes the same calls, in one order,
-    and ``step`` once an iteration.
     ``on_event`` is told of everything that ``asynccache.events`` publishes, in order, from the loop; it must be quick.
     """
 
@@ -105,19 +96,11 @@ class AsyncCache:
         device: Device | None = None,
         storage: Storage | None = None,
         workers: Workers | None = None,
-        ranks: Ranks | None = None,
-        agreement: Agreement | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         self.config = checks.instance("config", config, CacheConfig)
         if device is not None:
             check_device("device", device)
-        protocols: tuple[tuple[str, object, type[Any]], ...] = (
-            ("ranks", ranks, Ranks), ("agreement", agreement, Agreement),
-        )  # fmt: skip
-        for name, value, protocol in protocols:
-            if value is not None:
-                checks.provider(name, value, protocol)
         if storage is not None:
             check_storage("storage", storage)
         if on_event is not None:
@@ -130,8 +113,6 @@ class AsyncCache:
 
             self._open_local = open_local
         self._given = Given(device, storage) if workers is None else Given(device, storage, workers.locate)
-        self._ranks = ranks
-        self._agreement = agreement or SingleRank()
         self._on_event = on_event
         self._worker: Worker | None = None
         self._parts: Parts | None = None
@@ -147,13 +128,13 @@ class AsyncCache:
     # opening and closing
 
     async def __aenter__(self) -> AsyncCache:
-        """Allocate the pools, open the store, start the workers. Several ranks enter together; for a store that takes
-        long on one all wait. Cancelling it leaves nothing open, and opens nothing on the other ranks.
+        """Allocate the pools, open the stores, start the workers; with ``workers``, wait for all of them, and open
+        everything on all or on none. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: pools do not fit in memory, or an unknown device or backend; or ranks differ.
-            Unavailable: the store cannot be opened now.
-            RankFailure: so it was on another rank; or one is gone or silent.
+            ConfigError: pools do not fit in memory, or an unknown device or backend.
+            Unavailable: a store cannot be opened now.
+            RankFailure: so it was on another rank; or one has not come, is gone or silent.
             CacheClosed: another task called ``aclose`` meanwhile.
         """
         if self._parts is not None or self._opening is not None:
@@ -180,34 +161,24 @@ class AsyncCache:
             raise
 
     async def _open(self) -> None:
-        pools, ranks = self._pools(), self._ranks
-        if ranks is not None:
-            stores = planned_stores(self.config, self._given)
-            await shake_hands(
-                ranks.gather, description(self.config, ranks.topology, self._on_event is not None, stores)
-            )
-        await open_on_all(ranks, partial(self._open_worker, pools))
-        assert self._worker is not None
-        self._parts = parts = Parts(self.config, pools, self._worker, ranks, self._agreement, self._on_event)
-        parts.driver.scheduler = asyncio.current_task()
+        self._worker = worker = await self._open_worker()
+        self._parts = parts = Parts(self.config, self.config.pools(), worker, self._on_event)
         await parts.start()
         for sentence in wasted(self.core.config):
             _log.warning(sentence)
 
-    async def _open_worker(self, pools: tuple[PoolSpec, ...]) -> None:
-        """Everything that may take long, or fail on one rank alone."""
-        if self._workers is not None:
-            from asynccache.worker.group import open_group
+    async def _open_worker(self) -> Worker:
+        if self._workers is None:
+            return await self._open_local(self.config, self.config.pools(), self._given)
+        from asynccache.worker.group import open_group
 
-            self._worker = await open_group(self.config, self._given, self._workers)
-        else:
-            self._worker = await self._open_local(self.config, pools, self._given)
+        return await open_group(self.config, self._given, self._workers)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``aclose()``. If nothing else is being raised: ``CacheClosed`` if a worker had died, and ``RankFailure`` or
-        ``RankDivergence`` if the ranks had come to that."""
+        """``aclose()``. If nothing else is being raised: ``CacheClosed`` if a task of the cache had died, and
+        ``RankFailure`` if a rank was lost."""
         report = await self.aclose()
         if report.error is None or error is not None:
             return
@@ -220,8 +191,6 @@ class AsyncCache:
         ``deadline``: seconds that saving may take (and, a second at least, copies on a device that outlives the cache);
         the configuration's ``close_deadline`` if not given; none are left where it is 0 or negative. Of several calls,
         the deadline that is over first counts.
-        Several ranks: the first that is over ends saving on all of them, at one step, and later calls change nothing; 0
-        leaves without them.
         Cancelling it stops the waiting; closing goes on.
 
         Raises:
@@ -267,21 +236,13 @@ class AsyncCache:
             parts.claims.drop_all()
         finally:
             await parts.supervisor.stop()
-            await settle(parts.driver)
             if parts.events is not None and parts.supervisor.error is None:
                 try:
                     parts.events.hand_on()  # what the last acks announced
                 except Exception as error:  # as if the subscriber had raised earlier
                     parts.supervisor.fail(error)
             parts.close(None)
-            if parts.lockstep is not None:
-                await parts.lockstep.aclose()
             await parts.worker.aclose(patience)
-
-    def _pools(self) -> tuple[PoolSpec, ...]:
-        """The pools, as this rank holds them."""
-        pools = self.config.pools()
-        return pools if self._ranks is None else tuple(spec.on_rank(*shard(self._ranks)) for spec in pools)
 
     def _opened(self) -> Parts:
         if self._parts is None:
@@ -354,8 +315,7 @@ class AsyncCache:
         those, and has all that comes after them go first.
 
         A lease that was entered and is dropped without being released gives its pages back when Python finds it, with a
-        ``ResourceWarning`` that says where this was called. Of several ranks, whose garbage is found at different
-        times, each keeps them.
+        ``ResourceWarning`` that says where this was called.
 
         Raises:
             ConfigError: an argument is unusable. The tokens are looked at when it is entered.
@@ -415,16 +375,6 @@ class AsyncCache:
 
     # the whole cache
 
-    async def step(self) -> None:
-        """Several ranks: agree on outcomes; every rank calls it once per scheduler iteration. One rank: returns at
-        once. Cancelling it in the middle closes the cache; the other ranks are told.
-
-        Raises:
-            RankFailure, RankDivergence: the cache is closed.
-            RuntimeError: another task of this rank is in a step; nothing has happened.
-        """
-        await self._ready().driver.step()
-
     async def flush(self, timeout: float | None = None) -> Unsaved:
         """Return when everything published is on the host and in storage, and durable as far as the store promises;
         what could not be saved.
@@ -434,13 +384,11 @@ class AsyncCache:
         Raises:
             TimeoutError: ``timeout`` seconds went by.
             BackendError: the store could not make it durable.
-            ConfigError: ``timeout`` is no number of seconds, or there are several ranks, whose clocks differ.
+            ConfigError: ``timeout`` is no number of seconds.
         """
         parts = self._ready()
         if timeout is not None:
             timeout = checks.number("timeout", timeout, 0)
-            if parts.lockstep is not None:
-                raise ConfigError("flush: timeout: the clocks of several ranks differ")
         async with asyncio.timeout(timeout):
             return await flush(parts.driver, parts.worker)
 
@@ -553,10 +501,8 @@ class AsyncCache:
 
     @property
     def in_flight(self) -> bool:
-        """Whether transfers have not ended yet, or begin with the next step. Several ranks: the same on all of them
-        between two steps, and as long as it is so they go on stepping, whether a request runs or not."""
-        parts = self._opened()
-        return bool(len(parts.driver.ops) if parts.lockstep is None else parts.lockstep.busy)
+        """Whether transfers have not ended yet."""
+        return len(self._opened().driver.ops) > 0
 
     @property
     def stores(self) -> Mapping[str, StoreOptions]:

@@ -10,8 +10,6 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from asynccache.ranks.turns import Alarm
-
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
 
@@ -24,7 +22,7 @@ class Claims:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        self._timers: dict[int, Alarm | None] = {}
+        self._timers: dict[int, asyncio.TimerHandle | None] = {}
 
     def __repr__(self) -> str:
         return f"Claims({len(self._timers)} held)"
@@ -40,7 +38,7 @@ class Claims:
         self._stop(ticket)
         if not self._driver.broken:
             self._driver.unlocked(self._driver.core.confirm_claim, ticket, leases > 0)
-        self._timers[ticket] = None if leases else self._driver.turns.call_later(HELD_FOR, self.drop, ticket)
+        self._timers[ticket] = None if leases else self._loop.call_later(HELD_FOR, self.drop, ticket)
 
     def holds(self, ticket: int) -> bool:
         """Whether it was claimed and not dropped; the core may have taken it away."""
@@ -54,9 +52,8 @@ class Claims:
             self._driver.perform(self._driver.give_back(self._driver.core.drop_claim, ticket))
 
     def abandon(self, ticket: int) -> None:
-        """``drop`` soon, from any thread: the handle is garbage. Several ranks collect garbage at different times, and
-        wait for the claim's end."""
-        if ticket in self._timers and not self._driver.lockstep:
+        """``drop`` soon, from any thread: the handle is garbage."""
+        if ticket in self._timers:
             with suppress(RuntimeError):  # the loop is closed, and the cache with it
                 self._loop.call_soon_threadsafe(self.drop, ticket)
 

@@ -1,7 +1,7 @@
 """Where requests come in: what leases have in common before they hold anything, and who holds something.
 
 Mutable state: ``holders`` (the core's leases, each with the task that was granted it, and kept prefixes; neither a
-request's ``Lease`` nor its task is kept alive by it), and ``waiting`` (several ranks: leases that wait, by ticket).
+request's ``Lease`` nor its task is kept alive by it).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from asynccache import checks
 from asynccache.core.settings import ComponentKind
@@ -22,20 +22,6 @@ from asynccache.worker.contract import Worker
 CHECKPOINTS = 2
 
 
-class Waiting(Protocol):
-    """A lease that waits, where ranks grant it in a step. ``over``: it does not wait any more."""
-
-    over: bool
-
-    async def attempt(self) -> bool:
-        """Whether the next one may try."""
-        ...
-
-    def fail(self, error: AsyncCacheError) -> None:
-        """The cache is closed."""
-        ...
-
-
 class Door:
     """``default_states``: MAMBA slots of a lease that asks for none; 0 where there are no recurrent states."""
 
@@ -45,7 +31,6 @@ class Door:
         self.prefetching = prefetching
         self.namespaces = namespaces
         self.holders: dict[object, weakref.ref[asyncio.Task[Any]] | None] = {}
-        self.waiting: dict[int, Waiting] = {}
         kinds = {component.kind for component in driver.core.config.components}
         self.has_swa = ComponentKind.SWA in kinds
         self.default_states = 1 + CHECKPOINTS if ComponentKind.MAMBA in kinds else 0
@@ -72,18 +57,6 @@ class Door:
         """Whether nothing is under way that could ever give anything back."""
         return not self.holders and not len(self.driver.ops)
 
-    async def serve_line(self) -> None:
-        """Several ranks, in each step: whoever waits for a lease tries, first come, first served."""
-        for ticket in sorted(self.waiting):
-            waiting = self.waiting.get(ticket)
-            if waiting is None or not await waiting.attempt():  # the cache may have been closed meanwhile
-                return
-            if waiting.over:
-                self.waiting.pop(ticket, None)
-
     def shut(self, error: Callable[[], AsyncCacheError]) -> None:
         """Every request in line gets an ``error()`` of its own."""
         self.driver.line.fail(error)
-        waiting, self.waiting = self.waiting, {}
-        for entry in waiting.values():
-            entry.fail(error())

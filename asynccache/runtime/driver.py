@@ -13,7 +13,7 @@ Laws:
   again, also not for the next slice of one that is under way.
 
 Mutable state: the core, the outcomes that wait (in ``acks``, and in the hands of the ack task), ``saving`` (backups in
-flight), ``draining``, ``closed``, ``broken``, and ``unsettled`` (what a store was at when the cache closed).
+flight), ``draining``, ``closed`` and ``broken``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -45,10 +45,8 @@ from asynccache.errors import (
     CacheFull,
     ConfigError,
     InvariantViolation,
-    RankDivergence,
     RankFailure,
 )
-from asynccache.ranks import Agreement
 from asynccache.runtime.line import Line
 from asynccache.runtime.operations import Operations
 from asynccache.runtime.treelock import TreeLock
@@ -77,32 +75,23 @@ class Driver:
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
     its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
     no new requests. ``closed``: why every call is refused, once the cache is closed.
-    ``broken``: whether the core's books may be wrong. ``lockstep``: whether there are several ranks.
+    ``broken``: whether the core's books may be wrong.
     """
 
-    def __init__(self, core: CacheCore, agreement: Agreement) -> None:
+    def __init__(self, core: CacheCore) -> None:
         self.core = core
-        self.agreement = agreement
-        self.turns = turns = agreement.turns
-        self.lockstep = turns.lockstep
         self.lock = TreeLock()
         self.acks: asyncio.Queue[Ack] = asyncio.Queue()
-        self.ops = Operations(turns)
-        self.line = Line(turns)
-        self.prefetch_line = Line(turns)
+        self.ops = Operations()
+        self.line = Line()
+        self.prefetch_line = Line()
         self.draining = False
         self.closed: CacheClosed | None = None
         self.broken = False
-        self.scheduler: asyncio.Task[Any] | None = None
-        self._one_step = asyncio.Lock()
-        self._last = False
-        self._cut = "a step was cancelled on this rank"
         self.saving: set[int] = set()
-        self.unsettled: list[asyncio.Task[None]] = []
         self._in_hand: list[Ack] = []
         self._nudged = False
         self._sinks: dict[type, Sink] = {}
-        self.at_step: Callable[[], Awaitable[None]] = _nothing
         self.on_failure: Callable[[BaseException], None] = self.close
         self._thread = threading.get_ident()
         core.world.may_split = False
@@ -120,12 +109,8 @@ class Driver:
         self._sinks[effect] = sink
 
     def post(self, outcome: Outcome) -> None:
-        """An operation's I/O has let go; the next one to take the lock applies it, or, with several ranks, the step in
-        which all have said so."""
-        if self.lockstep:
-            self.agreement.report((outcome,))
-        else:
-            self.acks.put_nowait(outcome)
+        """An operation's I/O has let go; the next one to take the lock applies it."""
+        self.acks.put_nowait(outcome)
 
     async def ack(self) -> None:
         """For the ack task: wait for outcomes, take the lock, and apply all that wait by then. Cancelling it leaves
@@ -147,8 +132,8 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
-        if self._in_hand or not self.acks.empty():
-            self.decide(self.agreement.report(self._take_acks()))
+        if (self._in_hand or not self.acks.empty()) and (outcomes := self._take_acks()):
+            self.perform(self.locked(self.core.complete, outcomes))
         if self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
@@ -158,11 +143,6 @@ class Driver:
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
         return [ack for ack in acks if not isinstance(ack, Nudge)]
-
-    def decide(self, outcomes: Sequence[Outcome]) -> None:
-        """Under the lock: apply outcomes that all ranks agree on."""
-        if outcomes:
-            self.perform(self.locked(self.core.complete, outcomes))
 
     # calls of the core
 
@@ -228,7 +208,7 @@ class Driver:
 
     def _nudge(self) -> None:
         """Have the ack task take the lock and follow up, if nobody else comes first."""
-        if not self._nudged and not self.lockstep:
+        if not self._nudged:
             self._nudged = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
@@ -236,78 +216,6 @@ class Driver:
         """The books may be wrong."""
         self.broken = True
         self.on_failure(error)
-
-    # steps
-
-    async def step(self) -> None:
-        """Agree with the other ranks and apply what was decided; whoever waited for it goes on, in one order on all of
-        them. Cancelling it in the middle closes the cache.
-
-        Raises:
-            RankFailure, RankDivergence: the cache is closed.
-            CacheClosed: a worker of this rank died meanwhile, or the cache is closing.
-            RuntimeError: another task is in a step.
-        """
-        self.check_open()
-        self._check_turn()
-        async with self._one_step:
-            self.scheduler = asyncio.current_task()
-            try:
-                await self._step()
-            except asyncio.CancelledError:
-                if self.lockstep and self.closed is None:  # what the others did in it this rank has not done
-                    self.on_failure(RankFailure(self._cut))
-                raise
-
-    def _check_turn(self) -> None:
-        if self._last and asyncio.current_task() is not self.scheduler:
-            raise CacheClosed("the cache is closing")
-        if self.lockstep and self._one_step.locked():
-            raise RuntimeError("step: another task of this rank is in a step; one task calls the cache")
-
-    async def step_last(self, cut: str) -> None:
-        """From now on nobody steps but this task; of a step that it is cancelled in, ``cut`` is said. Returns when the
-        step under way has ended. Cancelling it stops the waiting."""
-        self.scheduler = asyncio.current_task()
-        self._last = True  # already: whoever waits for the lock behind this task would step after it
-        async with self._one_step:
-            self._cut = cut
-
-    async def _step(self) -> None:
-        try:
-            decided = await self.agreement.step()
-        except (RankFailure, RankDivergence) as error:
-            self.on_failure(error)
-            raise
-        self.check_open()
-        if decided or self.core.behind:
-            async with self.lock:
-                self.settle()
-                self.decide(decided)
-        await self.turns.run()
-        await self.at_step()
-
-    def stepping(self) -> bool:
-        """Whether this task is the one that steps: then waiting is stepping, and nobody else would."""
-        return self.lockstep and asyncio.current_task() is self.scheduler
-
-    async def ended(self, ops: Sequence[int]) -> None:
-        """Return when one of ``ops`` has ended. Cancelling it stops the waiting and nothing else."""
-        if not self.stepping():
-            await self.ops.any(ops)
-            return
-        while ops and all(op in self.ops for op in ops):
-            await self.step()
-
-    async def all_ended(self, ops: Sequence[int]) -> list[Status]:
-        """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops
-        the waiting and nothing else."""
-        if not self.stepping():
-            return await self.ops.all(ops)
-        with self.ops.watching(ops) as waiters:
-            while not all(waiter.done() for waiter in waiters):
-                await self.step()
-            return [waiter.result() for waiter in waiters]
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
         """Hand every effect to its stage and wake who waits for what ended or was freed.
@@ -335,7 +243,6 @@ class Driver:
                 sink(effect)
             return
         self.ops.open(effect.op)
-        self.agreement.opened(effect.op, storing=isinstance(effect, BackupStorage))
         if isinstance(effect, (BackupHost, BackupStorage)):
             self.saving.add(effect.op)
         if not isinstance(effect, Retire):
@@ -397,7 +304,6 @@ class Driver:
         self.closed.__cause__ = cause
         for waiting in (self.ops, self.line, self.prefetch_line):
             waiting.fail(self.closed_error)
-        self.turns.stop()
 
     def _why(self, cause: BaseException | None) -> str:
         if cause is None:
@@ -406,10 +312,10 @@ class Driver:
         return f"{what}: {type(cause).__name__}: {cause}"
 
     def closed_error(self) -> AsyncCacheError:
-        """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if ranks failed."""
+        """A new ``CacheClosed`` for one waiter, from the error that closed the cache; that error, if a rank failed."""
         assert self.closed is not None
         cause = self.closed.__cause__
-        if isinstance(cause, (RankFailure, RankDivergence)):
+        if isinstance(cause, RankFailure):
             return copy.copy(cause)
         error = CacheClosed(*self.closed.args)
         error.__cause__ = self.closed.__cause__
@@ -438,6 +344,3 @@ class Driver:
         """Raise why the cache is closed."""
         raise self.closed_error()
 
-
-async def _nothing() -> None:
-    pass

@@ -62,8 +62,6 @@ def checked_terms(
     own = None if prefetch is None else door.prefetching.own(prefetch)
     if timeout is not None:
         timeout = number("timeout", timeout, 0)
-        if door.driver.lockstep:
-            raise ConfigError("lease: timeout: the clocks of several ranks differ; let the scheduler abort() it")
     if states is not None:
         states = door.check_states(states)
     if chunk is not None:

@@ -4,23 +4,20 @@ ask what is there -> FULL pages in batches -> the final end -> FULL's sidecars -
 the end that all before left -> commit, or revoke.
 
 Laws: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
-shorter end at which every pool has what it needs, on every rank. Nothing is given back before its I/O has let go.
-Between ``_begin`` and ``meet`` lies what this rank does for itself; the core is called in turns alone.
+shorter end at which every pool has what it needs. Nothing is given back before its I/O has let go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, cast
 
 from asynccache.config import PoolSpec
 from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.ranks import Phase
-from asynccache.runtime.completions import Commit, Completions
+from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.prefetch import Cut, Prefetch, PrefetchStatus, Wish
@@ -47,7 +44,7 @@ class Fetch:
 
     def __init__(
         self, driver: Driver, worker: Reader, pools: Layout, meter: Meter, op: int, shape: Shape, threshold: int,
-        late: Callable[[Prefetch], bool], completions: Completions,
+        completions: Completions,
     ) -> None:  # fmt: skip
         self.op = op
         self.shape = shape
@@ -65,7 +62,6 @@ class Fetch:
         pages = shape.length // shape.page_size
         self._present = {name: bytearray(pages) for name, _ in pools.named()}
         self._open = True
-        self._late = late
         self._completions = completions
 
     def __repr__(self) -> str:
@@ -104,61 +100,29 @@ class Fetch:
 
     async def _transfer(self, chain: Chain, key: bytes) -> int:
         """Bring every page that a match of the returned length needs; 0 if there is none worth having."""
-        phase = self._begin()
         self._hashes = await chain.extend(key)
         await self._ask()
-        end = await self._agree(phase, self.shape.length)
+        end = self._usable(self.shape.length)
         if not self._worth(end) or not self._wanted():
             return 0
-        end = await self._usable(await self._fetch_full(end))
+        end = self._usable(await self._fetch_full(end))
         if self._pools.sidecars and self._worth(end) and self._wanted():
-            end = await self._usable(await self._fetch_sidecars(end))
+            end = self._usable(await self._fetch_sidecars(end))
         while self._worth(end) and self._wanted():
             taken = await self._take_aux(end)
             if taken.aux is None:
-                end = await self._usable(end - self.shape.page_size)
+                end = self._usable(end - self.shape.page_size)
             elif not taken.aux or await self._fetch_aux(end, taken.aux):
                 return end
             else:
-                end = await self._usable(end)
+                end = self._usable(end)
         return 0
 
-    # agreeing
+    # where it may end
 
-    def _begin(self) -> Phase:
-        """A phase begins, and the turn is over."""
-        phase = self._driver.agreement.phase(self._first_is_late, self._stop_first)
-        self._driver.turns.away()
-        return phase
-
-    def _first_is_late(self) -> bool:
-        """The first of those it serves has waited as long as the policy lets it."""
-        return any(self._late(sharer) for sharer in islice(self.sharers, 1))
-
-    def _stop_first(self) -> None:
-        for sharer in tuple(self.sharers)[:1]:
-            sharer.tell(Wish.STOP)
-
-    async def _usable(self, limit: int) -> int:
+    def _usable(self, limit: int) -> int:
         """The longest end up to ``limit`` (tokens) at which every pool has what it needs."""
-        return await self._agree(self._begin(), limit)
-
-    async def _agree(self, phase: Phase, limit: int) -> int:
-        """``_usable``. Where an end that suits one pool need not suit another, or another rank, ends are asked for
-        again until all say the same."""
-        size = self.shape.page_size
-        while True:
-            agreed = await phase.meet({name: end // size for name, end in self._ends(limit)})
-            end = min((pages * size for pages in agreed.values()), default=limit)
-            if end == limit or len(self._pools.components) == 1 or not self._worth(end):
-                return end
-            phase, limit = self._begin(), end
-
-    def _ends(self, limit: int) -> Iterator[tuple[str, int]]:
-        """For each pool the longest end that suits it."""
-        present = cast(Mapping[str, bytes], self._present)
-        for pool in self._pools.named():
-            yield pool[0], usable_end(self.shape, [pool], present, limit)
+        return usable_end(self.shape, self._pools.named(), cast(Mapping[str, bytes], self._present), limit)
 
     def _wanted(self) -> bool:
         return self.wish is not Wish.CANCEL
@@ -217,10 +181,10 @@ class Fetch:
     # fetching
 
     async def _fetch_full(self, end: int) -> int:
-        """Read FULL up to ``end`` or a stop, a shortage or a failed page; how far it got. One rank takes slots batch by
-        batch, as it goes; several take them all when they have agreed."""
+        """Read FULL up to ``end`` or a stop, a shortage or a failed page, and take slots batch by batch, as it goes;
+        how far it got."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
-        some = last if self._driver.lockstep else _batch(self._pools.lead)
+        some = _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
             wanted = min(some, last - page)
             slots = await self._take_full(wanted, last - page - wanted)
@@ -241,15 +205,16 @@ class Fetch:
         return await self._read(self._pools.follow, page, last) * self.shape.page_size
 
     async def _read(self, specs: Sequence[PoolSpec], page: int, last: int) -> int:
-        """Read pages ``page`` to ``last`` of FULL in each of ``specs``; how far every rank got."""
-        phase, batch, wish = self._begin(), _batch(specs), self.wish
-        while specs and page < last and self.wish is wish:
+        """Read pages ``page`` to ``last`` of FULL in each of ``specs``; how far it got."""
+        if not specs:
+            return last
+        batch, wish = _batch(specs), self.wish
+        while page < last and self.wish is wish:
             wanted = min(last, page + batch)
             page = await self._get_run(specs, range(page, wanted))
             if page < wanted:
                 break
-        agreed = await phase.meet({spec.name: page for spec in specs})
-        return min(agreed.values(), default=last)
+        return page
 
     async def _get_run(self, specs: Sequence[PoolSpec], pages: range) -> int:
         """Read ``pages`` of FULL in each of ``specs``; the first page that one of them could not give, or their end."""
@@ -260,14 +225,9 @@ class Fetch:
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
         """Read the auxiliary pages that ``end`` needs; False, and the maps know where, if one is not to be had."""
-        phase = self._begin()
         wanted = {c: needed_pages(self.shape, c, end) for c in aux}
         reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
-        failed = await self._get(reads, run=False)
-        got = {spec.name: len(pages) - len(missing) for (spec, pages, _), missing in zip(reads, failed, strict=True)}
-        agreed = await phase.meet(got)
-        needed = {spec.name: len(wanted[c]) for c in aux for spec in self._pools.all_of[c]}
-        return all(count == needed[name] for name, count in agreed.items())
+        return not any(await self._get(reads, run=False))
 
     async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
         """Read pages of several pools into their slots, in one call; for each, the pages that failed. ``run``: see
@@ -304,18 +264,7 @@ class Fetch:
         return await self._driver.run(call, lambda taken: self._driver.perform(taken.plan))
 
     async def _commit(self, end: int) -> None:
-        commit = partial(self._try_to_commit, end)
-        if not self._driver.lockstep:
-            await self._completions.committed(commit)
-            return
-        while blockers := await self._commit_in_turn(commit):
-            await self._driver.ops.any(blockers)
-
-    async def _commit_in_turn(self, commit: Commit) -> Sequence[int]:
-        """Several ranks: who has the turn commits."""
-        async with self._driver.lock:
-            self._driver.settle()
-            return commit()
+        await self._completions.committed(partial(self._try_to_commit, end))
 
     def _try_to_commit(self, end: int) -> Sequence[int]:
         """Under the lock: hang the pages up to ``end`` into the tree. Returns the operations of which one must end

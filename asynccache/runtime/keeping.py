@@ -45,7 +45,7 @@ class Keeper:
         self._door = door
         self._driver = driver = door.driver
         self.check_thread = driver.check_thread
-        self.call_later = driver.turns.call_later
+        self.call_later = asyncio.get_running_loop().call_later
         self._kept: set[Kept] = set()
         self._cap = int(config.pools()[0].device_pages * config.kept_fraction) * config.page_size
 

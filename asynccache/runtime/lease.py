@@ -35,7 +35,6 @@ from asynccache.runtime.handoff import hand_over
 from asynccache.runtime.prefetch import Held, Prefetch
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.tokens import Tokens, as_key
-from asynccache.runtime.waiting import WaitingEntry
 
 if TYPE_CHECKING:
     from asynccache.runtime.door import Door
@@ -94,7 +93,7 @@ class Lease:
 
     __slots__ = (
         "_arrival", "_ask", "_core", "_entering", "_handle", "_parts", "_publishing", "_resets", "_state", "_taken",
-        "_terms", "_waiting",
+        "_terms",
     )  # fmt: skip
 
     def __init__(self, parts: Leasing, terms: Terms, taken: Taken) -> None:
@@ -108,19 +107,7 @@ class Lease:
         self._handle: Prefetch | None = None
         self._arrival: Held | None = None
         self._publishing: Publishing | None = None
-        self._waiting: WaitingEntry | None = None
         self._entering: asyncio.Task[object] | None = None
-        if parts.driver.lockstep and terms.wait:
-            self._stand_in_line()
-
-    def _stand_in_line(self) -> None:
-        """Several ranks: the call that makes the lease is the one that all of them make."""
-        door = self._parts.door
-        door.driver.check_ready()
-        self._ask = ask_for(door, self._terms)
-        self._resets = door.namespaces.resets
-        self._state = ENTERING
-        self._waiting = WaitingEntry(door, self._ask, self._terms, self._granted)
 
     def __repr__(self) -> str:
         if self._state is not HELD:
@@ -140,11 +127,9 @@ class Lease:
             TimeoutError: ``timeout`` seconds went by in line.
             ConfigError: the tokens are unusable.
             CacheClosed: the cache is closed.
-            RuntimeError: it would have to wait, and this task holds a lease already, or is the one that steps.
-            RankFailure, RankDivergence: so ended the cache.
+            RuntimeError: it would have to wait, and this task holds a lease already.
+            RankFailure: a rank was lost; so ended the cache.
         """
-        if self._waiting is not None:
-            return await self._granted_in_step(self._waiting)
         door, terms = self._parts.door, self._terms
         door.driver.check_ready()
         if self._state is not NEW:
@@ -162,14 +147,6 @@ class Lease:
             raise
         return self
 
-    async def _granted_in_step(self, entry: WaitingEntry) -> Lease:
-        if self._parts.driver.stepping() and not entry.over:
-            raise RuntimeError("the task that steps would wait for itself: lease(wait=False), or enter it in another")
-        await entry.entered
-        self._handle, self._arrival = entry.handle, entry.arrival
-        self._parts.lookups.count(self._core, self._ask, self.hits, self._handle)
-        return self
-
     async def _enter(self, entry: Entry) -> None:
         self._entering = asyncio.current_task()
         try:
@@ -181,16 +158,8 @@ class Lease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release. There is nothing to await in it, so nothing can cancel it.
-
-        Several ranks: only in the task that steps. Another one may leave at any moment, or be cancelled, on this rank
-        alone: the lease stays until all ranks ``release`` or ``abort`` it.
-        """
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._parts.driver.lockstep or self._parts.driver.stepping():
-            self.release()
+        """Release. There is nothing to await in it, so nothing can cancel it."""
+        self.release()
 
     def _granted(self, grant: Grant) -> None:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
@@ -221,9 +190,9 @@ class Lease:
 
     def __del__(self) -> None:
         """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
-        what it holds. Several ranks collect garbage at different times, and keep it."""
+        what it holds."""
         parts = self._parts
-        if self._state is not HELD or parts.driver.lockstep or parts.driver.closed is not None:
+        if self._state is not HELD or parts.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
@@ -236,10 +205,8 @@ class Lease:
 
     def abort(self) -> None:
         """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
-        synchronous. With several ranks, every rank calls it for the same request between the same steps."""
+        synchronous."""
         self._parts.driver.check_thread()
-        if self._waiting is not None:
-            self._waiting.abort()
         entering, self._entering = self._entering, None
         if entering is not None:
             entering.cancel()
@@ -310,7 +277,7 @@ class Lease:
 
     @property
     def loading(self) -> bool:
-        """Whether ``loaded`` would have to wait. Several ranks: the same on all of them between two steps."""
+        """Whether ``loaded`` would have to wait."""
         ops = self._parts.driver.ops
         return any(op in ops for op in self._held().loads)
 
@@ -324,7 +291,7 @@ class Lease:
         self._parts.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._parts.driver.ended((op,))
+            await self._parts.driver.ops.any((op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
@@ -336,8 +303,7 @@ class Lease:
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
-        the waiting only. Several ranks, in the task that steps: as ``wait_layer``, it does not tell of a load that
-        failed here; ``loaded()`` does, on all of them.
+        the waiting only.
 
         Raises:
             LoadFailed: a load failed; release and enter again.
@@ -351,8 +317,7 @@ class Lease:
             try:
                 await self._parts.worker.layer(op, i)
             except CopyFailed:
-                if not self._parts.driver.stepping():
-                    await self.loaded()
+                await self.loaded()
         self._check_loads(core)
 
     def wait_layer(self, stream: object, i: int) -> None:
@@ -401,7 +366,7 @@ class Lease:
                 return self.pages
             if not (wait and answer.ops):
                 raise CacheFull(f"extend: there is no room for {tokens} tokens more now")
-            await driver.ended(answer.ops)
+            await driver.ops.any(answer.ops)
 
     def advance(self, position: int, after: object | None = None) -> None:
         """All tokens before ``position`` are computed, and the next one is computed there: pages and pins that its
@@ -491,10 +456,8 @@ class Lease:
         """``commit`` from an engine's worker thread; its result, or its error, comes by the future.
 
         Raises:
-            RuntimeError: there are several ranks, whose threads come at different times.
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
-        self._one_rank("commit_threadsafe")
         event = self._parts.engine.event("commit_threadsafe: ready", ready)
         loop, supervisor = self._parts.loop, self._parts.supervisor
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
@@ -503,17 +466,11 @@ class Lease:
         """``release`` from an engine's worker thread, soon, behind the commits that were handed over before it.
 
         Raises:
-            RuntimeError: there are several ranks.
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
-        self._one_rank("release_threadsafe")
         ended = flag("ended", ended)
         event = self._parts.engine.event("release_threadsafe: after", after)
         self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
-
-    def _one_rank(self, call: str) -> None:
-        if self._parts.driver.lockstep:
-            raise RuntimeError(f"{call}: of several ranks only the task that steps may call, in one order on all")
 
     def _release_soon(self, after: object | None, ended: bool) -> None:
         if self._parts.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:

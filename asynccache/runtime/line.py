@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections.abc import Callable
-from math import inf
-
-from asynccache.ranks.turns import Turns
 
 
 class Place:
@@ -32,10 +29,9 @@ class Place:
 
 
 class Line:
-    """Places in order of their tickets. ``turns`` deals out what a wake-up is worth."""
+    """Places in order of their tickets."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self) -> None:
         self._places: list[Place] = []
         self._tickets = 0
 
@@ -74,23 +70,24 @@ class Line:
         """From now on a wake-up reaches ``place``. Called with no await since the attempt that failed."""
         place.signal = asyncio.get_running_loop().create_future()
 
-    async def woken(self, place: Place, until: float = inf) -> None:
+    async def woken(self, place: Place, until: float | None = None) -> None:
         """Return when ``place`` was woken after ``sleep``. Cancelling stops the waiting; the place stays taken.
 
         Raises:
-            TimeoutError: ``until`` (see ``Turns.patience``) came first.
+            TimeoutError: ``until``, in the loop's time, came first.
         """
         signal = place.signal
         if signal is not None:
             try:
-                await self._turns.sleep(signal, until)
+                async with asyncio.timeout_at(until):
+                    await signal
             finally:
                 place.signal = None
 
     def wake(self) -> None:
         """Something was given back: the head tries again."""
-        if self._places and (signal := self._places[0].signal) is not None:
-            self._turns.wake(signal)
+        if self._places and (signal := self._places[0].signal) is not None and not signal.done():
+            signal.set_result(None)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The cache is closed: everybody who sleeps here gets an ``error()`` of its own."""

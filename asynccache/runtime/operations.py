@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from asynccache.core.plan import Status
-from asynccache.ranks.turns import Turns
 
 Waiter = asyncio.Future[Status]
 
@@ -20,8 +19,7 @@ Waiter = asyncio.Future[Status]
 class Operations:
     """The operations in flight, and the futures of those who wait for them."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self) -> None:
         self._live: dict[int, list[Waiter]] = {}
 
     def __repr__(self) -> str:
@@ -43,7 +41,8 @@ class Operations:
     def end(self, op: int, status: Status) -> None:
         """``op`` has left the ledger: wake everybody who waits for it."""
         for waiter in self._live.pop(op, ()):
-            self._turns.wake(waiter, status)
+            if not waiter.done():
+                waiter.set_result(status)
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """The cache is closed: every waiter gets an ``error()`` of its own, and nothing is in flight any more."""
@@ -94,8 +93,6 @@ class Operations:
         if waiter is None:
             return None
         try:
-            if self._turns.playing():
-                return await self._turns.sleep(waiter)
             return await waiter
         finally:
             self.unwatch(ops, waiter)
@@ -103,12 +100,11 @@ class Operations:
     async def all(self, ops: Iterable[int]) -> list[Status]:
         """Return when each of ``ops`` has ended, with the statuses of those that were in flight. Cancelling it stops
         the waiting and nothing else."""
-        turns = self._turns
-        with self.watching(ops) as waiters:
-            return [await (turns.sleep(waiter) if turns.playing() else waiter) for waiter in waiters]
+        with self._watching(ops) as waiters:
+            return [await waiter for waiter in waiters]
 
     @contextmanager
-    def watching(self, ops: Iterable[int]) -> Iterator[list[Waiter]]:
+    def _watching(self, ops: Iterable[int]) -> Iterator[list[Waiter]]:
         """A future for each of ``ops`` that is in flight, which its end sets."""
         watched = [(op, waiter) for op in ops if (waiter := self.watch((op,))) is not None]
         try:

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
-from asynccache.errors import RankDivergence, RankFailure
 from asynccache.events import Notice
-from asynccache.ranks import Agreement, Ranks
 from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
 from asynccache.runtime.attaching import Stores
@@ -29,14 +27,12 @@ from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine import Engine
 from asynccache.runtime.keeping import Keeper
 from asynccache.runtime.lease import Leasing
-from asynccache.runtime.lockstep import Lockstep
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.notices import EventStage
 from asynccache.runtime.outbox import WORKERS, Outbox
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publisher
-from asynccache.runtime.recorded import recorded
 from asynccache.runtime.retire import RetireStage
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker.contract import Reports
@@ -55,16 +51,14 @@ class Parts:
     """Built when a cache opens; ``start`` makes its tasks, ``close`` refuses every call from then on."""
 
     def __init__(
-        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: Worker, ranks: Ranks | None,
-        agreement: Agreement, on_event: OnEvent | None,
+        self, config: CacheConfig, pools: Sequence[PoolSpec], worker: Worker, on_event: OnEvent | None
     ) -> None:  # fmt: skip
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
-        lockstep = _lockstep(ranks, pools)
-        self.core = CacheCore(settings) if lockstep is None else recorded(settings, lockstep.record)
+        self.core = CacheCore(settings)
         self.worker = worker
         self.pools = Layout(pools)
         self.lookups = Lookups(self.core)
-        self.driver = driver = Driver(self.core, lockstep or agreement)
+        self.driver = driver = Driver(self.core)
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
         self.engine = Engine(worker, self.core, pools)
@@ -80,7 +74,6 @@ class Parts:
             config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
         )
         self.door = Door(driver, worker, self.prefetching, self.namespaces)
-        driver.at_step = self.door.serve_line
         self.publisher = self._publisher()
         self.keeper = Keeper(config, self.door)
         self.stores = Stores(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
@@ -95,16 +88,10 @@ class Parts:
     def __repr__(self) -> str:
         return f"Parts({self.driver!r}, {self.door!r}, {self.supervisor!r})"
 
-    @property
-    def lockstep(self) -> Lockstep | None:
-        """Several ranks: their agreement."""
-        agreement = self.driver.agreement
-        return agreement if isinstance(agreement, Lockstep) else None
-
     def _to_storage(self, quota: float) -> tuple[Outbox, Clearing]:
         backlog = Backlog({int(c.kind): int(c.host * quota) for c in self.core.config.components})
         post, clock = self.driver.post, time.perf_counter  # uvloop's own clock counts milliseconds
-        outbox = Outbox(self.worker, post, clock, backlog, self._note_late)
+        outbox = Outbox(self.worker, post, clock, backlog, self._tell_late)
         return outbox, Clearing(outbox.put, post, backlog)
 
     def _publisher(self) -> Publisher:
@@ -118,15 +105,6 @@ class Parts:
         self.driver.route(BackupStorage, self.clearing.put)
         if self.events is not None:
             self.driver.route(Publish, self.events.put)
-        if self.lockstep is not None:
-            self.lockstep.on_late = self._tell_late
-
-    def _note_late(self, late: bool) -> None:
-        """One rank alone must not tell its core; several agree on it."""
-        if self.lockstep is None:
-            self._tell_late(late)
-        else:
-            self.lockstep.storage_is_late = late
 
     def _tell_late(self, late: bool) -> None:
         """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are
@@ -148,14 +126,11 @@ class Parts:
         self.stores.begin()
 
     def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        several = self.lockstep is not None
-        acks = self.lockstep.read_reports() if self.lockstep is not None else run_acks(self.driver, self._freezer)
-        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", acks)]
+        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._freezer))]
         if self.events is not None:
             workers.append(("events", self.events.run()))
         if self.worker.takes_stores:
-            if not several:
-                workers.append(("prefetch-commits", self.prefetching.completions.run()))
+            workers.append(("prefetch-commits", self.prefetching.completions.run()))
             workers += [("backup-storage", self.outbox.run()) for _ in range(WORKERS)]
         return workers
 
@@ -168,8 +143,6 @@ class Parts:
         driver = self.driver
         if driver.closed is None:
             driver.close(cause)
-            if self.lockstep is not None and _is_own(cause, self.lockstep):
-                self.lockstep.resign()
             self.door.shut(driver.closed_error)
             if self.announcing is not None:
                 self.announcing.stop()
@@ -194,15 +167,3 @@ class Parts:
             "line": len(self.driver.line),
             "saving": len(self.driver.saving),
         }
-
-
-def _is_own(cause: BaseException | None, lockstep: Lockstep) -> bool:
-    """Whether the other ranks do not know of it."""
-    of_group = isinstance(cause, (RankFailure, RankDivergence)) and lockstep.failed
-    return isinstance(cause, Exception) and not of_group
-
-
-def _lockstep(ranks: Ranks | None, pools: Sequence[PoolSpec]) -> Lockstep | None:
-    if ranks is None or ranks.topology.ranks == 1:  # alone there is nobody to agree with
-        return None
-    return Lockstep(ranks, [spec.name for spec in pools], {spec.name for spec in pools if spec.bytes_per_page})

@@ -83,7 +83,7 @@ class Prefetch:
 
     def __init__(
         self, space: bytes, key: bytes, chain: Chain, arrival: Held, started: float, ticket: int,
-        check: Callable[[], None], claims: Claiming, wake: Callable[[asyncio.Future[Any]], None],
+        check: Callable[[], None], claims: Claiming,
     ) -> None:
         self.space = space
         self.key = key
@@ -100,7 +100,6 @@ class Prefetch:
         self.fetch: Shared | None = None
         self._check = check
         self._claims = claims
-        self._wake = wake
         self._leases = 0
         self._waiters: list[asyncio.Future[PrefetchResult]] = []
 
@@ -143,8 +142,8 @@ class Prefetch:
         if wish <= self.wish or self.result is not None:
             return
         self.wish = wish
-        if self.asleep is not None:
-            self._wake(self.asleep)
+        if self.asleep is not None and not self.asleep.done():
+            self.asleep.set_result(None)
         if self.fetch is not None:
             self.fetch.told(self)
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
-from math import inf
 from typing import Any
 
 from asynccache.config import CacheConfig
@@ -54,7 +52,7 @@ class Prefetching:
         self._clock = clock
         self._time = asyncio.get_running_loop().time
         self._fetches: dict[int, Fetch] = {}
-        self.handles: dict[Prefetch, None] = {}  # in order of their arrival: the same on every rank
+        self.handles: dict[Prefetch, None] = {}
         self.outcomes: Counter[PrefetchStatus] = Counter()
         self.meter = Meter()
         self.completions = Completions(driver)
@@ -68,7 +66,7 @@ class Prefetching:
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
             space, key, Chain(space, size), Held(match.device, match.host), self._time(),
-            driver.prefetch_line.ticket(), driver.check_thread, self._claims, driver.turns.wake,
+            driver.prefetch_line.ticket(), driver.check_thread, self._claims,
         )  # fmt: skip
         whole = len(key) // TOKEN_BYTES // size * size
         if not self._worker.has_stores:
@@ -77,7 +75,7 @@ class Prefetching:
             self._skip(handle, "storage is being cleared")
         elif whole - match.host < max(1, self._config.prefetch_threshold):
             self._skip(handle, "below the threshold")
-        elif self._storage_is_away(space):
+        elif self._worker.is_away(space):
             handle.cut = Cut.BACKEND
             self._skip(handle, "storage is away")
         else:
@@ -102,14 +100,10 @@ class Prefetching:
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
         return handle.started + min(allowed, config.prefetch_timeout_max)
 
-    def late(self, handle: Prefetch) -> bool:
-        """Whether ``handle`` has had the time that the policy gives it."""
-        return self.policy is PrefetchPolicy.TIMEOUT and self._time() >= self.deadline(handle)
-
     def may_stop(self, handle: Prefetch) -> bool:
         """Whether the policy lets a lease stop ``handle`` now."""
         if self.policy is PrefetchPolicy.TIMEOUT:
-            return not self._driver.lockstep and self.late(handle)  # ranks stop it where they agree on the time
+            return self._time() >= self.deadline(handle)
         return self.policy is PrefetchPolicy.BEST_EFFORT
 
     # those under way
@@ -124,14 +118,10 @@ class Prefetching:
         """The fetches under way."""
         return tuple(self._fetches)
 
-    def _storage_is_away(self, space: bytes) -> bool:
-        """One rank alone must not leave out what the others do."""
-        return not self._driver.lockstep and self._worker.is_away(space)
-
     def _start(self, handle: Prefetch) -> None:
         self.handles[handle] = None
         handle.began = self._clock()
-        if self._spawn(self._driver.turns.play(partial(self._serve, handle)), "asynccache-prefetch") is None:
+        if self._spawn(self._serve(handle), "asynccache-prefetch") is None:
             self._finish(handle, PrefetchStatus.CANCELLED, "the cache is closed")
 
     def _skip(self, handle: Prefetch, reason: str) -> None:
@@ -217,8 +207,7 @@ class Prefetching:
         """Ask the core until it answers; None if the wish changed first."""
         line = self._driver.prefetch_line
         place: Place | None = None
-        begin, until = Begin.NEXT, inf
-        turns = self._driver.turns
+        begin, until = Begin.NEXT, None
         try:
             while handle.wish is Wish.RUN:
                 async with self._driver.lock:
@@ -232,9 +221,9 @@ class Prefetching:
                 if place is None:
                     await self._asleep(handle, answer.ops)
                     continue
-                if line.is_head(place) and until == inf:
-                    until = turns.patience(PATIENCE)
-                if not await self._in_line(handle, place, until if begin is Begin.NEXT else inf):
+                if line.is_head(place) and until is None:
+                    until = self._time() + PATIENCE
+                if not await self._in_line(handle, place, until if begin is Begin.NEXT else None):
                     begin = Begin.NOW
             return None
         finally:
@@ -250,7 +239,7 @@ class Prefetching:
             self._driver.ops.open(answer.op)
             fetch = Fetch(
                 self._driver, self._worker, self._pools, self.meter, answer.op, answer.shape,
-                self._config.prefetch_threshold, self.late, self.completions,
+                self._config.prefetch_threshold, self.completions,
             )  # fmt: skip
             fetch.join(handle)
             self._fetches[answer.op] = fetch
@@ -275,12 +264,12 @@ class Prefetching:
             return
         handle.asleep = waiter
         try:
-            await self._driver.turns.sleep(waiter)
+            await waiter
         finally:
             handle.asleep = None
             self._driver.ops.unwatch(ops, waiter)
 
-    async def _in_line(self, handle: Prefetch, place: Place, until: float) -> bool:
+    async def _in_line(self, handle: Prefetch, place: Place, until: float | None) -> bool:
         """Return when it was woken, or the wish has changed; False if ``until`` came first."""
         handle.asleep = place.signal
         try:

@@ -90,7 +90,7 @@ class Publishing:
         hashes = await self._hashes(key) if self._publisher.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
-            await self._publisher.driver.ended(answer.ops)
+            await self._publisher.driver.ops.any(answer.ops)
 
     async def _try(
         self, key: bytes, hashes: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None
@@ -131,10 +131,7 @@ class Publishing:
         """Give the lease's pages back when ``after`` and every ``ready`` are over."""
         driver, batches = self._publisher.driver, not_over(*self._ready, after)
         self._publisher.engine.fence(self._core, *batches)
-        retire = bool(batches)
-        if driver.lockstep:  # a batch may be over on one rank and not yet on another
-            retire = after is not None or bool(self._ready)
-        plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=retire)
+        plan = driver.give_back(driver.core.release, self._core, ended=ended, retire=bool(batches))
         driver.perform(plan, self._retiring)
         if self._retiring:
             self._publisher.retire.put(self._retiring, batches)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from asynccache.core.cache import Survey, Unsaved
 from asynccache.core.plan import More, Plan, Status
-from asynccache.runtime.together import together
 
 if TYPE_CHECKING:
     from asynccache.runtime.clearing import Clearing
@@ -32,7 +30,7 @@ async def drain(driver: Driver) -> Unsaved:
         await driver.transact(driver.core.drain)
         if not driver.saving:
             break
-        statuses = await driver.all_ended(tuple(driver.saving))
+        statuses = await driver.ops.all(tuple(driver.saving))
         failures = 0 if Status.DONE in statuses else failures + 1
     return await unsaved(driver)
 
@@ -59,7 +57,7 @@ async def flush(driver: Driver, worker: Worker) -> Unsaved:
     """``drain``, and what storage has is durable. See ``AsyncCache.flush``."""
     left = await drain(driver)
     if worker.has_stores:
-        await together(driver, "flush", worker.flush)
+        await worker.flush()
     return left
 
 
@@ -72,8 +70,8 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
     stored = await _survey(driver, space, Survey.hashes) if worker.has_stores else []
     await driver.transact(lambda: driver.core.invalidate(space))
     if worker.has_stores:
-        await driver.all_ended(tuple(driver.saving))
-        await together(driver, "invalidate", partial(worker.delete, stored))
+        await driver.ops.all(tuple(driver.saving))
+        await worker.delete(stored)
 
 
 async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, clearing: Clearing) -> None:
@@ -94,7 +92,7 @@ async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, c
     try:
         await driver.transact(invalidate)
         under_way = driver.saving - clearing.held
-        await driver.all_ended((*under_way, *prefetching.operations()))
-        await together(driver, "reset", worker.clear)
+        await driver.ops.all((*under_way, *prefetching.operations()))
+        await worker.clear()
     finally:
         clearing.end()

@@ -17,16 +17,6 @@ from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.storage.url import ParsedUrl, parse_url
 
 
-def options_of(
-    storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]
-) -> StoreOptions | None:
-    """How it is to be used; None: opening it will say what is wrong."""
-    try:
-        return take_options(_parsed(storage, options))[0]
-    except ConfigError:
-        return None
-
-
 def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]) -> ParsedUrl:
     if isinstance(storage, str):
         return parse_url(storage, options)

@@ -256,7 +256,6 @@ class _World:
                 await handle
             case 5:
                 self.cache.statistics()
-                await self.cache.step()
             case _:
                 await self.cache.flush()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from asynccache.config import CacheConfig
-from asynccache.storage.attaching import options_of
-from asynccache.worker.contract import Device, Storage, StoreOptions
+from asynccache.worker.contract import Device, Storage
 
 MOMENT = 1.0
 """Seconds that copies on a device of the embedder's are waited for, whatever the deadline."""
@@ -31,8 +30,3 @@ class Given:
     def options(self, config: CacheConfig) -> Mapping[str, str]:
         """What is added to the URL."""
         return config.storage_options if self.storage is None else {}
-
-
-def planned_stores(config: CacheConfig, given: Given) -> list[StoreOptions | None]:
-    """How the stores of the start are to be used; None: opening that one will say what is wrong."""
-    return [options_of(storage, given.options(config)) for storage in given.stores(config)]

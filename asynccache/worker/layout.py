@@ -18,8 +18,8 @@ FULL = int(ComponentKind.FULL)
 class Layout:
     """The pools, by component index.
 
-    ``of``: the pools with bytes; ``all_of``: with those that have bytes on other ranks only. ``components``: the
-    indices that there are, FULL's first. ``sidecars``: whether the model has pools that derive from FULL.
+    ``of``: the pools with bytes. ``components``: the indices that there are, FULL's first. ``sidecars``: whether the
+    model has pools that derive from FULL.
     """
 
     def __init__(self, specs: Sequence[PoolSpec]) -> None:
@@ -30,7 +30,6 @@ class Layout:
         self.lead = own or self.of[FULL]
         self.follow = tuple(spec for spec in self.of[FULL] if spec not in self.lead)
         self.sidecars = any(spec.component == FULL and spec.indices_from is not None for spec in specs)
-        self.all_of = {c: tuple(spec for spec in specs if spec.component == c) for c in self.components}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(name for name, _ in self.named())})"

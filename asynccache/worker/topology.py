@@ -1,7 +1,56 @@
-"""Who is who among several workers: see ``Topology``."""
+"""Who is who: tensor-, context- and pipeline-parallel coordinates of ranks. Pure arithmetic.
+
+Ranks are numbered as engines number them: tp fastest, then cp, then pp.
+"""
 
 from __future__ import annotations
 
-from asynccache.ranks.topology import Place, Topology
+from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Place", "Topology"]
+from asynccache.errors import ConfigError
+
+
+class Place(NamedTuple):
+    """One rank's coordinates."""
+
+    tp: int
+    cp: int
+    pp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How many ranks there are in each direction."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "pp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        """How many there are in all."""
+        return self.tp * self.cp * self.pp
+
+    def place(self, rank: int) -> Place:
+        """The coordinates of ``rank``."""
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"rank={rank} is not one of the {self.ranks} ranks of {self}")
+        return Place(rank % self.tp, rank // self.tp % self.cp, rank // (self.tp * self.cp))
+
+    def rank(self, place: Place) -> int:
+        """The number of the rank at ``place``."""
+        return place.tp + self.tp * (place.cp + self.cp * place.pp)
+
+    def above(self, place: Place) -> int | None:
+        """The rank of the pipeline stage before with the same tp and cp coordinates."""
+        return self.rank(place._replace(pp=place.pp - 1)) if place.pp else None
+
+    def below(self, place: Place) -> int | None:
+        """The rank of the next pipeline stage with the same tp and cp coordinates."""
+        return self.rank(place._replace(pp=place.pp + 1)) if place.pp + 1 < self.pp else None

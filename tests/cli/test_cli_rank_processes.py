@@ -29,7 +29,7 @@ from tests.cli.rank_runs import (
 
 REPLICATED = ("--replicated", "full:tp,mamba")
 IN_GATE = ((1, signal.SIGKILL), (2, signal.SIGSTOP))
-"""Which ranks are lost in which way before every commit; all of them, in both, in ``make test-ranks``."""
+"""Which ranks are lost in which way before every commit; all of them, in both, in ``make soak``."""
 FEW = "8"
 """Requests for which device and host have room: what they hit in storage another group has left there."""
 
@@ -42,8 +42,8 @@ def store(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("shape", "more"),
     [
-        pytest.param(TP2, (), id="tp2", marks=pytest.mark.ranks),
-        pytest.param(PP2, (), id="pp2", marks=pytest.mark.ranks),
+        pytest.param(TP2, (), id="tp2", marks=pytest.mark.soak),
+        pytest.param(PP2, (), id="pp2", marks=pytest.mark.soak),
         pytest.param(TP2_PP2, (), id="tp2-pp2"),
         pytest.param(TP2, REPLICATED, id="tp2-replicated"),
     ],
@@ -65,7 +65,7 @@ def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_i
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
-        pytest.param(victim, how, marks=() if (victim, how) in IN_GATE else pytest.mark.ranks)
+        pytest.param(victim, how, marks=() if (victim, how) in IN_GATE else pytest.mark.soak)
         for victim in range(4) for how in (signal.SIGKILL, signal.SIGSTOP)
     ],
 )  # fmt: skip

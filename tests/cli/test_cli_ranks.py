@@ -164,7 +164,7 @@ def pressed(place: str, times: int, arguments: list[str]) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow(3)
 def test_sigterm_for_all_processes_at_once_ends_a_run_with_its_report(tmp_path: Path) -> None:
     """As a service manager sends it: the ranks leave it to the command to say what happens."""
     out = tmp_path / "report.json"

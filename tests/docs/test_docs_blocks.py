@@ -138,9 +138,6 @@ _END = "\nfor job in $(jobs -p); do kill -INT $job; wait $job || [ $? = 130 ]; d
 
 
 def _marks(block: Block) -> list[pytest.MarkDecorator]:
-    """Runs of a group of ranks are tested with the other tests of ranks."""
-    if "--tp" in block.code:
-        return [pytest.mark.ranks]
     return [pytest.mark.slow(1 + block.code.count("asynccache "))] if LONG.search(block.code) else []
 
 

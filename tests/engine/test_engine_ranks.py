@@ -144,7 +144,7 @@ def talks(turn: int, said: list[list[int]]) -> list[tuple[list[int], int]]:
     return [([*said[i], *prompt(11, seed=100 * turn + i)], 6) for i in range(2)]
 
 
-@pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.asyncio
 async def test_four_ranks_say_what_one_says_with_hits_from_every_tier_on_every_stage(crew: Crew) -> None:
     """A first turn, a second one that hits the device, others that push both off it, a third turn that hits the host;
@@ -204,7 +204,7 @@ def lose(crew: Crew, victim: int, how: signal.Signals) -> None:
     assert all(storage > 0 for _, _, storage in answers[0].hits)
 
 
-@pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.parametrize(("victim", "how"), [(3, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_stored(
     crew: Crew, victim: int, how: signal.Signals
@@ -212,7 +212,7 @@ def test_a_rank_that_is_gone_ends_every_request_and_a_new_group_finds_what_is_st
     lose(crew, victim, how)
 
 
-@pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", range(4))
 def test_each_rank_in_turn(crew: Crew, victim: int, how: signal.Signals) -> None:

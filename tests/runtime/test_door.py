@@ -184,7 +184,7 @@ def test_leaving_a_lease_contains_no_await() -> None:
 
 
 class _Nothing:
-    def _leave(self) -> None: ...
+    def release(self) -> None: ...
 
 
 @pytest.mark.asyncio

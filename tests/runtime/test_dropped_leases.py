@@ -179,15 +179,3 @@ async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> Non
             warnings.simplefilter("error")
             del lease
             gc.collect()
-
-
-async def test_ranks_find_garbage_at_different_times_and_keep_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(settings(device=8), idle=False) as cache:
-        lease = await cache.lease(text(8)).__aenter__()
-        with warnings.catch_warnings(), monkeypatch.context() as patched:
-            warnings.simplefilter("error")
-            patched.setattr(parts(cache).driver, "lockstep", True)
-            del lease
-            gc.collect()
-            await turns()
-        assert free(cache) == 0

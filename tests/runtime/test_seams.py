@@ -1,8 +1,7 @@
-"""The seams: how outcomes are agreed on, and what the garbage collector is told."""
+"""The seams: when outcomes take effect, and what the garbage collector is told."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import subprocess
 import sys
@@ -12,47 +11,8 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
-from asynccache.ranks import SingleRank
 from asynccache.runtime.acks import FREEZE_EVERY, Freezer
-from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, text, until
-
-
-class AtStep(SingleRank):
-    """An agreement that, as with several ranks, decides only when everybody steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: list[Outcome] = []
-
-    def report(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-        self.reports += outcomes
-        return ()
-
-    async def step(self) -> Sequence[Outcome]:
-        await asyncio.sleep(0)
-        decided, self.reports = self.reports, []
-        return decided
-
-
-@pytest.mark.asyncio
-async def test_with_several_ranks_outcomes_take_effect_at_step_only() -> None:
-    agreement = AtStep()
-    async with opened(settings(host=16), agreement=agreement, idle=False) as cache:
-        await serve(cache, text(4))
-        await until(lambda: len(agreement.reports) == 1)
-        assert cache.statistics().core.operations["backup_host"] == 1
-        await cache.match(text(4))
-        assert cache.statistics().core.operations["backup_host"] == 1
-        await cache.step()
-        assert cache.statistics().core.operations["backup_host"] == 0
-        assert (await cache.match(text(4))).host == 4 * PAGE
-
-
-@pytest.mark.asyncio
-async def test_one_rank_decides_at_once_and_steps_for_nothing() -> None:
-    assert await SingleRank().step() == ()
-    async with opened(settings()) as cache:
-        await cache.step()
+from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 
 @pytest.mark.asyncio

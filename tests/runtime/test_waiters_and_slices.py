@@ -13,7 +13,6 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache, PrefetchResult, PrefetchStatus
 from asynccache.core.cache import Ask, CacheCore, Grant
 from asynccache.core.plan import More, Status, Wait
-from asynccache.ranks import SingleRank
 from asynccache.runtime import hashing
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.driver import Driver
@@ -25,8 +24,8 @@ from tests.runtime.runtime_kit import PAGE, compute, opened, parts, serve, setti
 
 @pytest.mark.asyncio
 async def test_one_of_two_who_await_a_handle_is_cancelled_and_the_other_is_told() -> None:
-    claims = Claims(Driver(CacheCore(settings().core()), SingleRank()))
-    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims, lambda waiter: None)
+    claims = Claims(Driver(CacheCore(settings().core())))
+    prefetch = Prefetch(b"", b"", Chain(b"", PAGE), Held(0, 0), 0.0, 1, lambda: None, claims)
     handle = PrefetchHandle(prefetch)
 
     async def wait() -> PrefetchResult:

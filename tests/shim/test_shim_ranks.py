@@ -32,12 +32,10 @@ from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, dr
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
 
-pytestmark = pytest.mark.ranks
-
 
 def worlds(count: int, quick: int) -> list[Any]:
-    """Seeds, of which the first are for every commit."""
-    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.ranks,)) for seed in range(count)]
+    """Seeds, of which the first are for every commit, the others for ``make soak``."""
+    return [pytest.param(seed, marks=() if seed < quick else (pytest.mark.soak,)) for seed in range(count)]
 
 
 def play(seed: int, topology: Topology, **drawn: Any) -> Report:
@@ -48,7 +46,7 @@ def play(seed: int, topology: Topology, **drawn: Any) -> Report:
 
 
 @pytest.mark.parametrize("topology", SHAPES, ids=str)
-@pytest.mark.parametrize("seed", worlds(40, quick=6))
+@pytest.mark.parametrize("seed", worlds(40, quick=2))
 def test_every_shard_computes_what_the_scheduler_says(
     seed: int, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,13 +62,14 @@ def test_every_shard_computes_what_the_scheduler_says(
     assert report.unnamed == 0
 
 
-@pytest.mark.parametrize("seed", worlds(6, quick=1))
+@pytest.mark.parametrize("seed", worlds(6, quick=0))
 def test_eight_shards_compute_what_the_scheduler_says(seed: int) -> None:
     report = play(seed, Topology(tp=2, cp=2, pp=2))
     assert sum(report.ends.values()) >= REQUESTS
     assert report.ends["failed"] == 0
 
 
+@pytest.mark.soak
 def test_the_worlds_are_worth_their_time() -> None:
     """Hits of every tier, retractions, aborts."""
     reports = [play(seed, SHAPES[seed % 3]) for seed in range(3, 9)]
@@ -189,7 +188,7 @@ def test_an_idle_group_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("seed", worlds(12, quick=3))
+@pytest.mark.parametrize("seed", worlds(12, quick=1))
 def test_a_model_that_fails_on_one_rank_fails_the_requests_of_that_step_and_nothing_else(seed: int, rank: int) -> None:
     """The others end well, with right bytes in all that they find cached."""
     report = play(seed, TP2_PP2, fails={rank: lambda number: number in (3, 7)})
@@ -245,7 +244,7 @@ def test_a_batch_that_is_too_large_to_be_sent_fails_its_requests(monkeypatch: py
 
 
 @pytest.mark.parametrize("fate", ["kill", "hang"])
-@pytest.mark.parametrize("seed", worlds(20, quick=4))
+@pytest.mark.parametrize("seed", worlds(20, quick=2))
 def test_a_lost_rank_ends_every_request_and_a_new_group_begins(seed: int, fate: str) -> None:
     random = Random(f"{seed}/strike")
     topology = random.choice(SHAPES)
