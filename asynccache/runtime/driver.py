@@ -112,17 +112,20 @@ class Driver:
         """An operation's I/O has let go; the next one to take the lock applies it."""
         self.acks.put_nowait(outcome)
 
-    async def ack(self) -> None:
-        """For the ack task: wait for outcomes, take the lock, and apply all that wait by then. Cancelling it leaves
-        them to the next holder of the lock.
+    async def run_acks(self, then: Callable[[], object] = bool) -> None:
+        """The ack task, which applies outcomes when nobody else comes by: for ever, wait for one, take the lock once,
+        apply all that wait by then, and call ``then``. An acquisition for each outcome would starve behind calls in
+        slices. Cancelling it leaves what waits to the next holder of the lock.
 
         Raises:
             CacheClosed: the cache is closed.
         """
-        ack = await self.acks.get()  # first: somebody else may replace the list meanwhile
-        self._in_hand.append(ack)
-        async with self.lock:
-            self.settle()
+        while True:
+            ack = await self.acks.get()  # first: somebody else may replace the list meanwhile
+            self._in_hand.append(ack)
+            async with self.lock:
+                self.settle()
+            then()
 
     def settle(self) -> None:
         """Under the lock, before anything else: apply every outcome that waits, and follow up what was given back.

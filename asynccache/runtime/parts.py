@@ -15,7 +15,6 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.events import Notice
-from asynccache.runtime.acks import Freezer, run_acks
 from asynccache.runtime.announcing import Announcing
 from asynccache.runtime.attaching import Stores
 from asynccache.runtime.backlog import Backlog
@@ -25,6 +24,7 @@ from asynccache.runtime.closing import Saving
 from asynccache.runtime.door import Door
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.engine import Engine
+from asynccache.runtime.freezing import Freezer
 from asynccache.runtime.keeping import Keeper
 from asynccache.runtime.lease import Leasing
 from asynccache.runtime.lookups import Lookups
@@ -82,7 +82,7 @@ class Parts:
             driver, self.door, self.engine, self.publisher, worker, self.lookups, self.supervisor,
             asyncio.get_running_loop(),
         )  # fmt: skip
-        self._freezer = Freezer(lambda: self.publisher.commits) if config.freeze_gc else None
+        self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else bool
         self._route()
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class Parts:
         self.stores.begin()
 
     def _workers(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", run_acks(self.driver, self._freezer))]
+        workers: list[tuple[str, Coroutine[Any, Any, None]]] = [("acks", self.driver.run_acks(self._after_acks))]
         if self.events is not None:
             workers.append(("events", self.events.run()))
         if self.worker.takes_stores:

@@ -118,7 +118,10 @@ async def close_all(
 
 
 class LocalWorker:
-    """See ``Worker``, and the module. ``mover``: the pools and streams."""
+    """See ``Worker``, and the module. ``mover``: the pools and streams. ``put``: by an effect's type, what hands it to
+    its stage, with events of the device that it waits for; once the worker has started."""
+
+    put: Mapping[type, Callable[[Any, Sequence[Event]], None]]
 
     def __init__(
         self, device: Device, mover: Mover, pools: PoolMap, stores: Stores, *, takes_stores: bool, own_device: bool
@@ -159,6 +162,9 @@ class LocalWorker:
         self._keys = reports.keys
         self.backup_host = BackupHostStage(self.mover, post, size_of, clock)
         self.load_back = LoadBackStage(self.mover, post, size_of, clock, reports.failed)
+        self.put = {
+            BackupHost: self.backup_host.put, LoadBack: self.load_back.put, Clone: self.load_back.put,
+        }  # fmt: skip
         return [
             ("backup-host", self.backup_host.run()),
             ("load-back", self.load_back.run()),
@@ -200,14 +206,7 @@ class LocalWorker:
     def perform(self, work: Work) -> None:
         """See ``Worker``."""
         effect, after = work
-        self.begin(effect, self._batches.events(after) if after else ())
-
-    def begin(self, effect: BackupHost | LoadBack | Clone, events: Sequence[Event]) -> None:
-        """``perform``, behind ``events`` of the device."""
-        if isinstance(effect, BackupHost):
-            self.backup_host.put(effect, events)
-        else:
-            self.load_back.put(effect, events)
+        self.put[type(effect)](effect, self._batches.events(after) if after else ())
 
     async def layer(self, op: int, i: int) -> None:
         """See ``Worker``."""

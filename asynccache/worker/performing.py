@@ -202,7 +202,7 @@ class Performer:
         if isinstance(order, m.Copy) and order.effect.after in self._failed:
             self._ended(Outcome(order.effect.op, Status.FAILED))
         else:
-            self._own.begin(order.effect, self.batches.events(order.after))
+            self._own.put[type(order.effect)](order.effect, self.batches.events(order.after))
 
     def _try_held(self) -> None:
         """A batch has its event."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asynccache.core.plan import Outcome
-from asynccache.runtime.acks import FREEZE_EVERY, Freezer
+from asynccache.runtime.freezing import FREEZE_EVERY, Freezer
 from tests.runtime.runtime_kit import opened, parts, serve, settings, text, until
 
 

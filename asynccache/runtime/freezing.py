@@ -1,25 +1,11 @@
-"""The ack task: the one that applies outcomes when nobody else comes by.
-
-Law: it waits for the queue of outcomes, takes the lock once and drains everything that waits. An acquisition for each
-outcome would starve behind calls in slices. Whoever takes the lock first applies what this task has in its hands, too.
-"""
+"""What the garbage collector is told of the tree: that it need not look at it."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
 
-from asynccache.runtime.driver import Driver
-
 FREEZE_EVERY = 2048
-
-
-async def run_acks(driver: Driver, freezer: Freezer | None = None) -> None:
-    """Apply outcomes as they come, for ever. Cancelling it leaves what waits to the next who takes the lock."""
-    while True:
-        await driver.ack()
-        if freezer is not None:
-            freezer.look()
 
 
 class Freezer:
