@@ -338,11 +338,6 @@ class Driver:
         if self.draining:
             raise CacheClosed("the cache is closing")
 
-    def check_open(self) -> None:
-        """Raise why the cache is closed, if it is."""
-        if self.closed is not None:
-            self.refuse()
-
     def refuse(self) -> NoReturn:
         """Raise why the cache is closed."""
         raise self.closed_error()
