@@ -19,6 +19,7 @@ from asynccache.cli.main import main
 from asynccache.cli.ranked import crew
 from asynccache.cli.ranked.session import entry
 from asynccache.worker import Topology
+from tests import warm
 from tests.cli import interrupt_child
 from tests.cli.rank_runs import ENDS, TP2, TP2_PP2, Command, Report, Shape, hits, options, size, sound
 from tests.cli.trace_kit import made_trace
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_a_run_with_its_report(times: int, tmp_path: Path) -> None:
 def pressed(place: str, times: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     signals = ",".join(["INT"] * times)
     command = [sys.executable, interrupt_child.__file__, place, signals, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
+    return warm.run(command, capture_output=True, text=True, timeout=ENDS, ranks=True)
 
 
 @pytest.mark.ranks
