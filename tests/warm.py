@@ -225,7 +225,7 @@ def _start_warm() -> None:
     theirs.close()
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     _starter = Starter(ours)
-    subprocess.Popen = Popen  # type: ignore[misc]
+    subprocess.Popen = Popen  # type: ignore[misc,assignment]
 
 
 def _import(names: Sequence[str]) -> None:

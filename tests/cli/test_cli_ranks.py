@@ -27,6 +27,11 @@ from tests.cli.trace_kit import made_trace
 HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2", "--quiet")
 
 
+@pytest.fixture(autouse=True)
+def _ranks_begin_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
+
+
 def here(arguments: list[str], status: int = 0) -> Report:
     """A run by this process; its report."""
     assert main(arguments) == status

@@ -69,4 +69,4 @@ def run_child(folder: Path) -> str:
     ran = warm.run([sys.executable, str(child), str(folder)], capture_output=True, text=True, timeout=120,
                    imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return str(ran.stdout)
