@@ -33,6 +33,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SUBREAPER = 36
 IMPORTS = ("torch", "numpy", "msgspec", "uvloop")
+COMMANDS = (
+    *IMPORTS, "asynccache.cli.main", "asynccache.cli.driver", "asynccache.cli.engine", "asynccache.cli.ranked.session",
+    "asynccache.cli.ranked.work", "asynccache.worker.local", "asynccache.worker.serving", "asynccache_backends.file",
+)  # fmt: skip
+"""For who runs many of our own commands."""
 MODELS = (*IMPORTS, "transformers.models.llama.modeling_llama")
 """For who runs models: this takes another five seconds."""
 LENGTH = 4

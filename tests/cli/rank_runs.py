@@ -49,6 +49,7 @@ class Command:
         self.process = warm.Popen(
             [sys.executable, "-m", "asynccache.cli", *arguments], cwd=ROOT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
+            imports=warm.COMMANDS,
         )  # fmt: skip
         self.pids: dict[int, int] = {}
 
