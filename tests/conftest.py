@@ -62,15 +62,6 @@ def _seconds(item: pytest.Item) -> float:
     return 0.0 if mark is None else mark.args[0] if mark.args else 1.0
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[str]:
-    """Where processes of the command and of its ranks begin without importing torch: see ``tests.cli.nursery``."""
-    from tests.cli.nursery import nursery
-
-    with nursery() as path:
-        yield path
-
-
 @pytest.fixture(autouse=True)
 def _no_races(request: pytest.FixtureRequest) -> Iterator[None]:
     """The simulated drivers of this test saw nothing wrong."""

@@ -8,16 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from tests.cli.nursery import Born
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3.0
@@ -46,20 +43,14 @@ def options(shape: Shape, storage: str, out: Path, *more: str) -> list[str]:
 
 
 class Command:
-    """The command as a process. To be used in a ``with``; it is gone afterwards, and so are its ranks. ``nursery``:
-    where both are born; None: they begin as from a shell."""
+    """The command as a process. To be used in a ``with``; it is gone afterwards, and so are its ranks."""
 
-    def __init__(self, arguments: list[str], nursery: str | None = None) -> None:
-        start: Callable[..., subprocess.Popen[str] | Born] = (
-            partial(subprocess.Popen, cwd=ROOT) if nursery is None else partial(Born, nursery)
-        )
-        self._out = TemporaryFile("w+")  # noqa: SIM115  as long as the process
-        self.process = start(
-            [sys.executable, "-m", "asynccache.cli", *arguments], text=True, stdout=self._out,
-            stderr=subprocess.PIPE, env=os.environ,
+    def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
+        self.process = warm.Popen(
+            [sys.executable, "-m", "asynccache.cli", *arguments], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
+            imports=warm.COMMANDS,
         )  # fmt: skip
-        assert self.process.stderr is not None
-        self._errors: IO[str] = self.process.stderr
         self.pids: dict[int, int] = {}
 
     def __enter__(self) -> Command:
@@ -67,29 +58,23 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
-        self._errors.close()
-        self._out.close()
+        self.process.communicate()
         for pid in self.pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def started(self) -> None:
         """Every rank has its cache."""
-        line = self._errors.readline()
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
         found = re.findall(r"rank (\d+) is process (\d+)", line)
-        assert found, line + self._errors.read()
+        assert found, line + self.process.stderr.read()
         self.pids = {int(rank): int(pid) for rank, pid in found}
 
     def ended(self) -> tuple[int, str]:
         """Its status, and what it said."""
-        timer = threading.Timer(ENDS, self.process.kill)
-        timer.start()
-        errors = self._errors.read()
-        status = self.process.wait()
-        timer.cancel()
-        self._out.seek(0)
-        return status, self._out.read() + errors
+        out, errors = self.process.communicate(timeout=ENDS)
+        return self.process.returncode, out + errors
 
     def nobody_left(self, seconds: float = 60.0) -> None:
         """No rank outlives the command, or not for long."""
@@ -106,9 +91,9 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def run(nursery: str, shape: Shape, storage: str, out: Path, *more: str) -> Report:
+def run(shape: Shape, storage: str, out: Path, *more: str) -> Report:
     """To its end, which is good."""
-    with Command(options(shape, storage, out, "--quiet", *more), nursery) as command:
+    with Command(options(shape, storage, out, "--quiet", *more)) as command:
         status, said = command.ended()
     assert status == 0, said
     report: Report = json.loads(out.read_text())
@@ -124,11 +109,11 @@ class Struck(NamedTuple):
 
 
 def strike(
-    nursery: str, shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
+    shape: Shape, storage: str, out: Path, victim: int, how: signal.Signals, after: float, *more: str
 ) -> Struck:
     """A run of which one rank is killed or stopped, ``after`` seconds from when all were ready."""
     timeout = ("--rank-timeout", str(TIMEOUT), "--duration", "600")
-    with Command(options(shape, storage, out, *timeout, *more), nursery) as command:
+    with Command(options(shape, storage, out, *timeout, *more)) as command:
         command.started()
         time.sleep(after)
         at = time.time()

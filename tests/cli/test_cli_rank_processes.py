@@ -42,10 +42,10 @@ def store(folder: Path) -> str:
     ids=["tp2", "pp2", "tp2-pp2", "tp2-replicated"],
 )  # fmt: skip
 def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_is_stored(
-    shape: Shape, more: tuple[str, ...], nursery: str, tmp_path: Path
+    shape: Shape, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     url, out = store(tmp_path), tmp_path / "report.json"
-    first, second = (run(nursery, shape, url, out, "--requests", count, *more) for count in ("60", FEW))
+    first, second = (run(shape, url, out, "--requests", count, *more) for count in ("60", FEW))
     for report in (first, second):
         sound(report, shape)
     hits(first, "device", "host")
@@ -56,28 +56,28 @@ def test_ranks_have_the_right_bytes_from_every_tier_and_a_new_group_finds_what_i
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", range(4))
-def test_each_rank_in_turn_is_lost(victim: int, how: signal.Signals, nursery: str, tmp_path: Path) -> None:
+def test_each_rank_in_turn_is_lost(victim: int, how: signal.Signals, tmp_path: Path) -> None:
     after = Random(f"{victim} {how}").uniform(0.0, 0.7)
-    struck = strike(nursery, TP2_PP2, store(tmp_path), tmp_path / "report.json", victim, how, after)
+    struck = strike(TP2_PP2, store(tmp_path), tmp_path / "report.json", victim, how, after)
     told(struck, victim)
     said = "was killed by signal 9" if how is signal.SIGKILL else "was silent for 3 s"
     assert any(problem.startswith(f"rank {victim} {said}") for problem in struck.report["problems"])
 
 
 @pytest.mark.slow
-def test_a_new_group_finds_what_a_group_that_failed_had_stored(nursery: str, tmp_path: Path) -> None:
+def test_a_new_group_finds_what_a_group_that_failed_had_stored(tmp_path: Path) -> None:
     url, out = store(tmp_path), tmp_path / "report.json"
-    strike(nursery, TP2, url, out, 1, signal.SIGKILL, 1.5, "--seed", "4")
-    again = run(nursery, TP2, url, out, "--requests", FEW, "--seed", "4")
+    strike(TP2, url, out, 1, signal.SIGKILL, 1.5, "--seed", "4")
+    again = run(TP2, url, out, "--requests", FEW, "--seed", "4")
     sound(again, TP2)
     hits(again, "storage")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, nursery: str, tmp_path: Path) -> None:
+def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, tmp_path: Path) -> None:
     more = ("--duration", "600", "--rank-timeout", "3")
-    with Command(options(TP2_PP2, store(tmp_path), tmp_path / "report.json", *more), nursery) as command:
+    with Command(options(TP2_PP2, store(tmp_path), tmp_path / "report.json", *more)) as command:
         command.started()
         time.sleep(0.3)
         os.kill(command.process.pid, how)
@@ -90,10 +90,10 @@ def test_ranks_that_lost_the_head_end_by_themselves(how: signal.Signals, nursery
 @pytest.mark.soak
 @pytest.mark.parametrize("storage", ["none", "file"])
 @pytest.mark.parametrize("shape", [TP2, PP2, TP2_PP2, PP4, (1, 2, 1), (2, 2, 2)])
-def test_stress_with_faults_and_delays(shape: Shape, storage: str, nursery: str, tmp_path: Path) -> None:
+def test_stress_with_faults_and_delays(shape: Shape, storage: str, tmp_path: Path) -> None:
     more = ("--requests", "400", "--rank-delay", "5", "--faults", "0.1", "--cancel-rate", "0.2", "--seed", "7")
     url = storage if storage == "none" else store(tmp_path)
-    report = run(nursery, shape, url, tmp_path / "report.json", *more)
+    report = run(shape, url, tmp_path / "report.json", *more)
     sound(report, shape)
     hits(report, "device", "host", *(("storage",) if storage == "file" else ()))
 
@@ -101,8 +101,6 @@ def test_stress_with_faults_and_delays(shape: Shape, storage: str, nursery: str,
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(("shape", "victim"), [(shape, rank) for shape in (TP2, PP4) for rank in range(size(shape))])
-def test_each_rank_of_other_shapes_is_lost(
-    shape: Shape, victim: int, how: signal.Signals, nursery: str, tmp_path: Path
-) -> None:
+def test_each_rank_of_other_shapes_is_lost(shape: Shape, victim: int, how: signal.Signals, tmp_path: Path) -> None:
     after = Random(f"{shape} {victim} {how}").uniform(0.0, 2.0)
-    told(strike(nursery, shape, "none", tmp_path / "report.json", victim, how, after), victim)
+    told(strike(shape, "none", tmp_path / "report.json", victim, how, after), victim)

@@ -18,11 +18,11 @@ from tests.stores.redis_server import RedisServer
     ids=["tp2-replicated", "pp2"],
 )  # fmt: skip
 def test_a_new_group_finds_what_ranks_have_stored_together(
-    shape: Shape, more: tuple[str, ...], redis_server: RedisServer, nursery: str, tmp_path: Path
+    shape: Shape, more: tuple[str, ...], redis_server: RedisServer, tmp_path: Path
 ) -> None:
     redis_server.say("FLUSHALL")
     out = tmp_path / "report.json"
-    first, second = (run(nursery, shape, redis_server.url, out, "--requests", count, *more) for count in ("60", FEW))
+    first, second = (run(shape, redis_server.url, out, "--requests", count, *more) for count in ("60", FEW))
     for report in (first, second):
         sound(report, shape)
     hits(second, "storage")
