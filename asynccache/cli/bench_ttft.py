@@ -33,10 +33,10 @@ from asynccache.runtime.cache import AsyncCache
 
 try:
     import transformers
+    from asynccache_hf import Layout, PagedModel, describe
     from asynccache_shim import Limits, Request, Scheduler, Settings
-    from asynccache_shim.engine import Layout, PagedModel, describe
 except ImportError as error:
-    raise ConfigError(f"bench ttft runs a model of transformers: pip install 'asynccache[engine]' ({error})") from error
+    raise ConfigError(f"bench ttft runs a model of transformers: pip install 'asynccache[hf]' ({error})") from error
 
 PAGE = 16
 CHUNK = 512

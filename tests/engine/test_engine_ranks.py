@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from asynccache_hf import PagedModel, describe
+from asynccache_hf.sampling import draw
 from asynccache_shim import Limits, Request, Scheduler, Settings, Work
-from asynccache_shim.engine import PagedModel, describe
-from asynccache_shim.engine.sampling import draw
 
 from asynccache import AsyncCache
 from tests.engine.engine_kit import prompt

@@ -31,5 +31,5 @@ async def test_a_request_that_was_retracted_goes_on_as_it_would_have(family: str
                 if sampling.temperature:
                     assert output == await ask(seed).done()
                 else:
-                    assert output == straight(family, 0, tuple(prompt(2 * PAGE + 3, seed)), 0, NEW)[1]
+                    assert output == straight(family, 0, tuple(prompt(2 * PAGE + 3, seed)), NEW)[1]
                 await engine.cache.reset()

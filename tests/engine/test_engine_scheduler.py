@@ -45,5 +45,5 @@ async def test_a_scheduler_serves_the_tokens_of_the_model_alone(family: str) -> 
             if request in dropped:
                 assert request.finish is Finish.ABORTED
             else:
-                assert output == straight(family, 0, tuple(request.tokens.tolist()), 0, NEW)[1]
+                assert output == straight(family, 0, tuple(request.tokens.tolist()), NEW)[1]
     await storage.aclose()

@@ -64,7 +64,7 @@ async def changes_no_token(family: str, seed: int) -> None:
     served_tokens = 0
     for request in asked:
         if request.finish is not Finish.ABORTED:
-            wanted = straight(family, 0, tuple(request.tokens.tolist()), 0, request.limits.max_new_tokens)[1]
+            wanted = straight(family, 0, tuple(request.tokens.tolist()), request.limits.max_new_tokens)[1]
             assert request.output == wanted, f"{request}, {request.retractions} retractions, {request.hits}"
             served_tokens += sum(request.hits) if request.hits is not None else 0
     assert served_tokens > 0
