@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -14,10 +14,14 @@ from asynccache import ConfigError
 CACHE_NAMES = ("past_key_values", "cache_params")
 
 
+def parameters(model: Any) -> frozenset[str]:
+    """The names of what ``forward`` of the model's class takes."""
+    return _names(type(model).forward)
+
+
 @lru_cache(maxsize=64)
-def parameters(kind: Hashable) -> frozenset[str]:
-    """The names of what ``forward`` of a model's class takes."""
-    return frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+def _names(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def cache_name(model: Any) -> str:
@@ -26,7 +30,7 @@ def cache_name(model: Any) -> str:
     Raises:
         ConfigError: the model takes none.
     """
-    takes = parameters(type(model))
+    takes = parameters(model)
     name = next((name for name in CACHE_NAMES if name in takes), None)
     if name is None:
         raise ConfigError(f"{type(model).__name__}: its forward() takes no cache")
@@ -43,7 +47,7 @@ def run(model: Any, ids: torch.Tensor, cache: Any, keep: int = 1, start: int = 0
         ConfigError: the model takes no cache.
     """
     options: dict[str, Any] = {cache_name(model): cache, "use_cache": True, **_common(model, keep)}
-    if "position_ids" in parameters(type(model)):
+    if "position_ids" in parameters(model):
         options["position_ids"] = torch.arange(start, start + len(ids), device=ids.device).unsqueeze(0)
     out = model(input_ids=ids.unsqueeze(0), **options)
     return torch.as_tensor(out.logits)[0, -keep:]
@@ -56,4 +60,4 @@ def run_alone(model: Any, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
 
 
 def _common(model: Any, keep: int) -> dict[str, Any]:
-    return {"logits_to_keep": keep} if "logits_to_keep" in parameters(type(model)) else {}
+    return {"logits_to_keep": keep} if "logits_to_keep" in parameters(model) else {}

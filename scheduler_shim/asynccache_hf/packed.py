@@ -49,7 +49,7 @@ def can_be_packed(model: Any, layout: Layout) -> bool:
         and all(t.page_bytes(layout.page_size) == sizes[t.pool] for own in parts for t in own[0].tracks)
         and types <= set(LAYER_TYPES.values())
         and getattr(model.config, "_attn_implementation", None) == IMPLEMENTATION
-        and "position_ids" in parameters(type(model))
+        and "position_ids" in parameters(model)
     )
 
 
@@ -94,7 +94,7 @@ class Packed:
         components = [part.tracks[0].source for part in parts]
         self._windows = {c: p.window for c, p in zip(components, parts, strict=True) if isinstance(p, Attention)}
         self._rows = _Rows(slots, components)
-        self._keeps = "logits_to_keep" in parameters(type(model))
+        self._keeps = "logits_to_keep" in parameters(model)
 
     def groups(self, works: Sequence[Work]) -> Iterator[list[int]]:
         """Which of them are computed together, by their places."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from asynccache_hf import Generated, Generator, Layout, PagedModel, describe
+from asynccache_hf.call import run
+from transformers import DynamicCache
 
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
@@ -21,8 +23,8 @@ from tests.engine.engine_models import VOCABULARY, make
 PAGE = 8
 CHUNK = 24
 LIMIT = 1e-4
-LIMITS = {"nemotron_h": 4e-4, "zamba2": 2e-3}
-"""Where transformers' own decoding differs from its own prefill by as much."""
+LIMITS = {"nemotron_h": 1e-3, "zamba2": 2e-3}
+"""Families whose decoding in transformers differs from their prefill by more than this."""
 
 
 @cache
@@ -63,8 +65,8 @@ class Served:
 
     def difference(self, tokens: Sequence[int], made: Generated) -> tuple[float, list[int]]:
         """The largest difference of a logit from one call without a cache, and the tokens that this would make."""
-        logits = alone(self.family, self.weights, (*tokens, *made.tokens[:-1]))[-len(made.tokens) :]
-        return float((made.logits - logits).abs().max()), logits.argmax(-1).tolist()
+        logits, wanted = judged(self.family, tokens, made.tokens, self.weights)
+        return float((made.logits - logits).abs().max()), wanted
 
     async def empty_device(self) -> None:
         """Take every page of the device for a moment, so that whatever is cached leaves it."""
@@ -96,14 +98,23 @@ def alone(family: str, weights: int, tokens: tuple[int, ...]) -> torch.Tensor:
         return torch.as_tensor(model_of(family, weights)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0])
 
 
-@cache
-def straight(family: str, weights: int, tokens: tuple[int, ...], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
-    """Greedy generation without a cache: each token by a call over everything before it."""
-    made, logits = list(tokens), []
-    for _ in range(new_tokens):
-        logits.append(alone(family, weights, tuple(made))[-1:])
-        made.append(int(logits[-1].argmax()))
-    return torch.cat(logits), made[len(tokens) :]
+def judged(
+    family: str, tokens: Sequence[int], made: Sequence[int], weights: int = 0
+) -> tuple[torch.Tensor, list[int]]:
+    """One call without a cache over ``tokens`` and what is said to follow them: the logits that each token of ``made``
+    is to be chosen from, and the likeliest tokens. Those are ``made``, if it is what the model makes by itself."""
+    logits = alone(family, weights, (*tokens, *made[:-1]))[-len(made) :]
+    return logits, logits.argmax(-1).tolist()
+
+
+def own_decoding(family: str, tokens: Sequence[int]) -> float:
+    """The largest difference of a logit between transformers' own decoding, token by token, and one call."""
+    model, logits = model_of(family), []
+    held = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for at, token in enumerate(tokens):
+            logits.append(run(model, torch.tensor([token]), held, 1, at))
+    return float((torch.cat(logits) - alone(family, 0, tuple(tokens))).abs().max())
 
 
 @asynccontextmanager

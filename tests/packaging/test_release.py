@@ -26,7 +26,9 @@ import asynccache
 from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim", "asynccache_vllm", "asynccache_sglang")
+PACKAGES = (
+    "asynccache", "asynccache_backends", "asynccache_shim", "asynccache_hf", "asynccache_vllm", "asynccache_sglang",
+)  # fmt: skip
 CORE = {"torch", "numpy", "msgspec", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
