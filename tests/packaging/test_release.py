@@ -112,7 +112,8 @@ def test_versions_and_changelog_agree() -> None:
 def test_every_package_says_that_it_has_types() -> None:
     for folder in (
         "asynccache", "backends/asynccache_backends",
-        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_vllm", "scheduler_shim/asynccache_sglang",
+        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_hf", "scheduler_shim/asynccache_vllm",
+        "scheduler_shim/asynccache_sglang",
     ):  # fmt: skip
         assert (ROOT / folder / "py.typed").is_file()
 
