@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import uvloop
+from asynccache_hf import INSTALL
 
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
@@ -36,7 +37,7 @@ try:
     from asynccache_hf import Layout, PagedModel, describe
     from asynccache_shim import Limits, Request, Scheduler, Settings
 except ImportError as error:
-    raise ConfigError(f"bench ttft runs a model of transformers: pip install 'asynccache[hf]' ({error})") from error
+    raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
 
 PAGE = 16
 CHUNK = 512

@@ -23,7 +23,7 @@ from asynccache_shim.model import Checkpoint, Work
 
 from asynccache import AsyncCache, CacheFull, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.call import cache_name
-from asynccache_hf.describe import describe
+from asynccache_hf.describing import describe
 from asynccache_hf.generation import due
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
