@@ -84,6 +84,7 @@ class Serving:
                 if isinstance(order, m.Close):
                     self._last_call = order.call
                 self.performer.take(order)
+        self._wire.flush()
 
     def _tell(self, message: m.Message) -> None:
         self._wire.put(message)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3.0
 SLACK = 10.0  # a machine that is ten times slower
@@ -44,9 +46,10 @@ class Command:
     """The command as a process. To be used in a ``with``; it is gone afterwards, and so are its ranks."""
 
     def __init__(self, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-m", "asynccache.cli", *arguments], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(env or {}), ranks=True,
+            imports=warm.COMMANDS,
         )  # fmt: skip
         self.pids: dict[int, int] = {}
 

@@ -18,6 +18,7 @@ import pytest
 
 from asynccache.cli.main import main
 from asynccache.cli.request import BLOCK_TOKENS
+from tests import warm
 from tests.cli.trace_kit import made_trace
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def run(*arguments: str, report: Path) -> dict[str, Any]:
 def killed(arguments: Sequence[str], written: int) -> None:
     """Start a process of its own and kill it once it has written so many bytes."""
     command = [sys.executable, "-m", "asynccache.cli", *arguments, "--quiet"]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while _written(process.pid) < written:
         assert process.poll() is None, f"it ended before it was killed: {process.communicate()[1]}"

@@ -16,13 +16,14 @@ import pytest
 from asynccache.cli.explain import tokens
 from asynccache.cli.main import main
 from asynccache.errors import ConfigError
+from tests import warm
 
 
 @contextmanager
 def served(*options: str) -> Iterator[str]:
     """A stress run, and where it is served."""
     command = [sys.executable, "-m", "asynccache.cli", "stress", "--serve", "0", "--quiet", "--duration=30", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = warm.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         said = re.match(r"serving (http://127\.0\.0\.1:\d+)/metrics", process.stderr.readline())

@@ -19,6 +19,7 @@ import pytest
 from asynccache.cli.main import main
 from asynccache.cli.request import Request
 from asynccache.cli.workloads import StressSource
+from tests import warm
 
 SEED, PROMPTS, PATIENCE = 5, 60, 60.0
 RUN = ["stress", "--serve", "0", "--quiet", "--duration", "90", "--workload", "chat", "--rate", "12",
@@ -31,7 +32,7 @@ WANTED = {"device", "host", "storage", "nowhere", "in part", "evicted", "no wind
 @pytest.fixture
 def served() -> Iterator[str]:
     """Where the run is served."""
-    with subprocess.Popen([sys.executable, "-m", "asynccache.cli", *RUN], stderr=subprocess.PIPE, text=True) as process:
+    with warm.Popen([sys.executable, "-m", "asynccache.cli", *RUN], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             yield process.stderr.readline().split()[1].removesuffix("/metrics")

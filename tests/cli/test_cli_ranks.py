@@ -19,11 +19,17 @@ from asynccache.cli.main import main
 from asynccache.cli.ranked import crew
 from asynccache.cli.ranked.session import entry
 from asynccache.worker import Topology
+from tests import warm
 from tests.cli import interrupt_child
 from tests.cli.rank_runs import ENDS, TP2, TP2_PP2, Command, Report, Shape, hits, options, size, sound
 from tests.cli.trace_kit import made_trace
 
 HOSTILE = ("--faults", "0.1", "--cancel-rate", "0.2", "--requests", "120", "--rank-delay", "2", "--quiet")
+
+
+@pytest.fixture(autouse=True)
+def _ranks_begin_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
 
 def here(arguments: list[str], status: int = 0) -> Report:
@@ -161,7 +167,7 @@ def test_ctrl_c_ends_a_run_with_its_report(times: int, tmp_path: Path) -> None:
 def pressed(place: str, times: int, arguments: list[str]) -> subprocess.CompletedProcess[str]:
     signals = ",".join(["INT"] * times)
     command = [sys.executable, interrupt_child.__file__, place, signals, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=ENDS, check=False)
+    return warm.run(command, capture_output=True, text=True, timeout=ENDS, ranks=True)
 
 
 @pytest.mark.ranks

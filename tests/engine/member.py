@@ -13,6 +13,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,10 +22,10 @@ class Member:
     """One process, that runs the module ``program``."""
 
     def __init__(self, program: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-W", "error", "-m", program],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, imports=warm.MODELS,
         )  # fmt: skip
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._reader = Thread(target=self._read, daemon=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
+from tests import warm
 from tests.engine.engine_kit import PAGE, prompt, served
 from tests.engine.engine_models import FAMILIES
 
@@ -66,7 +66,7 @@ async def test_a_hit_in_storage_in_a_new_process(tmp_path: Path) -> None:
 def run_child(folder: Path) -> str:
     child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
     paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
-    ran = subprocess.run([sys.executable, str(child), str(folder)], capture_output=True, text=True, timeout=120,
-                         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
+    ran = warm.run([sys.executable, str(child), str(folder)], capture_output=True, text=True, timeout=120,
+                   imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return str(ran.stdout)

@@ -15,6 +15,8 @@ from typing import Any
 
 import openai
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 PAGE = 16
 STARTS_WITHIN = 120.0
@@ -74,7 +76,9 @@ def started(folder: Path, *options: str) -> Iterator[Server]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONASYNCIODEBUG": ""}
     log = folder / "stderr"
     with log.open("w") as stderr:
-        process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        process = warm.Popen(
+            command(*options), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, imports=warm.MODELS
+        )
     try:
         assert process.stdout is not None
         greeting = process.stdout.readline()

@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 STARTS = ENDS = 90.0
 PAGES = 6
 
 
 class Child:
-    """A process that says that it is open, and at its end, in JSON, how it was."""
+    """A process that says that it is open, and at its end, in JSON, how it was. ``popen``: what starts it."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, popen: type[subprocess.Popen[str]], *arguments: object) -> None:
         path = os.pathsep.join((str(ROOT), str(ROOT / "backends")))
         self.errors = TemporaryFile("w+")  # noqa: SIM115  as long as the process
-        self.process = subprocess.Popen(
+        self.process = popen(
             [sys.executable, "-m", *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
             stderr=self.errors, env=os.environ | {"ASYNCCACHE_SECRET": "not a secret at all", "PYTHONPATH": path},
         )  # fmt: skip
@@ -56,8 +58,10 @@ class Group:
     ``with``: whoever is left is killed at the end."""
 
     def __init__(self, folder: Path, address: str, tp: int, pp: int, lives: int) -> None:
-        self.head = Child("tests.group.head_child", folder, address, tp, pp, lives)
-        self.workers = [Child("tests.group.worker_child", address, rank, tp, pp, lives) for rank in range(tp * pp)]
+        self.head = Child(subprocess.Popen, "tests.group.head_child", folder, address, tp, pp, lives)
+        self.workers = [
+            Child(warm.Popen, "tests.group.worker_child", address, rank, tp, pp, lives) for rank in range(tp * pp)
+        ]
 
     def __enter__(self) -> Group:
         return self

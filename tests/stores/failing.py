@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = (
     "--workload", "mixed", "--rate", "25", "--concurrency", "16", "--components", "full,swa,mamba", "--window", "256",
@@ -89,7 +91,7 @@ class Run:
         words = [*LOAD, "--storage", storage, *more]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the run; a store's client may say a lot
         path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
-        self.process = subprocess.Popen(
+        self.process = warm.Popen(
             [sys.executable, "-W", "error::RuntimeWarning", "-m", "tests.stores.failing_child", *words], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, bufsize=1,
             start_new_session=True, env={**os.environ, "PYTHONPATH": path, **(environment or {})},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
+from tests import warm
 from tests.stores.each import KINDS, fresh_seed, store_url
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ def replay(made: Path, url: str) -> subprocess.Popen[str]:
     """A replay by another process."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "scheduler_shim")))
     command = [sys.executable, "-m", "asynccache.cli", *words(made, url, "-")]
-    return subprocess.Popen(
+    return warm.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
 
