@@ -23,8 +23,8 @@ from types import FrameType
 import torch
 import uvicorn
 import uvloop
+from asynccache_hf import describe
 from asynccache_shim import Settings
-from asynccache_shim.engine import describe
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
 from openai_serving.models import CONTEXT, FAMILIES, make

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import uvloop
+from asynccache_hf import INSTALL
 
 from asynccache.config import CacheConfig
 from asynccache.core.settings import PrefetchPolicy
@@ -33,10 +34,10 @@ from asynccache.runtime.cache import AsyncCache
 
 try:
     import transformers
+    from asynccache_hf import Layout, PagedModel, describe
     from asynccache_shim import Limits, Request, Scheduler, Settings
-    from asynccache_shim.engine import Layout, PagedModel, describe
 except ImportError as error:
-    raise ConfigError(f"bench ttft runs a model of transformers: pip install 'asynccache[engine]' ({error})") from error
+    raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
 
 PAGE = 16
 CHUNK = 512

@@ -14,8 +14,8 @@ from enum import Enum
 from types import TracebackType
 from typing import Any
 
+from asynccache_hf import Layout, PagedModel
 from asynccache_shim import Finish, Limits, Request, Scheduler, Settings
-from asynccache_shim.engine import Layout, PagedModel
 from prometheus_client import CollectorRegistry, generate_latest
 
 from asynccache import AsyncCache, CacheClosed, CacheConfig, CacheFull

@@ -1,6 +1,6 @@
-"""asynccache_shim: a continuous-batching scheduler between a serving stack and asynccache, and engines to run below it.
+"""asynccache_shim: a continuous-batching scheduler between a serving stack and asynccache.
 
-The public names. Engines are in ``asynccache_shim.engine``.
+The public names. A model to run below it is in ``asynccache_hf``.
 """
 
 from __future__ import annotations

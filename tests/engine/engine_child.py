@@ -1,4 +1,5 @@
-"""A process of its own that serves what another one stored. Run by a test; arguments: a folder with a store per family.
+"""A process of its own that serves what another one stored. Run by a test; arguments: a folder with a store per family,
+and families, or all of the first list.
 
 Says per family: its name, cached tokens by tier, the largest difference of a logit; one line each.
 """
@@ -28,7 +29,7 @@ async def serve(folder: Path, family: str) -> None:
 
 
 async def main() -> None:
-    for family in FAMILIES:
+    for family in sys.argv[2:] or FAMILIES:
         await serve(Path(sys.argv[1]), family)
 
 

@@ -6,12 +6,12 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
-from asynccache_shim.engine import Generated, Generator, Layout, PagedModel, describe
-from transformers.cache_utils import DynamicCache
+from asynccache_hf import Generated, Generator, Layout, PagedModel, describe
+from asynccache_hf.call import run
+from transformers import DynamicCache
 
 from asynccache import AsyncCache, CacheConfig
 from asynccache.core.audit import check
@@ -23,6 +23,8 @@ from tests.engine.engine_models import VOCABULARY, make
 PAGE = 8
 CHUNK = 24
 LIMIT = 1e-4
+LIMITS = {"nemotron_h": 1e-3, "zamba2": 2e-3}
+"""Families whose decoding in transformers differs from their prefill by more than this."""
 
 
 @cache
@@ -53,17 +55,17 @@ class Served:
         self.worst = 0.0
 
     async def check(self, tokens: Sequence[int], new_tokens: int = 4, **terms: Any) -> Generated:
-        """Generate, and compare with the model without a cache, in the same chunks."""
+        """Generate, and compare with one call of the model without a cache."""
         made = await self.generator.generate(tokens, new_tokens, **terms)
         error, wanted = self.difference(tokens, made)
         self.worst = max(self.worst, error)
         assert made.tokens == wanted, f"{self.family}: other tokens, {made.cached} cached"
-        assert error <= LIMIT, f"{self.family}: logits differ by {error}, {made.cached} cached"
+        assert error <= LIMITS.get(self.family, LIMIT), f"{self.family}: logits differ by {error}, {made.cached} cached"
         return made
 
     def difference(self, tokens: Sequence[int], made: Generated) -> tuple[float, list[int]]:
-        """The largest difference of a logit from the model without a cache, and the tokens that this would make."""
-        logits, wanted = straight(self.family, self.weights, tuple(tokens), made.cached, len(made.tokens))
+        """The largest difference of a logit from one call without a cache, and the tokens that this would make."""
+        logits, wanted = judged(self.family, tokens, made.tokens, self.weights)
         return float((made.logits - logits).abs().max()), wanted
 
     async def empty_device(self) -> None:
@@ -90,22 +92,29 @@ class Served:
 
 
 @cache
-def straight(
-    family: str, weights: int, tokens: tuple[int, ...], cached: int, new_tokens: int
-) -> tuple[torch.Tensor, list[int]]:
-    """Greedy generation without pages: the chunks of a request that finds ``cached`` tokens."""
-    model = model_of(family, weights)
-    state = DynamicCache(config=model.config)
-    cuts = sorted({0, cached, len(tokens), *range(0, len(tokens), CHUNK)})
-    logits, made = [], list(tokens)
+def alone(family: str, weights: int, tokens: tuple[int, ...]) -> torch.Tensor:
+    """All logits of one call without a cache, ``[tokens, vocabulary]``."""
     with torch.inference_mode():
-        for start, stop in pairwise((*cuts, *range(len(tokens) + 1, len(tokens) + new_tokens))):
-            options = {"cache_params" if family == "mamba2" else "past_key_values": state}
-            last = model(input_ids=torch.tensor([made[start:stop]]), use_cache=True, **options).logits[0, -1:]
-            if stop >= len(tokens):
-                logits.append(last)
-                made.append(int(last.argmax()))
-    return torch.cat(logits), made[len(tokens) :]
+        return torch.as_tensor(model_of(family, weights)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0])
+
+
+def judged(
+    family: str, tokens: Sequence[int], made: Sequence[int], weights: int = 0
+) -> tuple[torch.Tensor, list[int]]:
+    """One call without a cache over ``tokens`` and what is said to follow them: the logits that each token of ``made``
+    is to be chosen from, and the likeliest tokens. Those are ``made``, if it is what the model makes by itself."""
+    logits = alone(family, weights, (*tokens, *made[:-1]))[-len(made) :]
+    return logits, logits.argmax(-1).tolist()
+
+
+def own_decoding(family: str, tokens: Sequence[int]) -> float:
+    """The largest difference of a logit between transformers' own decoding, token by token, and one call."""
+    model, logits = model_of(family), []
+    held = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for at, token in enumerate(tokens):
+            logits.append(run(model, torch.tensor([token]), held, 1, at))
+    return float((torch.cat(logits) - alone(family, 0, tuple(tokens))).abs().max())
 
 
 @asynccontextmanager

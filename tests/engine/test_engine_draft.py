@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from asynccache_backends.memory import MemoryBackend
-from asynccache_shim.engine import Generated, PagedModel
-from asynccache_shim.engine.layout import Layout
+from asynccache_hf import Generated, PagedModel
+from asynccache_hf.layout import Layout
 from asynccache_shim.model import Work
 from transformers.cache_utils import DynamicCache
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from asynccache_shim.engine import PagedModel
-from asynccache_shim.engine.memory import Slots, Track
-from asynccache_shim.engine.sampling import draw
+from asynccache_hf import PagedModel
+from asynccache_hf.memory import Slots, Track
+from asynccache_hf.sampling import draw
 from asynccache_shim.model import NO_TOKEN, Batch, Checkpoint, Pages, Sampling, Work
 
 from asynccache.errors import ConfigError
-from tests.engine.engine_kit import LIMIT, PAGE, layout_of, model_of, prompt, straight
+from tests.engine.engine_kit import LIMIT, PAGE, alone, judged, layout_of, model_of, prompt
 from tests.engine.engine_models import FAMILIES
 
 
@@ -58,8 +58,8 @@ def test_requests_of_one_batch_do_not_meet(family: str) -> None:
         at += 1
         made[0].append(answer[0])
         made[1].append(answer[1])
-    assert made[0][21:] == straight(family, 0, tuple(one), 0, 3)[1]
-    assert made[1][13:] == straight(family, 0, tuple(two), 0, 4)[1]
+    assert made[0][21:] == judged(family, one, made[0][21:])[1]
+    assert made[1][13:] == judged(family, two, made[1][13:])[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +69,7 @@ def test_whoever_has_whole_pages_and_a_checkpoint_goes_on(family: str) -> None:
     model.compute(work(0, tokens, 0, 16, numbers(0, 1, 2, 3), checkpoint=Checkpoint(16, 8)))
     model.compute(work(0, tokens, 16, 30, numbers(0, 1, 2, 3)))
     logits = model.compute(work(5, tokens, 16, 30, numbers(0, 1, 4, 5), states=numbers(8)))
-    assert float((logits - straight(family, 0, tuple(tokens), 16, 1)[0]).abs().max()) <= LIMIT
+    assert float((logits - alone(family, 0, tuple(tokens))[-1:]).abs().max()) <= LIMIT
 
 
 def test_a_request_goes_on_within_a_page_only_where_it_stopped() -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from asynccache_hf import PagedModel, describe
 from asynccache_shim import Limits, Request, Scheduler, Settings, Work
-from asynccache_shim.engine import PagedModel, describe
-from asynccache_shim.engine.sampling import draw
 
 from asynccache import AsyncCache
 from tests.engine.engine_kit import prompt
@@ -42,12 +41,10 @@ class Model(PagedModel):
 
     logits: dict[tuple[int, int], torch.Tensor]
 
-    def _next_token(self, work: Work) -> int:
-        last = self.compute(work)[-1]
-        if not work.sample:
-            return -1
-        self.logits[work.request_id, work.stop] = last
-        return draw(last, work.sampling, work.stop)
+    def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        last = super()._each(works)
+        self.logits |= {(work.request_id, work.stop): row for work, row in zip(works, last, strict=True) if work.sample}
+        return last
 
 
 @cache

@@ -11,7 +11,7 @@ from asynccache_shim.board import Settings
 from asynccache_shim.request import Finish, Limits, Request
 from asynccache_shim.scheduler import Scheduler
 
-from tests.engine.engine_kit import prompt, served, straight
+from tests.engine.engine_kit import judged, prompt, served
 from tests.engine.engine_models import FAMILIES
 
 NEW = 6
@@ -45,5 +45,6 @@ async def test_a_scheduler_serves_the_tokens_of_the_model_alone(family: str) -> 
             if request in dropped:
                 assert request.finish is Finish.ABORTED
             else:
-                assert output == straight(family, 0, tuple(request.tokens.tolist()), 0, NEW)[1]
+                assert len(output) == NEW
+                assert output == judged(family, request.tokens.tolist(), output)[1]
     await storage.aclose()

@@ -26,7 +26,9 @@ import asynccache
 from tests.workers import made_once
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("asynccache", "asynccache_backends", "asynccache_shim", "asynccache_vllm", "asynccache_sglang")
+PACKAGES = (
+    "asynccache", "asynccache_backends", "asynccache_shim", "asynccache_hf", "asynccache_vllm", "asynccache_sglang",
+)  # fmt: skip
 CORE = {"torch", "numpy", "msgspec", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -110,7 +112,8 @@ def test_versions_and_changelog_agree() -> None:
 def test_every_package_says_that_it_has_types() -> None:
     for folder in (
         "asynccache", "backends/asynccache_backends",
-        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_vllm", "scheduler_shim/asynccache_sglang",
+        "scheduler_shim/asynccache_shim", "scheduler_shim/asynccache_hf", "scheduler_shim/asynccache_vllm",
+        "scheduler_shim/asynccache_sglang",
     ):  # fmt: skip
         assert (ROOT / folder / "py.typed").is_file()
 

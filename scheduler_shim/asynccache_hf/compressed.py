@@ -17,8 +17,8 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from asynccache import ConfigError
-from asynccache_shim.engine.memory import Slots, Track
-from asynccache_shim.engine.parts import Calls, Part, Span, overhear, sole
+from asynccache_hf.memory import Slots, Track
+from asynccache_hf.parts import Calls, Part, Span, joined, overhear
 
 _KEEPS = {"compress_rate", "compressed_kv", "buffer_kv", "buffer_gate", "entry_count"}
 _MAY_KEEP = {"overlap_kv", "overlap_gate"}
@@ -169,7 +169,8 @@ class Compressed(Part):
         """The tokens at each page's end that did not fill an entry."""
         if not self._buffered:
             return {}
-        _, kv, gate = sole([call for call in heard.raw if call[0] == name], name)
+        own = [call for call in heard.raw if call[0] == name]
+        kv, gate = (joined(own, at, 1, name) for at in (1, 2))
         before = heard.before[name]
         if before.buffer_kv is not None and before.buffer_gate is not None:
             kv, gate = torch.cat([before.buffer_kv, kv], 1), torch.cat([before.buffer_gate, gate], 1)

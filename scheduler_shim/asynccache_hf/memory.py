@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from asynccache_shim.model import Pages
+
+from asynccache import ConfigError
 
 ALIGN = 16
 """Bytes that every unit is a multiple of, so that its fields can be viewed as any dtype."""
@@ -88,6 +90,23 @@ class Slots:
         self._memory = memory
         self._views = self._fields(memory)
 
+    @cached_property
+    def _flat(self) -> dict[str, torch.Tensor]:
+        """Views of all units, by field: ``[pages * units, numbers]``.
+
+        Raises:
+            ConfigError: units of two pages are not as far apart as those of one.
+        """
+        if not self.is_flat:
+            raise ConfigError(f"pool {self._track.pool!r}: its pages have room for more than this layer's units")
+        return {name: view.as_strided((view.shape[0] * view.shape[1], view.shape[2]), (view.stride(1), 1),
+                                      view.storage_offset()) for name, view in self._views.items()}  # fmt: skip
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether units of all pages stand at one distance from each other, so that one number finds one."""
+        return self._memory.stride(0) == self._per_page * self._track.unit_bytes
+
     def __repr__(self) -> str:
         return f"<Slots of {self._track.pool!r}>"
 
@@ -122,6 +141,16 @@ class Slots:
         rows = self._index(np.flatnonzero(kept))
         for field in self._track.fields:
             self._views[field.name][where] = values[field.name].flatten(1)[rows]
+
+    def put(self, places: torch.Tensor, values: Values) -> None:
+        """``[units, *shape]`` by field, to the units that ``places`` counts over all pages."""
+        for field in self._track.fields:
+            self._flat[field.name][places] = values[field.name].flatten(1)
+
+    def take(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field."""
+        count = len(places)
+        return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in self._track.fields}
 
     def copy(self, source: int, target: int) -> None:
         """Everything in one slot to another."""

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers.cache_utils import DynamicCache
+
 from asynccache import CacheConfig, ConfigError, Full, HitPolicy, Mamba, Sidecar, SlidingWindow
-from asynccache_shim.engine.parts import Part
+from asynccache_hf.parts import Part
 
 COMPONENTS = ("full", "swa", "mamba")
 
@@ -49,13 +51,38 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What ``describe`` found. ``model`` names the weights; ``window`` is the longest of the sliding windows, or 0."""
+    """What ``describe`` found. ``model`` names the weights; ``window`` is the longest of the sliding windows, or 0.
+
+    ``kind``: transformers' class of the model's cache. ``limit``: the most tokens that a request may have, prompt and
+    output, or None (see ``asynccache_hf.limits``). ``one_by_one``: a call that goes on after recurrent states computes
+    one token, since the model forgets them otherwise. ``packed``: several requests may be computed in one call.
+    """
 
     model: str
     page_size: int
     window: int
     pools: tuple[PoolPlan, ...]
     layers: tuple[LayerPlan, ...]
+    kind: type = DynamicCache
+    limit: int | None = None
+    one_by_one: bool = False
+    packed: bool = False
+
+    def new_cache(self, config: Any) -> Any:
+        """An empty cache of transformers for a model with this ``config``."""
+        return DynamicCache(config=config) if self.kind is DynamicCache else self.kind()
+
+    def check_length(self, tokens: int) -> None:
+        """
+        Raises:
+            ConfigError: a request of so many tokens is longer than ``limit``.
+        """
+        if self.limit is not None and tokens > self.limit:
+            raise ConfigError(
+                f"{tokens} tokens: this model's rotary embedding turns every key by another angle once a sequence has "
+                f"more than {self.limit}, so keys of a shorter one cannot be reused there; at most {self.limit} tokens "
+                f"(prompt and output) can be served from the cache"
+            )
 
     @classmethod
     def of(cls, model: str, page_size: int, window: int, parts: Sequence[tuple[Part, ...]]) -> Layout:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from asynccache import AsyncCache, Hits, Lease, LoadFailed, checks
-from asynccache_shim.engine.paged import PagedModel
 from asynccache_shim.model import Batch, Checkpoint, Work
 from asynccache_shim.thread import ModelThread, returned
+
+from asynccache import AsyncCache, Hits, Lease, LoadFailed, checks
+from asynccache_hf.paged import PagedModel
 
 _NONE = np.empty(0, np.int32)
 
@@ -27,6 +27,13 @@ class Generated(NamedTuple):
     logits: torch.Tensor
     cached: int
     hits: Hits
+
+
+def due(lease: Lease, prompt: int, page_size: int) -> set[int]:
+    """Where a prefill takes checkpoints of recurrent states: where FULL alone matched, and at the last page's end that
+    the same prompt could hit."""
+    last = (prompt - 1) // page_size * page_size
+    return {at for at in (lease.checkpoint_at, last) if at > lease.cached}
 
 
 class Generator:
@@ -55,6 +62,7 @@ class Generator:
             ConfigError: an argument is unusable.
         """
         new_tokens = checks.integer("new_tokens", new_tokens, 1)
+        self._model.layout.check_length(len(tokens) + new_tokens - 1)
         while True:
             try:
                 async with self._cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key) as lease:
@@ -84,12 +92,8 @@ class Generator:
         return sorted(cut for cut in cuts if cut > lease.cached)
 
     def due(self, lease: Lease, prompt: int) -> set[int]:
-        """Where a prefill takes checkpoints: where FULL alone matched, and at the last page's end that the same prompt
-        could hit."""
-        if not self.recurrent:
-            return set()
-        last = (prompt - 1) // self.page_size * self.page_size
-        return {at for at in (lease.checkpoint_at, last) if at > lease.cached}
+        """Where a prefill takes checkpoints of recurrent states."""
+        return due(lease, prompt, self.page_size) if self.recurrent else set()
 
     @property
     def windowed(self) -> bool:

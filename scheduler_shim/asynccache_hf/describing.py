@@ -1,17 +1,18 @@
 """``describe``: from a model to the pools that its cache needs, or a refusal that says why.
 
 What a layer keeps is asked of its cache class after a short run of the model; nothing is known by a model's name. The
-model is then tried on pages: one whose output changes when its cache comes back from there is refused.
+model is then tried on pages (``asynccache_hf.trial``): one that computes anything else there than in one call without a
+cache is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from transformers.cache_utils import (
@@ -26,20 +27,18 @@ from transformers.cache_utils import (
 )
 
 from asynccache import ConfigError, checks
-from asynccache_shim.engine.call import run
-from asynccache_shim.engine.compressed import Compressed, is_compressed
-from asynccache_shim.engine.layout import Layout
-from asynccache_shim.engine.paged import PagedModel
-from asynccache_shim.engine.parts import Attention, IndexerKeys, Part, Recurrent
-from asynccache_shim.model import Checkpoint, Pages, Work
+from asynccache_hf import lightning
+from asynccache_hf.call import cache_name, run
+from asynccache_hf.compressed import Compressed, is_compressed
+from asynccache_hf.layout import Layout
+from asynccache_hf.limits import longest
+from asynccache_hf.parts import Attention, IndexerKeys, Part, Recurrent
+from asynccache_hf.trial import tokens_for, tried
 
 SCHEMA = 1
 """Raise it when a page's bytes change their meaning."""
 
 PROBE_TOKENS = 8
-
-TOLERANCE = 1e-3
-"""What logits may differ by in the trial, relative to the largest: more than rounding, less than a lost state."""
 
 Parts = Callable[[Any, int], tuple[Part, ...]]
 
@@ -47,22 +46,25 @@ Parts = Callable[[Any, int], tuple[Part, ...]]
 def describe(model: Any, page_size: int = 16, *, name: str | None = None) -> Layout:
     """The layout of a causal language model's cache in pages of ``page_size`` tokens.
 
-    ``name`` names the weights; without it they are digested, which reads all of them once.
+    ``name`` names the weights; without it they are digested, which reads all of them once. The model is run over a few
+    pages, or somewhat more than its longest window, several times.
 
     Raises:
-        ConfigError: the model keeps something that this engine does not understand.
+        ConfigError: the model keeps something that this engine does not understand, or computes something else on pages
+            than in one call without a cache.
     """
     page_size = checks.integer("page_size", page_size, 1)
     if name is not None:
         checks.text("name", name, empty=False)
     cache = _probe(model)
-    parts = [_parts(i, layer, page_size) for i, layer in enumerate(cache.layers)]
+    parts = [_parts_of(cache, i, page_size) for i in range(len(cache.layers))]
     window = max((w for w in map(_window, cache.layers) if w), default=0)
     layout = Layout.of(name or weights_name(model), page_size, window, parts)
     if not layout.pools:
         raise ConfigError(f"{type(model).__name__}: no layer keeps anything that could be cached")
-    _try(model, layout)
-    return layout
+    layout = replace(layout, kind=type(cache), limit=longest(model.config))
+    rates = [int(getattr(layer, "compress_rate", 0)) for layer in cache.layers]
+    return tried(model, layout, max(window, *rates))
 
 
 def weights_name(model: Any) -> str:
@@ -75,33 +77,62 @@ def weights_name(model: Any) -> str:
     return f"{type(model).__name__}-{digest.hexdigest()[:24]}"
 
 
-def _probe(model: Any) -> DynamicCache:
+def _probe(model: Any) -> Any:
     """The model's cache after a run over so few tokens that every layer shows what it keeps."""
     who = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{who}: an encoder's states are not a prefix of anything and cannot be cached by tokens")
-    try:
-        cache = DynamicCache(config=model.config)
-    except KeyError as error:
-        raise ConfigError(f"{who}: transformers has no cache class for layers of type {error}") from error
-    if not cache.layers:
+    cache_name(model)
+    own = _own(model)
+    cache = _dynamic(model) if own is None else own
+    if type(cache) is DynamicCache and not cache.layers:
         raise ConfigError(f"{who}: its configuration does not say which layers keep a cache")
     tokens = max([PROBE_TOKENS, *(int(getattr(layer, "compress_rate", 0)) for layer in cache.layers)])
     try:
         with torch.inference_mode():
-            run(model, _ids(model, tokens), cache)
+            run(model, tokens_for(model, tokens), cache)
     except ConfigError:
         raise
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(f"{who}: it does not run on a DynamicCache: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{who}: it wants a cache of a class of its own, which is not known ({error})") from error
+    except Exception as error:  # models raise whatever they like
+        raise ConfigError(f"{who}: it does not run on a {type(cache).__name__}: {_sentence(error)}") from error
+    while lightning.has_matrices(cache) and len(cache.layers) < len(cache.linear_cache):
+        cache.layers.append(DynamicLayer())
     return cache
 
 
-def _ids(model: Any, count: int) -> torch.Tensor:
-    """Any tokens, no two neighbours alike."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids: torch.Tensor = torch.arange(count, device=model.device) * 7 % vocabulary
-    return ids
+def _dynamic(model: Any) -> DynamicCache:
+    who = type(model).__name__
+    try:
+        return DynamicCache(config=model.config)
+    except KeyError as error:
+        raise ConfigError(f"{who}: transformers has no cache class for layers of type {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{who}: transformers cannot make a DynamicCache for it: {_sentence(error)}") from error
+
+
+def _own(model: Any) -> Any:
+    """An empty cache of a class of the model's own that is understood, as it makes one where it is given none."""
+    module = inspect.getmodule(type(model))
+    kinds = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__] \
+        if module else []  # fmt: skip
+    own = [kind for kind in kinds if issubclass(kind, DynamicCache) and hasattr(kind, "set_linear_cache")]
+    if not own:
+        return None
+    return own[0]()
+
+
+def _sentence(error: Exception) -> str:
+    """The first line of what it says, with its class where that says more."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}".rstrip(": ")
+
+
+def _parts_of(cache: Any, index: int, page_size: int) -> tuple[Part, ...]:
+    if lightning.has_matrices(cache) and (matrix := lightning.matrix_of(cache, index)) is not None:
+        return (lightning.Matrix(matrix, page_size, index),)
+    return _parts(index, cache.layers[index], page_size)
 
 
 def _parts(index: int, layer: Any, page_size: int) -> tuple[Part, ...]:
@@ -155,61 +186,3 @@ _KINDS: dict[type, Parts] = {
         *_recurrent(layer, size), *_sliding(layer, size)
     ),
 }  # fmt: skip
-
-
-# the trial
-
-
-class _Memory:
-    """A pool of the trial."""
-
-    def __init__(self, layers: int, pages: int, size: int, device: torch.device) -> None:
-        self._layers = torch.zeros((layers, pages, size), dtype=torch.uint8, device=device)
-
-    def layer(self, i: int) -> torch.Tensor:
-        return self._layers[i]
-
-
-def _try(model: Any, layout: Layout) -> None:
-    """Run a page and a bit; go on from the whole page alone, as a second request that shares it would."""
-    size = layout.page_size
-    ids = _ids(model, size + 3)
-    more = -(-3 // size)  # pages after the first
-    first = _Request(1, np.arange(1 + more, dtype=np.int32), np.array([0], np.int32))
-    second = _Request(2, np.array([0, *range(1 + more, 1 + 2 * more)], np.int32), np.array([1], np.int32))
-    memory = {p.name: _Memory(p.layers, 1 + 2 * more, p.layer_bytes, model.device) for p in layout.pools}
-    paged = PagedModel(model, layout, memory)
-    tokens = ids.cpu().numpy().astype(np.int32)
-    paged.compute(_work(tokens, 0, size, first, Checkpoint(size, 1)))
-    paged.compute(_work(tokens, size, size + 2, first))
-    found = [paged.compute(_work(tokens, size + 2, size + 3, first))]
-    found += [paged.compute(_work(tokens, size, size + 3, second))]
-    expected = _straight(model, ids, (0, size, size + 2, size + 3)), _straight(model, ids, (0, size, size + 3))
-    for seen, wanted in zip(found, expected, strict=True):
-        error = float((seen - wanted).abs().max() / wanted.abs().max().clamp(min=1e-6))
-        if not error <= TOLERANCE:
-            raise ConfigError(
-                f"{type(model).__name__}: with its cache put back from pages its logits differ by {error:.2g}: it "
-                f"keeps something beside its cache's layers, or needs more than a page of {size} tokens holds"
-            )
-
-
-class _Request(NamedTuple):
-    """Pages and state of one of the trial's two requests."""
-
-    id: int
-    pages: Pages
-    states: Pages
-
-
-def _work(tokens: Pages, start: int, stop: int, who: _Request, checkpoint: Checkpoint | None = None) -> Work:
-    return Work(who.id, tokens, start, stop, who.pages, who.pages, who.states, checkpoint, sample=False)
-
-
-def _straight(model: Any, ids: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
-    """The last logits without pages, in the same calls."""
-    cache = DynamicCache(config=model.config)
-    with torch.inference_mode():
-        for start, stop in pairwise(cuts):
-            logits = run(model, ids[start:stop], cache)
-    return logits

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from asynccache_shim.model import Pages
+from transformers.cache_utils import DynamicLayer
 
 from asynccache import ConfigError
-from asynccache_shim.engine.memory import Slots, Track
-from asynccache_shim.model import Pages
+from asynccache_hf.memory import Slots, Track
 
 Calls = list[tuple[Any, ...]]
 """The arguments of each call that was overheard."""
@@ -35,6 +36,12 @@ class Part(ABC):
 
     tracks: tuple[Track, ...]
     has_tail = False
+
+    def of(self, cache: Any, index: int) -> Any:
+        """What the other methods are given as ``layer``: that of the cache, which a class may make when it is used."""
+        while len(cache.layers) <= index:
+            cache.layers.append(DynamicLayer())
+        return cache.layers[index]
 
     @abstractmethod
     def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: Any) -> None:
@@ -66,22 +73,22 @@ def overhear(layer: Any, method: str) -> Calls:
     return calls
 
 
-def sole(calls: Calls, what: str) -> tuple[Any, ...]:
-    """The only one of them.
+def joined(calls: Calls, at: int, dim: int, what: str) -> torch.Tensor:
+    """What all calls together were given as argument ``at``: one after the other along ``dim``, where tokens are.
 
     Raises:
-        ConfigError: the model made none, or several.
+        ConfigError: there was no call.
     """
-    if len(calls) != 1:
-        raise ConfigError(f"a layer's {what} took {len(calls)} updates in one forward call, and 1 is understood")
-    return calls[0]
+    if not calls:
+        raise ConfigError(f"a layer's {what} took no update in a forward call: the model keeps them elsewhere")
+    return torch.cat([call[at] for call in calls], dim) if len(calls) > 1 else torch.as_tensor(calls[0][at])
 
 
 class Attention(Part):
     """Keys and values, token by token: of the whole prefix, or of a sliding window."""
 
     def __init__(self, layer: Any, window: int | None) -> None:
-        self._window = window
+        self.window = window
         self._shared = layer.values is layer.keys
         self._values = "keys" if self._shared else "values"
         samples = {"keys": layer.keys[0, :, 0], self._values: layer.values[0, :, 0]}
@@ -89,19 +96,19 @@ class Attention(Part):
         self.tracks = (Track.of(pool, pool, 1, samples),)
 
     def load(self, layer: Any, slots: Sequence[Slots], span: Span, tail: None) -> None:
-        first = 0 if self._window is None else max(0, span.start - self._window + 1)
+        first = 0 if self.window is None else max(0, span.start - self.window + 1)
         found = slots[0].read(span.tables[self.tracks[0].source], first, span.start)
         keys, values = (found[name].transpose(0, 1).unsqueeze(0) for name in ("keys", self._values))
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, keys if self._shared else values
-        if self._window is not None:
+        if self.window is not None:
             layer.cumulative_length = span.start
 
     def watch(self, layer: Any) -> Calls:
         return overhear(layer, "update")
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
-        keys, values, *_ = sole(heard, "keys and values")
+        keys, values = (joined(heard, at, -2, "keys and values") for at in range(2))
         made = {"keys": keys[0].transpose(0, 1), self._values: values[0].transpose(0, 1)}
         slots[0].write(span.tables[self.tracks[0].source], span.start, made)
 
@@ -119,7 +126,7 @@ class IndexerKeys(Part):
         return overhear(layer, "update_indexer")
 
     def save(self, layer: Any, slots: Sequence[Slots], span: Span, heard: Calls) -> None:
-        keys, *_ = sole(heard, "indexer")
+        keys = joined(heard, 0, 1, "indexer")
         slots[0].write(span.tables["full"], span.start, {"keys": keys[0]})
 
 

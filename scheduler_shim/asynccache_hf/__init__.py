@@ -1,0 +1,44 @@
+"""Causal language models of transformers with their KV in asynccache's pages.
+
+Each name is imported when it is first asked for. Without transformers (the extra ``hf``) that raises
+``ModuleNotFoundError`` with the command that installs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynccache_hf.describing import describe
+    from asynccache_hf.generation import Generated, Generator
+    from asynccache_hf.layout import Layout
+    from asynccache_hf.paged import PagedModel
+    from asynccache_hf.prefix import Counts, PrefixCache
+
+__all__ = ["Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache", "describe"]
+
+INSTALL = "pip install 'transformers>=5.23,<6'"
+"""What the extra ``hf`` brings, by a command that does so in a clone too."""
+
+_LAZY = {
+    "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",
+    "PrefixCache": "prefix", "Counts": "prefix", "describe": "describing",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(f"asynccache_hf.{_LAZY[name]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise ModuleNotFoundError(f"{error}; asynccache_hf needs transformers: {INSTALL}", name=error.name) from None
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

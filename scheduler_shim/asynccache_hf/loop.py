@@ -1,0 +1,60 @@
+"""An event loop in a thread, for callers that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from asynccache import CacheClosed
+
+R = TypeVar("R")
+
+
+class LoopThread:
+    """Runs until ``close``. A daemon: a program that forgets to close it ends all the same."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<LoopThread {self._thread.name!r}, {'alive' if self.alive else 'closed'}>"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes calls."""
+        return not self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, R]) -> R:
+        """What ``work`` returns, or raises. Blocks the thread of whoever calls; when that is interrupted, ``work`` is
+        cancelled and waited for.
+
+        Raises:
+            CacheClosed: the loop has ended.
+        """
+        if not self.alive:
+            work.close()
+            raise CacheClosed("the cache is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop, when what runs in it has come to a stop; return when the thread has ended."""
+        if self.alive:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()

@@ -1,0 +1,206 @@
+"""``PagedModel``: forward calls of a transformers model whose cache lives in pages.
+
+Law: the pages are the only truth. Every call builds the model's cache from pages and writes what is new back. From one
+call to the next a request carries over what cannot be in a page that is not whole yet, and nothing else; so whoever has
+whole pages can go on from there.
+
+There are two ways to make a call. ``Opened`` is for any model: transformers' own cache for one request, filled from
+pages, and what the model adds to it is written back. ``packed`` is for models whose layers all keep keys and values by
+token: several requests in one call, which reads and writes the pages where they are. ``describe`` tries both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from asynccache_shim.model import NO_TOKEN, Batch, Work
+
+from asynccache import ConfigError
+from asynccache_hf.call import run
+from asynccache_hf.layout import Layout
+from asynccache_hf.memory import Slots
+from asynccache_hf.packed import Packed
+from asynccache_hf.parts import Part, Span
+from asynccache_hf.sampling import draw
+
+
+class Pool(Protocol):
+    """A pool's device memory: uint8 ``[pages, bytes]`` per layer."""
+
+    def layer(self, i: int) -> torch.Tensor: ...
+
+
+class Bound(NamedTuple):
+    """A part of one layer of the model, and where its tracks are."""
+
+    layer: int
+    part: Part
+    slots: tuple[Slots, ...]
+
+
+Tails = Sequence[Any]
+"""What each part keeps of a request that stopped within a page."""
+
+
+class Opened:
+    """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
+    in one call or in many, ``save`` writes to the pages."""
+
+    def __init__(self, cache: Any, bound: Sequence[Bound], tables: Mapping[str, Any], start: int, tails: Tails,
+                 page_size: int) -> None:  # fmt: skip
+        self.cache = cache
+        self.start = start
+        self._bound = bound
+        self._tables = tables
+        self._page_size = page_size
+        span = self._span(start)
+        self._layers = [b.part.of(cache, b.layer) for b in bound]
+        if start:
+            for each, layer, tail in zip(bound, self._layers, tails, strict=True):
+                each.part.load(layer, each.slots, span, tail)
+        self._heard = [each.part.watch(layer) for each, layer in zip(bound, self._layers, strict=True)]
+
+    def _span(self, stop: int) -> Span:
+        return Span(self._tables, self.start, stop, self._page_size)
+
+    def save(self, stop: int) -> None:
+        """Write what was added, up to ``stop`` tokens, where the cache now ends."""
+        for each, layer, calls in zip(self._bound, self._layers, self._heard, strict=True):
+            each.part.save(layer, each.slots, self._span(stop), calls)
+
+    def tails(self) -> Tails:
+        """What it takes to go on within a page and is not in it, for each part."""
+        return [each.part.tail(layer) for each, layer in zip(self._bound, self._layers, strict=True)]
+
+
+class PagedModel:
+    """A model on the device pools of one cache. Used by one thread at a time."""
+
+    def __init__(self, model: Any, layout: Layout, pools: Mapping[str, Pool]) -> None:
+        """``pools``: ``AsyncCache.pools`` of a cache that was made from ``layout.cache_config``.
+
+        Raises:
+            ConfigError: the cache has no such pools.
+        """
+        self.layout = layout
+        self._model = model
+        self._empty = layout.new_cache(model.config)
+        self._bound = _bind(layout, pools)
+        kept = [bound.slots[0] for bound in self._bound]
+        flat = layout.packed and all(slots.is_flat for slots in kept)
+        self._packed = Packed(model, layout, kept) if flat else None
+        self._has_tails = any(bound.part.has_tail for bound in self._bound)
+        self._tails: dict[int, tuple[int, Tails]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PagedModel {self.layout.model!r}: {len(self.layout.layers)} layers>"
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> list[int]:
+        """One step of a scheduler. See ``asynccache_shim.model``. Requests are computed together where the model allows
+        it (``layout.packed``), else one after the other."""
+        for request_id in batch.ended:
+            self._tails.pop(request_id, None)
+        logits = self._each(batch.works)
+        self._synchronize(logits)
+        return [
+            draw(last, work.sampling, work.stop) if work.sample else NO_TOKEN
+            for work, last in zip(batch.works, logits, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def compute(self, work: Work, keep: int = 1) -> torch.Tensor:
+        """Run the model over ``work`` and write its part of the cache; the logits of the last ``keep`` tokens (0: of
+        all). Blocks the thread.
+
+        Raises:
+            ConfigError: the work reaches further than the model's positions mean the same (``layout.limit``).
+        """
+        logits = self._packed.compute([work], keep)[0] if self._packed else self._alone(work, keep)
+        self._synchronize([logits])
+        return logits
+
+    def open(self, tables: Mapping[str, Any], start: int) -> Opened:
+        """transformers' cache of what the pages have before ``start``, which is a page's end. ``tables``: the page
+        tables, by component."""
+        nothing = [None] * len(self._bound)
+        return Opened(copy.deepcopy(self._empty), self._bound, tables, start, nothing, self.layout.page_size)
+
+    def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
+        """The logits of the last token of each."""
+        if self._packed is None:
+            return [self._alone(work, 1)[-1] for work in works]
+        logits: dict[int, torch.Tensor] = {}
+        for group in self._packed.groups(works):
+            made = self._packed.compute([works[i] for i in group], 1)
+            logits |= {i: each[-1] for i, each in zip(group, made, strict=True)}
+        return [logits[i] for i in range(len(works))]
+
+    def _alone(self, work: Work, keep: int) -> torch.Tensor:
+        """One request, through transformers' own cache."""
+        self.layout.check_length(work.stop)
+        tables = {"full": work.pages, "swa": work.swa_pages, "mamba": work.states[:1]}
+        opened = Opened(copy.deepcopy(self._empty), self._bound, tables, work.start, self._tails_of(work),
+                        self.layout.page_size)  # fmt: skip
+        logits = self._run(opened.cache, work, keep)
+        opened.save(work.stop)
+        self._keep_tails(opened, work)
+        if work.checkpoint is not None:
+            self._copy_state(int(work.states[0]), work.checkpoint.slot)
+        return logits
+
+    def _run(self, cache: Any, work: Work, keep: int) -> torch.Tensor:
+        """All tokens of ``work`` in one call; after a state one by one, where the model takes no more at a time."""
+        ids = torch.as_tensor(work.tokens[work.start : work.stop].astype(np.int64), device=self._model.device)
+        if not (self.layout.one_by_one and work.start):
+            return run(self._model, ids, cache, keep, work.start)
+        logits = [run(self._model, ids[i : i + 1], cache, 1, work.start + i) for i in range(len(ids))]
+        return torch.cat(logits[-keep:])
+
+    def _synchronize(self, logits: Sequence[torch.Tensor]) -> None:
+        """Copies of these pages run on other streams."""
+        if logits and logits[0].is_cuda:
+            torch.cuda.current_stream(logits[0].device).synchronize()
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """A checkpoint: the recurrent state in one slot, of every layer, to another."""
+        for bound in self._bound:
+            for track, slots in zip(bound.part.tracks, bound.slots, strict=True):
+                if track.source == "mamba":
+                    slots.copy(source, target)
+
+    def _tails_of(self, work: Work) -> Tails:
+        """What was kept where the request stopped; nothing if a page ended there.
+
+        Raises:
+            RuntimeError: it did not stop where it is to go on.
+        """
+        nothing = [None] * len(self._bound)
+        if work.start % self.layout.page_size == 0 or not self._has_tails:
+            return nothing
+        stop, tails = self._tails.get(work.request_id, (0, nothing))
+        if stop != work.start:
+            raise RuntimeError(f"request {work.request_id} stopped at {stop} and cannot go on at {work.start}")
+        return tails
+
+    def _keep_tails(self, opened: Opened, work: Work) -> None:
+        if work.stop % self.layout.page_size == 0 or not self._has_tails:
+            self._tails.pop(work.request_id, None)
+        else:
+            self._tails[work.request_id] = work.stop, opened.tails()
+
+
+def _bind(layout: Layout, pools: Mapping[str, Pool]) -> list[Bound]:
+    if missing := [pool.name for pool in layout.pools if pool.name not in pools]:
+        raise ConfigError(f"pools: the cache has no pool called {missing[0]!r}; make it from layout.cache_config()")
+    bound = []
+    for index, plan in enumerate(layout.layers):
+        for part, places in zip(plan.parts, plan.places, strict=True):
+            where = zip(part.tracks, places, strict=True)
+            slots = tuple(Slots(t, pools[t.pool].layer(place), layout.page_size) for t, place in where)
+            bound.append(Bound(index, part, slots))
+    return bound

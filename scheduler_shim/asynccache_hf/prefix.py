@@ -1,0 +1,356 @@
+"""``PrefixCache``: ``model.generate`` that begins where an earlier prompt has been before.
+
+A call takes a lease for each row, fills transformers' own cache from the lease's pages, lets transformers generate, and
+publishes what that cache has in the end. The event loop of the cache is in a thread of its own; the model runs in the
+thread of whoever calls.
+
+Law: pages go back when transformers has returned, whatever came of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from asynccache_shim.model import Checkpoint, Work
+
+from asynccache import AsyncCache, CacheFull, ConfigError, Lease, LoadFailed, checks
+from asynccache_hf.call import cache_name
+from asynccache_hf.describing import describe
+from asynccache_hf.generation import due
+from asynccache_hf.loop import LoopThread
+from asynccache_hf.paged import PagedModel
+
+REFUSED = {
+    "past_key_values": "the cache is what this object brings",
+    "cache_params": "the cache is what this object brings",
+    "cache_implementation": "the cache is what this object brings",
+    "inputs_embeds": "a prompt is found by its tokens",
+    "assistant_model": "speculation takes tokens back, and pages keep them",
+    "prompt_lookup_num_tokens": "speculation takes tokens back, and pages keep them",
+    "custom_generate": "a loop of your own may use the cache in ways that are not known",
+    "encoder_outputs": "an encoder's states are not a prefix of anything",
+    "position_ids": "they follow from the tokens",
+}
+"""What ``generate`` takes, ``PrefixCache`` does not, and why."""
+
+USUAL_LENGTH = 20
+"""Tokens that transformers generates up to where nothing says how many."""
+
+
+class Counts(NamedTuple):
+    """Tokens of all prompts so far: how many there were, and how many of them came from each tier."""
+
+    prompt: int = 0
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+class PrefixCache:
+    """A model of transformers with a cache of prefixes. May be used by several threads."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        storage: str | None = None,
+        page_size: int = 16,
+        device_tokens: int = 16384,
+        host_tokens: int = 65536,
+        name: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Describes the model (which runs it a few times) and opens a cache. ``storage`` is the URL of a store, as
+        ``file:/var/tmp/kv``; ``name`` names the weights, which are digested without it; ``settings`` go to
+        ``Layout.cache_config``.
+
+        Raises:
+            ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
+        """
+        self._model = model
+        self._layout = describe(model, page_size, name=name)
+        settings.setdefault("prefetch_threshold", page_size)
+        config = self._layout.cache_config(
+            device_tokens=device_tokens, host_tokens=host_tokens, storage=storage, **settings
+        )
+        self._loop = LoopThread("asynccache-prefix")
+        try:
+            self._cache: AsyncCache = self._loop.call(_opened(config))
+        except BaseException:
+            self._loop.close()
+            raise
+        self._paged = PagedModel(model, self._layout, self._cache.pools)
+        self._ids = count(1)
+        self._one = threading.Lock()
+        self._counts = Counts()
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache of {self._layout.model!r}: {self._counts}>"
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def counts(self) -> Counts:
+        """What prompts found so far."""
+        return self._counts
+
+    def close(self) -> None:
+        """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
+        if self._loop.alive:
+            try:
+                self._loop.call(self._cache.aclose())
+            finally:
+                self._loop.close()
+
+    def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
+        """What ``model.generate(input_ids, **options)`` returns, computed from where the cache ends. ``input_ids``:
+        ``[rows, tokens]``, shorter rows padded on the left. Rows are generated one after the other, so a draw of random
+        numbers goes to another row than in a batch. ``extra_key``: the namespace of the prompts.
+
+        Blocks the thread. A prompt that has no room in the cache, or is longer than its model's positions mean the
+        same, is generated without the cache.
+
+        Raises:
+            ConfigError: an argument that a cache of prefixes cannot do; names it.
+            CacheClosed: the cache is closed.
+        """
+        ids = _tokens(input_ids, options)
+        extra_key = checks.namespace("extra_key", extra_key)
+        settings = options.get("generation_config") or self._model.generation_config
+        _refuse(options, settings)
+        if getattr(settings, "cache_implementation", None) is not None:
+            settings = options["generation_config"] = copy.deepcopy(settings)
+            settings.cache_implementation = None  # which cache there is, the caller has said by calling this
+        mask = _mask(ids, options.pop("attention_mask", None), settings)
+        copies = int(options.pop("num_return_sequences", None) or getattr(settings, "num_return_sequences", None) or 1)
+        rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
+                for _ in range(copies)]  # fmt: skip
+        if len(rows) > 1:
+            _refuse_rows(options, settings)
+        options["num_return_sequences"] = 1
+        made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
+        return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings, options)
+
+    # one row
+
+    def _row(self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None) -> Any:
+        """``most``: the tokens that it may get."""
+        tokens = row.tolist()
+        limit = self._layout.limit
+        if limit is not None and len(tokens) + most - 1 > limit:
+            return self._without(row, options)
+        while True:
+            try:
+                lease = self._loop.call(_entered(self._cache.lease(tokens, new_tokens=most, extra_key=extra_key)))
+            except LoadFailed:
+                continue  # what failed is forgotten: the next lease computes it
+            except CacheFull:
+                return self._without(row, options)
+            try:
+                self._count(len(tokens), lease)
+                return self._leased(lease, row, tokens, options)
+            finally:
+                self._loop.call(_left(lease))
+
+    def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
+        self._counts = self._counts._replace(prompt=self._counts.prompt + len(row))
+        return self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
+
+    def _leased(self, lease: Lease, row: torch.Tensor, tokens: list[int], options: Mapping[str, Any]) -> Any:
+        start = self._prefilled(lease, tokens)
+        opened = self._paged.open(self._tables(lease), start)
+        options = {**options, cache_name(self._model): opened.cache}
+        with self._beginning(opened.cache, start):
+            out = self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
+        made = _sequences(out)[0].tolist()
+        stop = len(made) - 1  # the last token has not been computed
+        with torch.inference_mode():
+            opened.save(stop)
+        self._loop.call(lease.commit(made[:stop]))
+        return out
+
+    @contextmanager
+    def _beginning(self, cache: Any, start: int) -> Iterator[None]:
+        """See to it that the first call with ``cache`` computes what follows ``start``. transformers does by itself
+        where the cache has a length; one of recurrent states alone, called ``cache_params``, has none."""
+        name, first = cache_name(self._model), [True]
+        if name == "past_key_values" or not start:
+            yield
+            return
+
+        def cut(module: Any, args: Any, given: dict[str, Any]) -> Any:
+            if given.get(name) is not cache or not first:
+                return None
+            first.clear()
+            return args, {**given, "input_ids": given["input_ids"][:, start:], "attention_mask": None}
+
+        hook = self._model.register_forward_pre_hook(cut, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _tables(self, lease: Lease) -> dict[str, Any]:
+        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
+        return {"full": lease.pages, "swa": swa, "mamba": lease.states[:1]}
+
+    def _prefilled(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """How far the prompt is computed when transformers takes over. A state is seen at the end of a call only, so
+        calls of our own end where one is to be kept."""
+        at = lease.cached
+        if not self._layout.recurrent:
+            return at
+        whole = np.asarray(tokens, np.int32)
+        with self._one:
+            for stop in sorted(due(lease, len(tokens), self._layout.page_size)):
+                checkpoint = Checkpoint(stop, int(lease.states[1])) if len(lease.states) > 1 else None
+                self._compute(lease, whole, at, stop, checkpoint)
+                self._loop.call(_published(lease, tokens[:stop], checkpoint))
+                at = stop
+            if self._layout.one_by_one and at and at < len(tokens) - 1:
+                self._compute(lease, whole, at, len(tokens) - 1, None)
+                at = len(tokens) - 1
+        return at
+
+    def _compute(self, lease: Lease, tokens: Any, start: int, stop: int, checkpoint: Checkpoint | None) -> None:
+        tables = self._tables(lease)
+        self._paged.compute(
+            Work(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
+        )
+
+    def _count(self, prompt: int, lease: Lease) -> None:
+        before, hits = self._counts, lease.hits
+        self._counts = Counts(before.prompt + prompt, before.device + hits.device, before.host + hits.host,
+                              before.storage + hits.storage)  # fmt: skip
+
+
+# in the cache's thread
+
+
+async def _opened(config: Any) -> AsyncCache:
+    cache = AsyncCache(config)
+    await cache.__aenter__()
+    return cache
+
+
+async def _entered(lease: Lease) -> Lease:
+    """The lease, with all that is cached on the device. Cancelling it leaves nothing behind."""
+    await lease.__aenter__()
+    try:
+        await lease.loaded()
+    except BaseException:
+        await lease.__aexit__(None, None, None)
+        raise
+    return lease
+
+
+async def _published(lease: Lease, tokens: Sequence[int], checkpoint: Checkpoint | None) -> None:
+    await lease.commit(tokens, checkpoint=checkpoint)
+    lease.adopt()
+
+
+async def _left(lease: Lease) -> None:
+    await lease.__aexit__(None, None, None)
+
+
+# arguments
+
+
+def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
+    """``[rows, tokens]``: as ``input_ids`` or as ``inputs``, as transformers has it."""
+    given = options.pop("inputs", None) if input_ids is None else input_ids
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.is_floating_point() or not given.numel():
+        raise ConfigError(f"input_ids={checks.shown(given)} must be a tensor of tokens, [rows, tokens]")
+    return given
+
+
+def _refuse(options: Mapping[str, Any], settings: Any) -> None:
+    for name, why in REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"{name}={checks.shown(options[name])}: {why}")
+    if getattr(settings, "prompt_lookup_num_tokens", None) is not None:
+        raise ConfigError(f"generation_config.prompt_lookup_num_tokens: {REFUSED['prompt_lookup_num_tokens']}")
+    beams = options.get("num_beams", getattr(settings, "num_beams", None)) or 1
+    if beams != 1:
+        raise ConfigError(f"num_beams={beams}: beams swap their pasts, and a page has one")
+    if not options.get("use_cache", True):
+        raise ConfigError("use_cache=False: then there is nothing to cache; call model.generate")
+
+
+def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
+    """What makes sense for a single row only."""
+    if options.get("streamer") is not None:
+        raise ConfigError("streamer: a stream has one row, and there are several")
+    if options.get("return_dict_in_generate", getattr(settings, "return_dict_in_generate", False)):
+        raise ConfigError("return_dict_in_generate=True: rows are generated one after the other; ask for one at a time")
+
+
+def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:
+    """Which places of ``ids`` are tokens. Without a mask it is, as in transformers, what is not the pad token, unless
+    that ends an answer too."""
+    pad = getattr(settings, "pad_token_id", None)
+    if given is None:
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        if pad is not None and int(pad) not in _ends(settings):
+            mask = ids.ne(int(pad))
+    else:
+        mask = torch.as_tensor(given).to(ids.device).bool()
+    if mask.shape != ids.shape:
+        raise ConfigError(f"attention_mask: its shape is {tuple(mask.shape)}, and that of input_ids {tuple(ids.shape)}")
+    if (mask[:, :-1] & ~mask[:, 1:]).any() or not mask[:, -1].all():
+        raise ConfigError("attention_mask: rows must be padded on the left, and all else be tokens")
+    return mask
+
+
+def _ends(settings: Any) -> set[int]:
+    ends = getattr(settings, "eos_token_id", None)
+    return set() if ends is None else {int(e) for e in (ends if isinstance(ends, (list, tuple)) else [ends])}
+
+
+def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) -> tuple[dict[str, Any], int]:
+    """A row's own options, and how many tokens it may get. ``max_length`` counts the padding, which a row has not."""
+    options = dict(options)
+    most = options.get("max_new_tokens", getattr(settings, "max_new_tokens", None))
+    if most is None:
+        whole = options.get("max_length") or getattr(settings, "max_length", None)
+        if pads and whole:
+            options["max_length"] = whole = int(whole) - pads
+        most = int(whole) - length if whole else USUAL_LENGTH
+    return options, max(1, int(most))
+
+
+# results
+
+
+def _sequences(out: Any) -> torch.Tensor:
+    return torch.as_tensor(out if isinstance(out, torch.Tensor) else out.sequences)
+
+
+def _stacked(
+    made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], settings: Any, options: Mapping[str, Any]
+) -> Any:
+    """All rows in one tensor: the padding that a row came with, the row, and padding where others are longer."""
+    if not isinstance(made[0], torch.Tensor):
+        return made[0]
+    pad = options.get("pad_token_id", getattr(settings, "pad_token_id", None))
+    pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
+    whole = [torch.cat([out.new_full((pads,), pad), out[0]]) for out, (_, pads) in zip(made, rows, strict=True)]
+    return torch.stack(list(_padded(whole, pad)))
+
+
+def _padded(rows: Sequence[torch.Tensor], pad: int) -> Iterator[torch.Tensor]:
+    longest = max(map(len, rows))
+    for row in rows:
+        yield torch.cat([row, row.new_full((longest - len(row),), pad)])

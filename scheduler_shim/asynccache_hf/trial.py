@@ -1,0 +1,233 @@
+"""The trial that a model passes before it is accepted: on pages it computes what one call without a cache computes.
+
+One call over all tokens, without a cache, in the model's own dtype, is what everything is held against: a model may
+well agree with itself call by call and be wrong from the second one on. The trial reaches beyond the longest window and
+over a page's end after it; requests go on from pages at two places, and in calls of several tokens and of one.
+
+It also finds out how the model may be called: one whose recurrent layers begin anew in every call of several tokens is
+right if a call that goes on computes one token (``Layout.one_by_one``), and one whose layers are all plain attention
+may compute several requests in one call (``Layout.packed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from asynccache_shim.model import Checkpoint, Pages, Work
+
+from asynccache import ConfigError
+from asynccache_hf.call import run_alone
+from asynccache_hf.layout import Layout
+from asynccache_hf.packed import can_be_packed
+from asynccache_hf.paged import PagedModel
+
+LEAST = 16
+"""Tokens before the later of the two places, at least: more than a convolution reaches back."""
+
+MORE = 3
+"""Tokens after the last whole page."""
+
+TOLERANCE = {torch.float64: 4e-3, torch.float32: 4e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+"""What logits may differ by, relative to their spread: rounding in another order of additions stays well below it, a
+state or a key that is wrong well above. In half precision it is the mean over tokens that counts: there a token whose
+experts are nearly even may be sent to other ones."""
+
+
+class Plan(NamedTuple):
+    """``early`` and ``late``: the ends of whole pages that requests go on from. ``stop``: all tokens of the trial."""
+
+    early: int
+    late: int
+    stop: int
+
+
+class Missed(NamedTuple):
+    """How much a way to compute differs, and the token at which it does most."""
+
+    error: float
+    at: int
+
+
+def tokens_for(model: Any, count: int) -> torch.Tensor:
+    """Any tokens, the same ones each time."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    made = torch.Generator().manual_seed(count)
+    return torch.randint(vocabulary, (count,), generator=made).to(model.device)
+
+
+def tried(model: Any, layout: Layout, reach: int) -> Layout:
+    """The layout, with the way to call the model that is right. ``reach``: the longest run of tokens that any layer
+    looks at as a whole.
+
+    Raises:
+        ConfigError: no way is right; names the first layer that differs.
+    """
+    plan = planned(model, layout, reach)
+    ids = tokens_for(model, plan.stop)
+    with torch.inference_mode():
+        wanted = run_alone(model, ids, plan.stop - plan.late)
+    missed: list[tuple[Missed, Layout]] = []
+    for way in _ways(model, layout):
+        try:
+            missed.append((_worst(model, way, plan, ids, wanted), way))
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not way.packed:
+                what = f"{type(error).__name__}: {error}"
+                raise ConfigError(f"{type(model).__name__}: on pages it raises {what}") from error
+            continue
+        if missed[-1][0].error <= tolerance(model) and not _doubtful(model, way):
+            return way
+    return _chosen(model, missed, plan, ids)
+
+
+def _doubtful(model: Any, way: Layout) -> bool:
+    """Whether rounding may hide that a state was lost: then the safer way is tried as well."""
+    return way.recurrent and not way.one_by_one and model.dtype in (torch.float16, torch.bfloat16)
+
+
+def _chosen(model: Any, missed: list[tuple[Missed, Layout]], plan: Plan, ids: torch.Tensor) -> Layout:
+    """The first way that is about as right as the best one."""
+    best = min(worst.error for worst, _ in missed)
+    for worst, way in missed:
+        if worst.error <= min(tolerance(model), 2 * best + 1e-4):
+            return way
+    worst, way = missed[-1]
+    raise ConfigError(
+        f"{type(model).__name__}: on pages its logits differ by {worst.error:.2g} of their spread from those of one "
+        f"call without a cache, most at token {worst.at} of {plan.stop}; {_blame(model, way, plan, ids)}"
+    )
+
+
+def tolerance(model: Any) -> float:
+    """For the dtype that the model computes in."""
+    return TOLERANCE.get(model.dtype, TOLERANCE[torch.bfloat16])
+
+
+def planned(model: Any, layout: Layout, reach: int) -> Plan:
+    """Where the trial's requests go on, and how far it goes: over ``reach`` and a page's end after it, if the model
+    takes so many tokens.
+
+    Raises:
+        ConfigError: the model takes less than two pages and a bit.
+    """
+    size = layout.page_size
+    positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+    most = min((n for n in (positions, layout.limit) if n and n > 0), default=None)
+    pages = max(2, reach // size + 1, -(-LEAST // size))
+    if most is not None:
+        pages = min(pages, (most - size - MORE) // size)
+    if pages < 2:
+        raise ConfigError(f"page_size={size}: the model takes {most} tokens at most, the trial three pages and more")
+    return Plan(size, pages * size, (pages + 1) * size + MORE)
+
+
+def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
+    """The ways to call it, the fastest first."""
+    if can_be_packed(model, layout):
+        yield replace(layout, packed=True)
+    yield layout
+    if layout.recurrent:
+        yield replace(layout, one_by_one=True)
+
+
+class _Memory:
+    """A pool of the trial."""
+
+    def __init__(self, layers: int, pages: int, size: int, device: torch.device) -> None:
+        self._layers = torch.zeros((layers, pages, size), dtype=torch.uint8, device=device)
+
+    def layer(self, i: int) -> torch.Tensor:
+        return self._layers[i]
+
+
+class _Stage:
+    """A model on pages of its own, and the trial's three requests: one that computes everything and leaves pages, one
+    that goes on from the later place, one that goes on from the earlier."""
+
+    def __init__(self, model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> None:
+        size = layout.page_size
+        shared, all_pages = plan.late // size, -(-plan.stop // size)
+        own = all_pages - shared
+        count = max(all_pages + own, 3)
+        memory = {p.name: _Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
+        self.paged = PagedModel(model, layout, memory)
+        self.tokens = ids.cpu().numpy().astype(np.int32)
+        self.first = np.arange(all_pages, dtype=np.int32)
+        self.later = np.concatenate([self.first[:shared], np.arange(all_pages, count, dtype=np.int32)])
+
+    def work(self, who: int, pages: Pages, start: int, stop: int, state: int, keep: int | None = None) -> Work:
+        states = np.array([state], np.int32)
+        checkpoint = Checkpoint(stop, keep) if keep is not None else None
+        return Work(who, self.tokens, start, stop, pages, pages, states, checkpoint, sample=False)
+
+
+def _worst(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor, wanted: torch.Tensor) -> Missed:
+    """Where what is computed on pages differs most. The states of the three requests are in slots 0, 1 and 2."""
+    stage = _Stage(model, layout, plan, ids)
+    paged, work = stage.paged, stage.work
+    early, late, stop = plan
+    paged.compute(work(1, stage.first, 0, early, 0, keep=2))
+    paged.compute(work(1, stage.first, early, late, 0, keep=1))
+    found = [(late, paged.compute(work(1, stage.first, late, stop - 1, 0), 0))]
+    found.append((stop - 1, paged.compute(work(1, stage.first, stop - 1, stop, 0), 0)))
+    found.append((late, paged.compute(work(2, stage.later, late, stop, 1), 0)))
+    found.append((late, paged.compute(work(3, stage.first, early, stop, 2), stop - late)))
+    return max((_missed(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
+
+
+def _missed(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
+    """Errors are root mean squares over the vocabulary, relative to the wanted logits' spread."""
+    half = seen.dtype in (torch.float16, torch.bfloat16)
+    seen, wanted = seen.float(), wanted.float()
+    wanted = wanted[: len(seen)]
+    spread = (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-6)
+    errors = (seen - wanted).norm(dim=-1) / spread
+    errors = torch.where(errors.isnan(), torch.full_like(errors, torch.inf), errors)
+    worst = int(errors.argmax())
+    return Missed(float(errors.mean() if half else errors[worst]), at + worst)
+
+
+# which layer
+
+
+def _blame(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> str:
+    """A sentence on the first layer whose output differs."""
+    found: list[torch.Tensor] = []
+    layers = _layers(model, len(layout.layers))
+    if not layers:
+        return "which of its layers differs is not known"
+    hooks = [layer.register_forward_hook(lambda _, __, out: found.append(_hidden(out))) for layer in layers]
+    try:
+        with torch.inference_mode():
+            run_alone(model, ids)
+            wanted, found[:] = list(found), []
+            stage = _Stage(model, layout, plan, ids)
+            stage.paged.compute(stage.work(1, stage.first, 0, plan.late, 0, keep=1))
+            found.clear()
+            stage.paged.compute(stage.work(2, stage.later, plan.late, plan.stop, 1))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rows = torch.stack([torch.cat(found[i :: len(layers)]) for i in range(len(layers))])
+    for index, (seen, whole) in enumerate(zip(rows, wanted, strict=True)):
+        if _missed(0, seen, whole[plan.late :]).error > tolerance(model):
+            return f"the first layer that differs is {index}, a {type(layers[index]).__name__}"
+    return "no single layer differs: it keeps something beside its cache's layers"
+
+
+def _layers(model: Any, count: int) -> list[Any]:
+    """The modules of the model's layers: the longest list of so many."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    return list(lists[0]) if lists else []
+
+
+def _hidden(out: Any) -> torch.Tensor:
+    """What a layer hands on, ``[tokens, width]``."""
+    first = out[0] if isinstance(out, tuple) else out
+    return torch.as_tensor(first)[0] if first.dim() == 3 else torch.as_tensor(first)

@@ -1,0 +1,201 @@
+"""Every family of models that the engine takes computes, from whatever tier its prefix came, what one call without a
+cache computes; what cannot is refused in a sentence.
+
+Every kind of layer of transformers is there: full, sliding and chunked attention, latent attention, experts, shared
+layers, Mamba 1 and 2, linear attention, and rotary embeddings that change with the length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from asynccache_hf import describe
+from asynccache_hf.trial import planned
+from asynccache_shim import Limits, Request, Scheduler, Settings
+
+from asynccache.errors import ConfigError
+from tests.engine.engine_kit import LIMITS, Served, judged, layout_of, model_of, own_decoding, prompt, served
+from tests.engine.engine_models import FAMILIES, MORE, OTHERS, WINDOW, even, make
+
+ALL = (*FAMILIES, *OTHERS, *MORE)
+LENGTH = 46
+ONE_BY_ONE = {"jamba", "mamba", "falcon_mamba"}
+LONGEST = {"llama_dynamic": 95, "phi3_longrope": 96}
+PACKED = {
+    "cohere2", "glm4_moe", "gpt2", "gpt_neox", "llama_dynamic", "mixtral", "olmo3", "opt", "phi3", "phi3_longrope",
+    "qwen3_moe", "smollm3",
+}  # fmt: skip
+KINDS = ("bloom", "mixtral", "llama4", "deepseek_v3", "gemma2", "qwen3_5", "mamba", "mamba2", "minimax", "zamba2")
+"""One family for each kind of layer: what is kept in one way comes back in one way."""
+
+
+def fitting(family: str) -> tuple[int, ...]:
+    """The sizes of pages that a family can be tried with: compressed entries want multiples or divisors of a rate."""
+    return (8, 16) if family == "deepseek_v4" else (5, 8, 16)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(set(ALL)) >= 25
+
+
+@pytest.mark.parametrize("family", MORE)
+def test_how_each_family_may_be_called(family: str) -> None:
+    layout = layout_of(family)
+    assert (layout.one_by_one, layout.limit, layout.packed) == (
+        family in ONE_BY_ONE, LONGEST.get(family), family in PACKED,
+    )  # fmt: skip
+
+
+async def six_at_once(engine: Served, page_size: int) -> None:
+    """Three share a prefix, under the scheduler."""
+    async with Scheduler(engine.cache, engine.model, Settings(step_tokens=40, max_running=8)) as scheduler:
+        texts = [[*prompt(LENGTH - 10 * (i % 2), seed=i % 2), *prompt(1 + i, seed=10 + i)] for i in range(6)]
+        asked = [scheduler.submit(Request(text, Limits(4))) for text in texts]
+        outputs = await asyncio.gather(*(request.done() for request in asked))
+    for text, output in zip(texts, outputs, strict=True):
+        assert output == judged(engine.family, text, output)[1]
+        assert len(output) == 4
+
+
+@pytest.mark.parametrize("family", MORE)
+@pytest.mark.asyncio
+async def test_from_every_tier_and_six_at_once(family: str, tmp_path: Path) -> None:
+    size = fitting(family)[MORE.index(family) % len(fitting(family))]
+    whole, url = LENGTH // size * size, f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    async with served(family, page_size=size, storage_url=url) as engine:
+        assert (await engine.check(prompt(LENGTH), 7)).cached == 0
+        assert (await engine.check(prompt(LENGTH))).hits == (whole, 0, 0)
+        await engine.empty_device()
+        assert (await engine.check(prompt(LENGTH))).hits == (0, whole, 0)
+        await six_at_once(engine, size)
+    async with served(family, page_size=size, storage_url=url) as engine:
+        assert (await engine.check(prompt(LENGTH))).hits == (0, 0, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.asyncio
+async def test_pages_of_every_size(family: str) -> None:
+    for size in fitting(family):
+        async with served(family, page_size=size) as engine:
+            for length in (11, 23, 45, 46, 70):
+                await engine.check(prompt(length), 9)
+                await engine.empty_device()
+                kept = length - 1 if engine.model.layout.recurrent else length  # a state, where the same prompt hits
+                assert (await engine.check(prompt(length + 3))).cached >= kept // size * size
+
+
+@pytest.mark.parametrize("families", [KINDS, pytest.param(OTHERS + MORE, marks=pytest.mark.soak)], ids=["kinds", "all"])
+def test_a_new_process_finds_what_this_one_stored(tmp_path: Path, families: tuple[str, ...]) -> None:
+    async def store() -> None:
+        for family in families:
+            async with served(family, storage_url=f"file:{tmp_path / family}?capacity=64MiB&segment=8MiB") as engine:
+                await engine.check(prompt(61), 1)
+
+    asyncio.run(store())
+    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
+    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
+    ran = subprocess.run([sys.executable, str(child), str(tmp_path), *families], capture_output=True, text=True,
+                         timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert [line.rpartition(" ")[0] for line in ran.stdout.splitlines()] == [f"{each} (0, 0, 56)" for each in families]
+
+
+# refusals
+
+
+@pytest.mark.parametrize("family", LONGEST)
+@pytest.mark.asyncio
+async def test_what_is_longer_than_a_prefix_keeps_its_meaning_is_refused(family: str) -> None:
+    """The reference is right there; a key of the shorter regime in it would not be."""
+    limit = LONGEST[family]
+    async with served(family, device=64) as engine:
+        await engine.check(prompt(limit - 10), 10)
+        with pytest.raises(ConfigError, match=rf"{limit + 1} tokens: .* at most {limit} tokens"):
+            await engine.generator.generate(prompt(limit - 10), 12)
+
+
+def test_a_model_that_forgets_its_state_is_refused_with_the_layer() -> None:
+    """Mamba, called with several tokens after a state as if that were right."""
+    from asynccache_hf import trial
+
+    model = make("jamba")
+    layout, plan = layout_of("jamba"), planned(model, layout_of("jamba"), 0)
+    ids = trial.tokens_for(model, plan.stop)
+    said = trial._blame(model, replace(layout, one_by_one=False), plan, ids)
+    assert said == "the first layer that differs is 0, a JambaMambaDecoderLayer"
+
+
+@pytest.mark.parametrize("family", LIMITS)
+def test_only_where_transformers_itself_is_no_nearer_a_family_may_differ_more(family: str) -> None:
+    assert own_decoding(family, prompt(LENGTH)) > LIMITS[family]
+
+
+def test_the_trial_crosses_the_longest_window_and_a_page() -> None:
+    for family in ("gemma2", "cohere2", "mixtral"):
+        plan = planned(model_of(family), layout_of(family), WINDOW)
+        assert plan.late > WINDOW
+        assert plan.stop > plan.late + 8
+
+
+def test_a_window_that_a_model_does_not_keep_is_found() -> None:
+    """Its layers say one window to the cache and use another: the logits differ as soon as that is crossed."""
+    model = make("gemma2")
+    config = model.config
+    for layer in model.model.layers:
+        if layer.self_attn.sliding_window:
+            layer.self_attn.sliding_window = 2 * WINDOW
+    config.sliding_window = WINDOW
+    mask = transformers.models.gemma2.modeling_gemma2.create_sliding_window_causal_mask
+
+    def wider(*args: object, **options: object) -> object:
+        config.sliding_window = 2 * WINDOW
+        try:
+            return mask(*args, **options)
+        finally:
+            config.sliding_window = WINDOW
+
+    transformers.models.gemma2.modeling_gemma2.create_sliding_window_causal_mask = wider
+    try:
+        with pytest.raises(ConfigError, match=r"differ by .* the first layer that differs is 0, a Gemma2"):
+            describe(model, 8, name="x")
+    finally:
+        transformers.models.gemma2.modeling_gemma2.create_sliding_window_causal_mask = mask
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "mixtral", "nemotron_h"])
+def test_in_half_precision_rounding_hides_no_lost_state(family: str) -> None:
+    """Nor are experts that are nearly even taken for an error."""
+    layout = describe(make(family).to(torch.bfloat16), 8, name="half")
+    assert layout.one_by_one >= (family in ONE_BY_ONE)
+
+
+def test_a_model_that_raises_on_pages_is_refused() -> None:
+    """transformers masks by the first layer's length, and here that has none: its own decoding goes wrong as well."""
+    layers = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="MiniMaxForCausalLM: on pages it raises RuntimeError"):
+        describe(make("minimax", layer_types=layers, sliding_window=WINDOW), 8, name="x")
+
+
+@pytest.mark.parametrize(("kind", "settings", "said"), [
+    ("xLSTMConfig", {"hidden_size": 32, "num_heads": 4, "num_blocks": 2, "vocab_size": 64},
+     "xLSTMForCausalLM: it wants a cache of a class of its own, which is not known"),
+    ("RecurrentGemmaConfig", {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64,
+                              "num_attention_heads": 2, "lru_width": 32, "attention_window_size": 16},
+     "layer 0: the model left its LinearAttentionLayer empty and keeps its cache elsewhere"),
+    ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}, "its forward.. takes no cache"),
+])  # fmt: skip
+def test_what_cannot_be_cached_is_refused_in_a_sentence(kind: str, settings: dict[str, object], said: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**settings)
+    model = even(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    with pytest.raises(ConfigError, match=said):
+        describe(model, 8, name="x")

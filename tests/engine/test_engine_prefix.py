@@ -1,0 +1,184 @@
+"""``PrefixCache.generate`` returns what ``model.generate`` returns, and computes less of it the second time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from asynccache_hf import Counts, PrefixCache
+
+from asynccache.errors import CacheClosed, ConfigError
+from tests.engine.engine_kit import model_of, prompt
+from tests.engine.engine_models import make
+
+FAMILIES = (
+    "llama", "mamba", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
+    "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax",
+)  # fmt: skip
+SIZES: dict[str, Any] = {"page_size": 8, "device_tokens": 512, "host_tokens": 1024}
+LENGTH = 45
+
+
+def ids(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.fixture
+def cached() -> Iterator[PrefixCache]:
+    with PrefixCache(model_of("llama"), **SIZES) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_and_a_second_turn_that_hits(family: str) -> None:
+    model, text = model_of(family), ids(prompt(LENGTH))
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        first = cached.generate(text, max_new_tokens=9, do_sample=False)
+        assert first.tolist() == model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+        assert cached.counts == Counts(LENGTH, 0, 0, 0)
+        turn = torch.cat([first, ids(prompt(5, seed=1))], 1)
+        second = cached.generate(turn, max_new_tokens=9, do_sample=False)
+        assert second.tolist() == model.generate(turn, max_new_tokens=9, do_sample=False).tolist()
+        assert cached.counts.device >= LENGTH // 8 * 8
+
+
+def test_another_cache_finds_it_in_the_store(tmp_path: Path) -> None:
+    url = f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    for found in (0, 40):
+        with PrefixCache(model_of("llama"), storage=url, **SIZES) as cached:
+            cached.generate(ids(prompt(LENGTH)), max_new_tokens=4)
+            assert cached.counts.storage == found
+
+
+def test_rows_of_different_length_are_padded_as_transformers_does() -> None:
+    model = make("llama")
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 7
+    rows = [[t or 1 for t in prompt(length, seed=length)] for length in (40, 23, 33)]
+    text = ids(*([0] * (40 - len(row)) + row for row in rows))
+    with PrefixCache(model, **SIZES) as cached:
+        for options in ({}, {"attention_mask": (text != 0).long()}, {"max_length": 55}, {"num_return_sequences": 1}):
+            given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, **options}
+            if "max_length" in given:
+                del given["max_new_tokens"]
+            wanted = model.generate(text, **given)
+            assert cached.generate(text, **given).tolist() == wanted.tolist()
+        assert cached.counts.device == 3 * (32 + 16 + 32)
+
+
+def test_sampling_arguments_pass_through(cached: PrefixCache) -> None:
+    given: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "max_new_tokens": 12}
+    text = ids(prompt(LENGTH))
+    for _ in range(2):
+        torch.manual_seed(5)
+        wanted = model_of("llama").generate(text, **given)
+        torch.manual_seed(5)
+        assert cached.generate(text, **given).tolist() == wanted.tolist()
+    assert cached.generate(text, **given, num_return_sequences=3).shape[0] == 3
+    assert cached.counts.device == 4 * 40
+
+
+def test_a_stream_gets_the_same_tokens(cached: PrefixCache) -> None:
+    class Words:
+        """Of a tokenizer, what a streamer uses."""
+
+        def decode(self, tokens: Any, **options: Any) -> str:
+            return "".join(f"{int(token)} " for token in tokens)
+
+    text = ids(prompt(LENGTH))
+    for _ in range(2):
+        streamer = transformers.TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)
+        thread = threading.Thread(
+            target=cached.generate, args=(text,), kwargs={"streamer": streamer, "max_new_tokens": 8, "do_sample": False}
+        )
+        thread.start()
+        said = "".join(streamer)
+        thread.join()
+        assert said.split() == [str(t) for t in model_of("llama").generate(text, max_new_tokens=8)[0, LENGTH:].tolist()]
+    assert cached.counts.device == 40
+
+
+def test_threads_share_one_cache(cached: PrefixCache) -> None:
+    texts = [ids([*prompt(30), *prompt(4, seed=i)]) for i in range(6)]
+    made: dict[int, Any] = {}
+    threads = [threading.Thread(target=lambda i=i: made.update({i: cached.generate(texts[i], max_new_tokens=5)}))
+               for i in range(6)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, text in enumerate(texts):
+        assert made[i].tolist() == model_of("llama").generate(text, max_new_tokens=5).tolist()
+
+
+@pytest.mark.parametrize("family", ["phi3_longrope", "llama_dynamic"])
+def test_what_is_too_long_for_the_cache_is_generated_without_it(family: str) -> None:
+    model = model_of(family)
+    with PrefixCache(model, **SIZES) as cached:
+        for length, new in ((60, 20), (60, 60), (60, 20)):
+            text = ids(prompt(length))
+            wanted = model.generate(text, max_new_tokens=new)
+            assert cached.generate(text, max_new_tokens=new).tolist() == wanted.tolist()
+        assert cached.counts.device == 56
+
+
+def test_what_has_no_room_is_generated_without_it() -> None:
+    with PrefixCache(model_of("llama"), page_size=8, device_tokens=64, host_tokens=64) as cached:
+        text = ids(prompt(70))
+        wanted = model_of("llama").generate(text, max_new_tokens=5)
+        assert cached.generate(text, max_new_tokens=5).tolist() == wanted.tolist()
+        assert cached.counts == Counts(70, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"num_beams": 3}, "num_beams=3: beams swap their pasts"),
+    ({"past_key_values": transformers.DynamicCache()}, "past_key_values=.*: the cache is what this object brings"),
+    ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: speculation"),
+    ({"use_cache": False}, "use_cache=False"),
+    ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "attention_mask: rows must be padded on the left"),
+    ({"attention_mask": torch.ones(1, 3)}, r"attention_mask: its shape is \(1, 3\)"),
+    ({"extra_key": 3}, "extra_key"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(cached: PrefixCache, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cached.generate(ids([1, 2, 3, 4]), **options)
+    assert cached.counts == Counts()
+
+
+@pytest.mark.parametrize("given", [None, [[1, 2]], torch.ones(3, dtype=torch.long), torch.ones(1, 2), torch.ones(1, 0)])
+def test_a_prompt_is_a_tensor_of_tokens(cached: PrefixCache, given: Any) -> None:
+    with pytest.raises(ConfigError, match="input_ids="):
+        cached.generate(given)
+
+
+def test_several_rows_make_one_tensor(cached: PrefixCache) -> None:
+    text = ids(prompt(9), prompt(9, seed=1))
+    with pytest.raises(ConfigError, match="return_dict_in_generate"):
+        cached.generate(text, return_dict_in_generate=True)
+    out = cached.generate(text[:1], return_dict_in_generate=True, output_scores=True, max_new_tokens=3)
+    assert out.sequences.shape == (1, 12)
+    assert len(out.scores) == 3
+
+
+def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None:
+    def stop(tokens: Any, scores: Any, **options: Any) -> Any:
+        raise RuntimeError("enough")
+
+    for _ in range(40):  # of pages for a dozen
+        with pytest.raises(RuntimeError, match="enough"):
+            cached.generate(ids(prompt(LENGTH)), max_new_tokens=9, stopping_criteria=[stop])
+    assert cached.generate(ids(prompt(LENGTH)), max_new_tokens=4).shape == (1, LENGTH + 4)
+
+
+def test_closed_it_takes_no_calls() -> None:
+    cached = PrefixCache(model_of("llama"), **SIZES)
+    cached.close()
+    cached.close()
+    with pytest.raises(CacheClosed):
+        cached.generate(ids([1, 2, 3]))
