@@ -50,6 +50,7 @@ EXCEPTIONS = {
                             "--batches 128     # make test-sglang makes build/sglang"),
     ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; brings no SGLang. "
                                "From a clone: '.[sglang]'"),
+    ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
     ("README.md", "pip install '.[vllm]'                 # in the environment of the vLLM that is there"),
     ("README.md", "pip install '.[sglang]'               # in the environment of the SGLang that is there"),
 }

@@ -70,7 +70,9 @@ def test_the_reference_has_what_it_promises(site: Path) -> None:
 
     for name in sorted(set(asynccache.__all__) - {"__version__", "load_config"}):
         assert re.search(rf'id="asynccache\.[\w.]*\b{name}"', cache), name
-    assert 'id="asynccache_shim.scheduler.Scheduler.submit"' in (site / "api/shim.html").read_text(encoding="utf-8")
+    shim = (site / "api/shim.html").read_text(encoding="utf-8")
+    assert 'id="asynccache_shim.scheduler.Scheduler.submit"' in shim
+    assert 'id="asynccache_hf.prefix.PrefixCache.generate"' in shim
     backend = (site / "api/backend.html").read_text(encoding="utf-8")
     assert 'id="asynccache.storage.contract.StorageBackend.get"' in backend
 

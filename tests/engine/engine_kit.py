@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from asynccache.core.audit import check
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from asynccache.storage import StorageBackend
+from tests import warm
 from tests.engine.engine_models import VOCABULARY, make
 
 PAGE = 8
@@ -150,3 +154,13 @@ async def sound_at_the_end(served: Served) -> AsyncIterator[Served]:
 async def settled(cache: AsyncCache) -> None:
     """Return when everything published is saved and nothing is in flight."""
     await cache.flush(timeout=20)
+
+
+def run_child(folder: Path, *families: str) -> str:
+    """What ``engine_child.py`` says, in a process of its own."""
+    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
+    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
+    ran = warm.run([sys.executable, str(child), str(folder), *families], capture_output=True, text=True, timeout=120,
+                   imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return str(ran.stdout)

@@ -8,9 +8,6 @@ layers, Mamba 1 and 2, linear attention, and rotary embeddings that change with 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,17 @@ from asynccache_hf.trial import planned
 from asynccache_shim import Limits, Request, Scheduler, Settings
 
 from asynccache.errors import ConfigError
-from tests.engine.engine_kit import LIMITS, Served, judged, layout_of, model_of, own_decoding, prompt, served
+from tests.engine.engine_kit import (
+    LIMITS,
+    Served,
+    judged,
+    layout_of,
+    model_of,
+    own_decoding,
+    prompt,
+    run_child,
+    served,
+)
 from tests.engine.engine_models import FAMILIES, MORE, OTHERS, WINDOW, even, make
 
 ALL = (*FAMILIES, *OTHERS, *MORE)
@@ -101,12 +108,8 @@ def test_a_new_process_finds_what_this_one_stored(tmp_path: Path, families: tupl
                 await engine.check(prompt(61), 1)
 
     asyncio.run(store())
-    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
-    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
-    ran = subprocess.run([sys.executable, str(child), str(tmp_path), *families], capture_output=True, text=True,
-                         timeout=120, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert [line.rpartition(" ")[0] for line in ran.stdout.splitlines()] == [f"{each} (0, 0, 56)" for each in families]
+    said = run_child(tmp_path, *families).splitlines()
+    assert [line.rpartition(" ")[0] for line in said] == [f"{family} (0, 0, 56)" for family in families]
 
 
 # refusals
@@ -199,3 +202,9 @@ def test_what_cannot_be_cached_is_refused_in_a_sentence(kind: str, settings: dic
     model = even(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     with pytest.raises(ConfigError, match=said):
         describe(model, 8, name="x")
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=64)
+    with pytest.raises(ConfigError, match=r"T5ForConditionalGeneration: an encoder's states are not a prefix"):
+        describe(transformers.T5ForConditionalGeneration(config), 8, name="x")

@@ -12,8 +12,9 @@ import torch
 import transformers
 from asynccache_hf import Counts, PrefixCache
 
+from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
-from tests.engine.engine_kit import model_of, prompt
+from tests.engine.engine_kit import model_of, prompt, settled
 from tests.engine.engine_models import make
 
 FAMILIES = (
@@ -30,8 +31,12 @@ def ids(*rows: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def cached() -> Iterator[PrefixCache]:
+    """Whatever a test does with it: nothing is held afterwards, and its thread has ended."""
     with PrefixCache(model_of("llama"), **SIZES) as opened:
         yield opened
+        opened._loop.call(settled(opened._cache))
+        check(opened._cache.core, idle=True)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asynccache")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

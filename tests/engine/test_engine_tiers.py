@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 from asynccache_backends.memory import MemoryBackend
 
-from tests import warm
-from tests.engine.engine_kit import PAGE, prompt, served
+from tests.engine.engine_kit import PAGE, prompt, run_child, served
 from tests.engine.engine_models import FAMILIES
 
 LENGTH = 61
@@ -61,12 +58,3 @@ async def test_a_hit_in_storage_in_a_new_process(tmp_path: Path) -> None:
     assert [line.split(" ")[0] for line in lines] == list(FAMILIES)
     for line in lines:
         assert f"(0, 0, {CACHED})" in line
-
-
-def run_child(folder: Path) -> str:
-    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
-    paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
-    ran = warm.run([sys.executable, str(child), str(folder)], capture_output=True, text=True, timeout=120,
-                   imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return str(ran.stdout)
