@@ -1,50 +1,105 @@
-"""What a run's requests would have got out of an LRU cache of any size, beside what its tiers gave.
+"""What a run's requests would have got out of caches of other sizes, beside what its tiers gave.
 
 Under ``replay`` the requests are the trace's, in blocks; under ``stress`` those that were served, in pages, in the
-order in which their prompts were complete. ``curve`` does the one pass.
+order in which their prompts were complete. Every ratio here is ``text.HIT_RATIO``: pages that hit, times the tokens of
+one, over all prompt tokens; what a prompt has beyond its last whole page never hits, whatever the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from asynccache.cli import policies
 from asynccache.cli.curve import Curve, Request, blocks, curve, points
+from asynccache.cli.optimum import next_uses, optimum
 from asynccache.cli.options import Settings
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tally import Tally
+from asynccache.cli.text import HIT_RATIO
 from asynccache.cli.trace import TraceRequest
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_size, parse_url
 
 TIERS = (("L1", "device"), ("L2", "host"), ("L3", "storage"))
+_COMPARED = 7
+
+
+class _Ratios(NamedTuple):
+    """Turns pages that were found into a hit ratio. ``tokens``: of all prompts."""
+
+    unit: int
+    tokens: int
+
+    def of(self, pages: float) -> float:
+        return round(float(pages) * self.unit / self.tokens, 5) if self.tokens else 0.0
 
 
 def capacity(
-    settings: Settings, trace: Sequence[TraceRequest] | None, tally: Tally, facts: Mapping[str, Any]
+    settings: Settings, trace: Sequence[TraceRequest] | None, tally: Tally, facts: Mapping[str, Any], *, compare: bool
 ) -> dict[str, Any]:
-    """The curve as plain values, with the sizes of the tiers on it. ``facts``: what the cache says about itself."""
+    """The curve as plain values, with the sizes of the tiers on it. ``facts``: what the cache says about itself.
+    ``compare``: some sizes under the policy in use and with the whole future known, too; that takes a while."""
     unit = settings.page_size if trace is None else BLOCK_TOKENS
-    requests: Iterable[Request] = tally.paths if trace is None else blocks(trace)
+    requests = list(_numbered(tally.paths) if trace is None else blocks(trace))
     found = curve(requests)
+    ratios = _Ratios(unit, tally.paths.tokens if trace is None else sum(line.input_length for line in trace))
     served = f"the {len(tally.paths)} prompts that were served, in pages of {unit} tokens"
     source = served if trace is None else f"all {len(trace)} requests of the trace, in full blocks of {unit} tokens"
-    return {
+    shown = points(found)
+    tiers = _tiers(found, ratios, tally, _tokens(settings, facts))
+    report = {
         "source": source, "unit_tokens": unit, "lookups": found.lookups, "different": found.pages,
-        "points": [{"units": at, "hit_ratio": round(found.ratio(at), 5)} for at in points(found)],
-        "tiers": _tiers(found, tally, _tokens(settings, facts), unit),
+        "hit_ratio_is": HIT_RATIO,
+        "points": [{"units": at, "hit_ratio": ratios.of(found.found(at))} for at in shown],
+        "tiers": tiers,
     }
+    if compare:
+        wanted = {tier["units"] for tier in tiers} | {_evenly(shown, i) for i in range(_COMPARED)}
+        sizes = sorted(units for units in wanted if units <= found.pages)
+        rows = list(compared(requests, found, sizes, settings.eviction))
+        report |= {"eviction": settings.eviction, "compared": [
+            {"units": size, **{name: ratios.of(pages) for name, pages in row.items()}}
+            for size, row in zip(sizes, rows, strict=True)
+        ]}
+    return report
 
 
-def _tiers(found: Curve, tally: Tally, tokens: Mapping[str, float], unit: int) -> list[dict[str, Any]]:
-    """``hit_ratio``: of an LRU as large as this tier, which holds what the tiers above it hold, too. ``measured``: what
-    this tier and those above it gave."""
-    rows, hit = [], 0
+def _evenly(shown: Sequence[int], i: int) -> int:
+    """One of a few sizes from a three-hundredth of the largest that is shown up to it."""
+    return max(1, int(shown[-1] / 300.0 ** (i / (_COMPARED - 1))))
+
+
+def compared(
+    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str
+) -> Iterator[dict[str, int]]:
+    """For each of ``sizes``: pages that are found by ``lru``, by the ``policy`` in use and by the ``optimum``. LRU is
+    the curve's, also where it is the policy in use: one figure for one thing."""
+    uses = next_uses(requests)
+    for size in sizes:
+        lru = found.found(size)
+        evicts = size < found.pages and eviction != "lru"
+        policy = policies.found(requests, size, eviction) if evicts else lru
+        yield {"lru": lru, "policy": policy, "optimum": optimum(requests, uses, size)}
+
+
+def _numbered(paths: Iterable[Request]) -> Iterator[Request]:
+    """The same paths with small numbers for keys, in the order in which they appear."""
+    known: dict[int, int] = {}
+    for path, looked_up in paths:
+        yield Request([known.setdefault(key, len(known)) for key in path], looked_up)
+
+
+def _tiers(found: Curve, ratios: _Ratios, tally: Tally, tokens: Mapping[str, float]) -> list[dict[str, Any]]:
+    """``units``: what this tier and those above it have room for together: device and host hold different pages, and
+    storage has all that they have. ``hit_ratio``: of an LRU of that size; ``measured``: what these tiers gave."""
+    rows, hit, units = [], 0, 0
     for short, name in TIERS:
         hit += getattr(tally, name)
         if name in tokens:
-            units = int(tokens[name] // unit)
-            rows.append({"tier": short, "units": units, "hit_ratio": round(found.ratio(units), 5),
+            room = int(tokens[name] // ratios.unit)
+            units = max(units, room) if name == "storage" else units + room
+            rows.append({"tier": short, "units": units, "hit_ratio": ratios.of(found.found(units)),
                          "measured": round(hit / tally.tokens, 5) if tally.tokens else 0.0})
     return rows
 

@@ -31,10 +31,6 @@ class Curve(NamedTuple):
     lookups: int
     pages: int
 
-    def ratio(self, capacity: float) -> float:
-        """The hit ratio of ``capacity`` pages."""
-        return self.found(capacity) / self.lookups if self.lookups else 0.0
-
     def found(self, capacity: float) -> int:
         """Lookups that ``capacity`` pages answer."""
         return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])

@@ -130,7 +130,7 @@ def line(now: Snapshot) -> str:
     """A snapshot on one line."""
     share = "" if now.progress is None else f" {100 * now.progress:3.0f} %"
     return (f"{now.clock}{share} · {number(now.served)} served · {now.running} running · {now.rate:.1f}/s · "
-            f"hits {percent(sum(now.hits), now.tokens)} · {number(now.verified)} pages verified · "
+            f"hits {percent(sum(now.hits), now.tokens)} of tokens · {number(now.verified)} pages verified · "
             f"{now.mismatches} wrong · lag p99 {milliseconds(now.lag[0])}")
 
 
@@ -168,7 +168,7 @@ def rows(now: Snapshot) -> list[tuple[str, str]]:
     return [
         ("requests", f"{number(now.served)} served · {now.running} running · {number(now.cancelled)} cancelled · "
                      f"{number(now.failed)} failed · {now.rate:.0f}/s"),
-        ("hits", f"{percent(sum(now.hits), now.tokens)}: " + " · ".join(
+        ("hits", f"{percent(sum(now.hits), now.tokens)} of prompt tokens: " + " · ".join(
             f"{name} {percent(tokens, now.tokens)}"
             for name, tokens in zip(("device", "host", "storage"), now.hits, strict=True))),
         ("in use", tiers),
@@ -186,7 +186,7 @@ def narrow_rows(now: Snapshot) -> list[tuple[str, str]]:
     return [
         ("requests", f"{number(now.served)} · {now.running} running"),
         ("", f"{now.rate:.0f}/s" + "".join(f" · {text}" for text in gone)),
-        ("hits", percent(sum(now.hits), now.tokens)),
+        ("hits", f"{percent(sum(now.hits), now.tokens)} of tokens"),
         *((name, f"{bar(share, 10):<10} {100 * share:3.0f} %") for name, share in now.tiers),
         *((name, f"{rate / (1 << 20):.1f} MiB/s") for name, rate in now.stages),
         ("verified", f"{number(now.verified)}, {wrong}"),

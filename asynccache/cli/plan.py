@@ -1,26 +1,34 @@
 """``asynccache plan TRACE``: what hit ratio, and how much prefill, each GiB of host memory or disk would save.
 
-One pass over the trace gives the hit ratio of an LRU of every size; a tier is taken to hold what the tiers above it
-hold, too, as write_through makes it. A token that hits saves its prefill and costs the time to load it: from the host
-over one link, from storage over two. Nothing is served and nothing overlaps, so a real run loads in less time than is
-counted here; how near it comes to the hit ratios, ``replay --report`` shows. Imports no torch.
+The trace is played through the core once for each size, with the eviction policy in use; one pass gives the hit ratio
+of an LRU of every size, and another one for each size what the best cache of it would find. Device and host are taken
+to hold different pages, and storage to hold theirs, too, as far as it has room. A token that hits saves its prefill and
+costs the time to load it: from the host over one link, from storage over two. Nothing is served and nothing overlaps,
+so a real run loads in less time than is counted here; how near it comes to the hit ratios, ``replay --report`` shows.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
-from asynccache.cli.curve import Curve, blocks, curve
+from asynccache.cli.capacity import compared
+from asynccache.cli.curve import Curve, Request, blocks, curve
 from asynccache.cli.output import check_writable, dump
+from asynccache.cli.progress import Progress
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.text import number, percent
+from asynccache.cli.text import HIT_RATIO, number, percent
 from asynccache.cli.trace import TraceRequest, read_trace
+from asynccache.config import EVICTION_POLICIES, CacheConfig
 from asynccache.errors import ConfigError
 
 GIB = 1 << 30
+EVICTION: str = next(str(field.default) for field in fields(CacheConfig) if field.name == "eviction")
 Report = dict[str, Any]
 
 
@@ -45,7 +53,8 @@ class Model(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One size of one tier, beside the tiers above it. ``gib``: of this tier; ``tokens``: that any tier holds."""
+    """One size of one tier, beside the tiers above it. ``gib``: of this tier; ``tokens``: what
+    these tiers have room for together."""
 
     tier: str
     gib: float
@@ -69,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--storage-gb-per-s", type=float, default=3.0, metavar="X", help="storage to host (default: %(default)s)")
     add("--host-gib-price", type=float, default=0.0, metavar="X", help="of one GiB, in any currency, for any time")
     add("--storage-gib-price", type=float, default=0.0, metavar="X", help="the same for storage")
+    add("--eviction", default=EVICTION, choices=EVICTION_POLICIES, help="the policy in use (default: %(default)s)")
     add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
 
 
@@ -125,17 +135,37 @@ def sizes(option: str, listed: str) -> list[float]:
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     """The answer as plain values."""
     model = Model(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
-    found = curve(blocks(trace))
+    requests = list(blocks(trace))
+    found = curve(requests)
     tokens = sum(request.input_length for request in trace)
+    steps = list(_steps(args, model))
+    hits = _hits(requests, found, sorted({step.tokens // BLOCK_TOKENS for step in steps}), args.eviction)
     seconds = (trace[-1].timestamp - trace[0].timestamp) / 1000
     prefill = tokens / model.prefill_tokens_per_s
     return {
         "command": "plan", "trace": args.trace, "requests": len(trace), "seconds": seconds, "tokens": tokens,
         "prefill_s": round(prefill, 3), "highest_hit_ratio": round(float(found.hits[-1]) * BLOCK_TOKENS / tokens, 5),
         "highest_needs_gib": round((len(found.hits) - 1) * BLOCK_TOKENS * model.bytes_per_token / GIB, 3),
-        "model": model._asdict(), "source": "LRU stack distances of full blocks, one pass (Mattson et al. 1970)",
-        "rows": list(_rows(list(_steps(args, model)), found, model, tokens)),
+        "model": model._asdict(), "eviction": args.eviction, "hit_ratio_is": HIT_RATIO,
+        "source": "full blocks, one request at a time: LRU by stack distances (Mattson et al. 1970), the policy by the "
+                  "core itself, the optimum with the future known (Belady 1966)",
+        "rows": list(_rows(steps, hits, model, tokens)),
     }
+
+
+def _hits(
+    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str
+) -> dict[int, dict[str, int]]:
+    """What ``compared`` says of each size, in blocks; tells those who wait how far it is."""
+    hits: dict[int, dict[str, int]] = {}
+    progress = Progress(sys.stderr)
+    try:
+        for size, row in zip(sizes, compared(requests, found, sizes, eviction), strict=True):
+            hits[size] = row
+            progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
+    finally:
+        progress.end()
+    return hits
 
 
 def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
@@ -143,15 +173,17 @@ def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
     yield Step("device", device * model.bytes_per_token / GIB, device, 0.0)
     host = sizes("--host-gib", args.host_gib)
     for gib in host:
-        yield Step("host", gib, max(device, model.tokens(gib)), gib * args.host_gib_price)
-    above = max([device, *(model.tokens(gib) for gib in host)])
+        yield Step("host", gib, device + model.tokens(gib), gib * args.host_gib_price)
+    above = device + max((model.tokens(gib) for gib in host), default=0)
     for gib in sizes("--storage-gib", args.storage_gib):
         yield Step("storage", gib, max(above, model.tokens(gib)), gib * args.storage_gib_price)
 
 
-def _rows(steps: Sequence[Step], found: Curve, model: Model, tokens: int) -> Iterator[dict[str, Any]]:
-    """``saved_s``: prefill less loading, of all tiers together. What a GiB adds is counted from the size before, and
-    the first of a tier from going without."""
+def _rows(
+    steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Model, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """``hit_ratio``: of the policy in use. ``saved_s``: prefill less loading, of all tiers together. What a GiB adds is
+    counted from the size before, and the first of a tier from going without."""
     above, hits_above, saved_above = "", 0, 0.0
     before = Step("", 0.0, 0, 0.0), 0.0
     last = before[0], 0, 0.0
@@ -159,11 +191,13 @@ def _rows(steps: Sequence[Step], found: Curve, model: Model, tokens: int) -> Ite
         if step.tier != above:
             hits_above, saved_above, above = last[1], last[2], step.tier
             before = Step(step.tier, 0.0, 0, 0.0), saved_above
-        hits = found.found(step.tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+        row = found[step.tokens // BLOCK_TOKENS]
+        hits = row["policy"] * BLOCK_TOKENS
         saved = saved_above + (hits - hits_above) * model.saves(step.tier)
         more, price = saved - before[1], step.price - before[0].price
         yield {
             "tier": step.tier, "gib": round(step.gib, 3), "tokens": step.tokens, "hit_ratio": round(hits / tokens, 5),
+            **{name: round(row[name] * BLOCK_TOKENS / tokens, 5) for name in ("lru", "optimum")},
             "saved_s": round(saved, 3), "adds_s_per_gib": round(more / (step.gib - before[0].gib or 1.0), 4),
             "price": round(step.price, 4), "adds_s_per_price": round(more / price, 4) if price else None,
         }
@@ -186,16 +220,27 @@ def text(report: Report) -> str:
         lines.append(f"  {names[row['tier']]:<11}{row['gib']:>8g}{number(row['tokens']):>14}"
                      f"{percent(row['hit_ratio'], 1):>9}{number(row['saved_s']):>9} s{row['adds_s_per_gib']:>12.2f}"
                      f"{last}")
-    return "\n".join([*lines, "", *_notes(report)])
+    return "\n".join([*lines, "", *_eviction(report, names), "", *_notes(report)])
+
+
+def _eviction(report: Report, names: Mapping[str, str]) -> Iterator[str]:
+    """What the same sizes find by policy, and what is left to be had."""
+    policy = report["eviction"]
+    middle = () if policy == "lru" else (policy,)
+    yield "  " + f"{'hits with':<11}{'GiB':>8}{'LRU':>14}" + "".join(f"{name:>9}" for name in (*middle, "best"))
+    for row in report["rows"]:
+        shown = [row["lru"], *([row["hit_ratio"]] if middle else []), row["optimum"]]
+        yield (f"  {names[row['tier']]:<11}{row['gib']:>8g}{percent(shown[0], 1):>14}"
+               + "".join(f"{percent(value, 1):>9}" for value in shown[1:]))
 
 
 def _notes(report: Report) -> Iterator[str]:
     yield (f"No cache finds more than {percent(report['highest_hit_ratio'], 1)}; that takes "
            f"{report['highest_needs_gib']:,.0f} GiB.")
-    yield "hits: of all prompt tokens, full blocks only; saved: prefill less loading."
-    yield "Both are of all tiers together, per GiB: what this size adds to the one before."
-    if any(row["tier"] == "host" and row["tokens"] <= report["rows"][0]["tokens"] for row in report["rows"]):
-        yield "A host tier that is no larger than L1 holds what L1 holds, and adds nothing."
+    yield f"hits: {HIT_RATIO}, full blocks only,"
+    yield f"of all tiers together, under {report['eviction']}. best: no cache of this size finds more,"
+    yield "whatever it knows of the future. saved: prefill less loading, of all tiers."
+    yield "s per GiB: what this size adds to the one before."
     model = Model(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):
         if model.saves(tier) <= 0:

@@ -9,6 +9,7 @@ from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import Settings
 from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
+from asynccache.cli.text import HIT_RATIO
 
 Report = dict[str, Any]
 
@@ -40,6 +41,7 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
             "output": tally.output_tokens,
         },
         "hit_ratio": tally.ratio(),
+        "hit_ratio_is": HIT_RATIO,
         "verify": {"pages": tally.verified, "mismatches": tally.mismatches},
         "leaks": leaks._asdict(),
         "wait_ms": _spread(tally.waits.spread(1e3)),

@@ -175,7 +175,7 @@ class Server:
 
     def _note_path(self, text: Text, end: int) -> None:
         prompt = text.prompt // self._page
-        self._tally.path(text.values, prompt, end // self._page if self._insert_outputs else prompt)
+        self._tally.path(text.values, prompt, end // self._page if self._insert_outputs else prompt, text.prompt)
 
     def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
         """What a lease with ``end`` cached tokens must hold: FULL all the way, SWA over the window, MAMBA's copy."""

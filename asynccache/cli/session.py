@@ -125,7 +125,8 @@ class Session:
         """What is worked out when the run is over: the limit that this machine sets, and what caches of other sizes
         would have had."""
         return {"memcpy_bytes_per_s": round(memcpy_rate()),
-                "capacity": capacity(self._settings, self._requests, self._tally, result)}
+                "capacity": capacity(self._settings, self._requests, self._tally, result,
+                                     compare=self._settings.report is not None)}
 
     async def run(self) -> report.Report:
         """The report. Cancelling it cancels the requests that run, and closes the cache."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asynccache.cli.report import Report
+from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import bar, milliseconds, number, percent, size
 
 _ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
@@ -53,13 +54,8 @@ def _hits(report: Report) -> Iterator[str]:
         yield f"  {name:<11}{percent(tokens, total):>8}{number(tokens):>15}  {bar(share, 40)}".rstrip()
     if "blocks" in report:
         blocks = report["blocks"]
-        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of 512 tokens "
-               f"({_ratio(blocks['hit'], blocks['total'])}); the trace implies "
-               f"{_ratio(blocks['shared'], blocks['total'])}")
-
-
-def _ratio(part: float, whole: float) -> str:
-    return f"{part / whole if whole else 0.0:.4f}"
+        yield (f"  {number(blocks['hit'])} of {number(blocks['total'])} blocks of {BLOCK_TOKENS} tokens; the trace "
+               f"implies {number(blocks['shared'])}: {percent(blocks['shared'] * BLOCK_TOKENS, total)}")
 
 
 def _first_token(report: Report) -> Iterator[str]:

@@ -20,11 +20,13 @@ _SHOWN = 5
 
 class Paths:
     """What requests looked up and left behind, page by page, in their order: of the first ones, until these have
-    ``limit`` pages of 8 bytes each. Iterating yields a ``Path`` for each request."""
+    ``limit`` pages of 8 bytes each. ``tokens``: of their prompts, also beyond the last whole page. Iterating yields a
+    ``Path`` for each request."""
 
     LIMIT = 1 << 21
 
     def __init__(self, limit: int = LIMIT) -> None:
+        self.tokens = 0
         self._limit = limit
         self._pages = array("Q")
         self._ends = array("q")
@@ -42,9 +44,11 @@ class Paths:
             yield Path(self._pages[start:end], prompt)
             start = end
 
-    def add(self, values: Values, prompt: int) -> None:
-        """A request looked up the first ``prompt`` pages of ``values`` and left them all."""
+    def add(self, values: Values, prompt: int, tokens: int) -> None:
+        """A request with a prompt of ``tokens`` tokens looked up the first ``prompt`` pages of ``values`` and left them
+        all."""
         if len(self._pages) < self._limit:
+            self.tokens += tokens
             self._pages.frombytes(values.tobytes())
             self._ends.append(len(self._pages))
             self._prompts.append(prompt)
@@ -80,6 +84,7 @@ class Tally:
         return self.device + self.host + self.storage
 
     def ratio(self) -> float:
+        """The hit ratio; see ``text.HIT_RATIO``."""
         return self.hit() / self.tokens if self.tokens else 0.0
 
     def prompt(self, request: Request, cached: int, hits: tuple[int, int, int], wait: float, rate: float) -> None:
@@ -95,9 +100,9 @@ class Tally:
         self.first_token.append(wait + (request.length - cached) / rate)
         self.first_token_without.append(request.length / rate)
 
-    def path(self, values: Values, prompt: int, end: int) -> None:
-        """A request looked up ``prompt`` pages and left ``end``."""
-        self.paths.add(values[:end], prompt)
+    def path(self, values: Values, prompt: int, end: int, tokens: int) -> None:
+        """A request with a prompt of ``tokens`` tokens looked up ``prompt`` pages and left ``end``."""
+        self.paths.add(values[:end], prompt, tokens)
 
     def verdict(self, request: Request, verdict: Verdict) -> None:
         """Pages of a request were read back."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+HIT_RATIO = "prompt tokens that the cache had / all prompt tokens"
+"""What every hit ratio is, in reports, JSON and plans: said beside the figure. Blocks and pages are only counted."""
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -19,7 +19,7 @@ from asynccache.worker.contract import Stored
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import Meter
 
-WORKERS = 4
+WORKERS = 16  # a batch takes several turns of a busy loop, so few in flight leave the store idle where pages are small
 BATCH_OPS = 16
 BATCH_PAGES = 128
 PATIENCE = 0.1

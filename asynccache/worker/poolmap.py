@@ -62,7 +62,9 @@ class PoolMap(Layout):
 
     def keys(self, pool: str, hashes: bytes) -> list[PageKey]:
         """The same for several pages, ``hashes`` joined."""
-        return [self.key(pool, hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+        digest = self._digests[pool]
+        return [PageKey(pool, storage_key(hashes[at : at + HASH_BYTES], digest))
+                for at in range(0, len(hashes), HASH_BYTES)]
 
     @property
     def key_of(self) -> Callable[[bytes], bytes] | None:
@@ -72,8 +74,10 @@ class PoolMap(Layout):
         name = self.lead[-1].name
         return lambda page_hash: self.key(name, page_hash).key
 
+    def payloads(self, pool: str, slots: bytes) -> list[memoryview]:
+        """The host bytes of each page."""
+        return list(map(self._host[pool].page, np.frombuffer(slots, np.int32).tolist()))
+
     def entries(self, pool: str, hashes: bytes, slots: bytes) -> Iterator[Entry]:
         """The storage key and host bytes of each page: ``hashes[i]`` at ``slots[i]``."""
-        host = self._host[pool]
-        for i, slot in enumerate(np.frombuffer(slots, np.int32).tolist()):
-            yield self.key(pool, hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), host.page(slot)
+        return zip(self.keys(pool, hashes), self.payloads(pool, slots), strict=True)

@@ -66,7 +66,7 @@ def test_time_lines_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_asked_is_no_hit() -> None:
     found = curve([])
-    assert (found.ratio(0), found.ratio(10), found.lookups, found.pages) == (0.0, 0.0, 0, 0)
+    assert (found.found(0), found.found(10), found.lookups, found.pages) == (0, 0, 0, 0)
     assert points(found) == [1]
 
 
@@ -83,7 +83,7 @@ def test_the_recorded_trace_gives_the_published_figures() -> None:
     found = curve(blocks(asyncio.run(read_trace(str(REAL)))))
     assert (found.lookups, int(found.hits[-1])) == (276_491, 105_592)
     for capacity, ratio in PUBLISHED.items():
-        assert found.ratio(capacity) == pytest.approx(ratio, abs=0.0006)
+        assert found.found(capacity) / found.lookups == pytest.approx(ratio, abs=0.0006)
     shown = points(found)
     assert shown[-1] == len(found.hits) - 1
     assert 40 < len(shown) <= 60

@@ -88,11 +88,38 @@ def test_its_figures_are_those_of_the_json(stress: tuple[dict[str, Any], str]) -
     hit = report["tokens"]["hit"]
     assert [row[1] for row in list(cells(root, "hits").values())[1:4]] == [f"{hit[k]:,}" for k in hit]
     tiers = list(cells(root, "capacity").values())[1:4]
-    assert tiers == [[f"{t['hit_ratio']:.4f}", f"{t['measured']:.4f}"] for t in report["capacity"]["tiers"]]
+    best = {row["units"]: f"{row['optimum']:.4f}" for row in report["capacity"]["compared"]}
+    assert [(row[0], *row[-2:]) for row in tiers] == [
+        (f"{t['hit_ratio']:.4f}", best.get(t["units"], ""), f"{t['measured']:.4f}")
+        for t in report["capacity"]["tiers"]]  # fmt: skip
     shown = sum(int(row[0].replace(",", "")) for row in list(cells(root, "lag").values())[1:])
     assert shown == sum(report["loop_lag_histogram"]["counts"])
     ages = list(cells(root, "ages").values())[1:]
     assert sum(int(row[0].replace(",", "")) for row in ages) == sum(report["eviction_age"]["device"])
+
+
+def test_a_policy_that_is_not_lru_has_a_line_of_its_own(stress: tuple[dict[str, Any], str]) -> None:
+    found = {**stress[0]["capacity"], "eviction": "p2c"}
+    figure = run.capacity({**stress[0], "capacity": found})
+    assert figure is not None
+    assert figure.table.head == ("pages", "LRU", "p2c", "best", "measured")
+    assert all(len(row) == 5 for row in figure.table.rows)
+    assert [name for name, _ in figure.colours][:3] == ["p2c, in use", "LRU of this size", "best of this size"]
+    assert all(row["lru"] <= row["optimum"] <= found["points"][-1]["hit_ratio"] for row in found["compared"])
+
+
+def test_a_cache_that_finds_all_there_is_lies_on_the_curve(tmp_path: Path) -> None:
+    """Measured and curve have one definition, also where prompts end inside a page."""
+    out = tmp_path / "run.json"
+    rows = [{"timestamp": 0, "input_length": 2 * 512 + 300, "output_length": 1, "hash_ids": [1, 2, 3 + i]}
+            for i in range(4)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["replay", str(tmp_path / "trace.jsonl"), "--concurrency", "1", "--host-tokens", "none", "--quiet",
+                 "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    tier = report["capacity"]["tiers"][0]
+    assert tier["measured"] == tier["hit_ratio"] == round(report["hit_ratio"], 5) == round(6 * 512 / (4 * 1324), 5)
+    assert report["hit_ratio_is"] == report["capacity"]["hit_ratio_is"]
 
 
 def test_the_samples_end_where_the_counters_do(stress: tuple[dict[str, Any], str]) -> None:

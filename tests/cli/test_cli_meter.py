@@ -45,7 +45,7 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
         for number in range(rounds):
             meter._tick()
             tally.prompt(request._replace(number=number), 16, (16, 0, 0), 0.1, 8000.0)
-            tally.path(values, 3, 4)
+            tally.path(values, 3, 4, 64)
             tally.problem("nothing is right")
         meter.stop()
         return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent, meter._counts)))
@@ -56,9 +56,9 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
 def test_paths_are_those_of_the_first_requests() -> None:
     paths = Paths(limit=5)
     for start in (0, 10, 20):
-        paths.add(np.arange(start, start + 3, dtype=np.uint64), 2)
+        paths.add(np.arange(start, start + 3, dtype=np.uint64), 2, 40)
     assert [(list(pages), prompt) for pages, prompt in paths] == [([0, 1, 2], 2), ([10, 11, 12], 2)]
-    assert len(paths) == 2
+    assert (len(paths), paths.tokens) == (2, 80)
 
 
 class Clock:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asynccache.cli.curve import blocks
 from asynccache.cli.main import main
+from asynccache.cli.plan import text
+from asynccache.cli.policies import found
+from asynccache.cli.trace import read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 BLOCK = 512
@@ -50,9 +56,31 @@ def test_hits_and_seconds_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert storage["adds_s_per_gib"] == pytest.approx(4 * BLOCK * 0.007 / 16, abs=1e-3)
     assert storage["adds_s_per_price"] is None
     assert (found["highest_hit_ratio"], found["highest_needs_gib"], found["seconds"]) == (0.5, 16.0, 3.0)
+    assert [row["lru"] for row in found["rows"]] == [0, 1 / 16, 4 / 16, 8 / 16]
+    assert [row["optimum"] for row in found["rows"]] == [0, 2 / 16, 8 / 16, 8 / 16], "a is kept, and b; all four"
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 80
     assert sum("GiB" in line or "L2 host" in line for line in shown) >= 3
+
+
+def test_a_host_adds_to_the_device_and_storage_has_what_both_have(tmp_path: Path) -> None:
+    found = planned(tmp_path, "--device-tokens", str(2 * BLOCK), "--host-gib", "2,8", "--storage-gib", "4,16")
+    assert [row["tokens"] // BLOCK for row in found["rows"]] == [2, 3, 6, 6, 8]
+
+
+def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
+    """Four blocks fit: a b c d hit once, and are gone when they come back. Eight fit: they hit again. A node goes
+    whole."""
+    requests = list(blocks(asyncio.run(read_trace(str(write_trace(tmp_path / "t.jsonl"))))))
+    assert [found(requests, size, "lru") for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
+
+
+def test_a_policy_that_is_not_lru_has_a_column_of_its_own(tmp_path: Path) -> None:
+    shown = text(planned(tmp_path, "--host-gib", "2,8") | {"eviction": "p2c"}).splitlines()
+    assert max(map(len, shown)) <= 80
+    head, device = next((a, b) for a, b in pairwise(shown) if a.startswith("  hits with"))
+    assert head.split() == ["hits", "with", "GiB", "LRU", "p2c", "best"]
+    assert device.split() == ["L1", "device", "0", *["0.0", "%"] * 3]
 
 
 def test_a_tier_that_is_slower_than_computing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,8 +114,10 @@ def test_json_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_recorded_trace(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", str(REAL), "--bytes-per-token", "131072", "--device-tokens", str(1000 * BLOCK),
-                 "--host-gib", "625", "--storage-gib", "6250", "--json", str(out)]) == 0
+                 "--host-gib", "125,562.5", "--storage-gib", "1875", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     blocks_of = 276_491 * BLOCK / 144_793_823
-    ratios = [row["hit_ratio"] / blocks_of for row in rows]
-    assert ratios == pytest.approx([0.047, 0.224, 0.380], abs=0.0008)
+    assert [row["tokens"] // BLOCK for row in rows] == [1_000, 3_000, 10_000, 30_000]
+    lru, best = ([row[name] / blocks_of for row in rows] for name in ("lru", "optimum"))
+    assert lru == pytest.approx([0.047, 0.070, 0.224, 0.345], abs=0.0008)
+    assert best == pytest.approx([0.199, 0.307, 0.382, 0.382], abs=0.0008)

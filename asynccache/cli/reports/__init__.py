@@ -46,7 +46,7 @@ def _run_lead(report: Report) -> tuple[str, str]:
     problems = "".join(f"<li>{escape(problem)}</li>" for problem in report["problems"])
     total = report["tokens"]["total"]
     tiles = (
-        ("hits", percent(sum(report["tokens"]["hit"].values()), total)),
+        ("of prompt tokens hit", percent(sum(report["tokens"]["hit"].values()), total)),
         ("first token, mean", milliseconds(report["ttft_mean_ms"])),
         ("without the cache", milliseconds(report["ttft_without_cache_mean_ms"])),
         ("loop lag, p99", milliseconds(report["loop_lag_ms"]["p99"])),

@@ -7,7 +7,7 @@ from typing import Any
 
 from asynccache.cli.reports import svg
 from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
-from asynccache.cli.text import milliseconds, number, percent, size
+from asynccache.cli.text import HIT_RATIO, milliseconds, number, percent, size
 
 HITS = (("L1 device", "device", "l1"), ("L2 host", "host", "l2"), ("L3 storage", "storage", "l3"))
 ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
@@ -69,39 +69,66 @@ def hits(report: Report) -> Figure | None:
     return Figure("hits", "Where do prompts come from?", f"{percent(sum(hit.values()), total)} of "
                   f"{number(total)} prompt tokens were in the cache when their request arrived.", draw,
                   [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
-                  "Prompt tokens that became complete since the point before, each at the nearest tier that had it.")
+                  f"Hit ratio: {HIT_RATIO}. Of those that became complete since the point before, each at the nearest "
+                  "tier that had it.")
 
 
 # capacity
 
 
 def capacity(report: Report) -> Figure | None:
-    """What caches of other sizes would have had."""
+    """What caches of other sizes would have had, under other policies, too."""
     found: Mapping[str, Any] = report.get("capacity", {})
     points = [(p["units"], p["hit_ratio"]) for p in found.get("points", ())]
     if len(points) < 3 or not points[-1][1]:
         return None
-    tiers = found["tiers"]
+    tiers, most = found["tiers"], points[-1][1]
     low, high = max(1, points[-1][0] // 300), max([points[-1][0], *(t["units"] for t in tiers)]) * 1.3
+    top = 1.12 * max([most, *(t["measured"] for t in tiers)])
     unit = found["unit_tokens"]
+    curves = _curves(found, points)
 
     def draw(width: int) -> svg.Frame:
         frame = svg.Frame(width, height(width, 320), svg.Axis(f"cache size, pages of {unit} tokens", low, high, _count,
-                                                              log=True), svg.Axis("", 0, points[-1][1] * 1.12, _share))
-        line = [(x, y) for x, y in [*points, (high, points[-1][1])] if x >= low]
+                                                              log=True), svg.Axis("", 0, top, _share))
+        shown = [one._replace(points=[(x, y) for x, y in [*one.points, (high, most)] if x >= low]) for one in curves]
         dots = [svg.Series(t["tier"], t["tier"].lower(), [(t["units"], t["measured"])]) for t in tiers]
-        svg.lines(frame, [svg.Series("LRU", "ink", line)], [svg.Mark(t["tier"], t["units"]) for t in tiers], dots)
+        svg.lines(frame, shown, [svg.Mark(t["tier"], t["units"]) for t in tiers], dots)
         return frame
 
-    rows = [(f"{t['tier']}: {number(t['units'])}", f"{t['hit_ratio']:.4f}", f"{t['measured']:.4f}") for t in tiers]
-    rows += [(number(x), f"{y:.4f}", "") for x, y in points[-1::-12][::-1]]
-    colours = [("LRU of this size", "ink"), *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
+    colours = [*((one.name, one.kind) for one in curves),
+               *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
     return Figure("capacity", "What would more, or less, memory buy?",
-                  f"No cache, however large, finds more than {percent(points[-1][1], 1)}; "
-                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", draw, colours,
-                  Table(("pages", "LRU", "measured"), rows),
-                  f"One pass of LRU stack distances (Mattson et al. 1970) over {found['source']}; "
-                  f"{number(found['lookups'])} lookups of {number(found['different'])} different pages.")
+                  f"No cache, however large, finds more than {percent(most, 1)} of the prompt tokens; "
+                  f"that takes {number(points[-1][0])} pages of {unit} tokens.", draw, colours, _sizes(found, points),
+                  f"Hit ratio, all of them: {HIT_RATIO}. One request at a time. LRU: one pass of stack distances "
+                  f"(Mattson et al. 1970) over {found['source']}; {number(found['lookups'])} lookups of "
+                  f"{number(found['different'])} different pages. Best: no cache of that size finds more, with the "
+                  "whole future known (Belady 1966).")
+
+
+def _curves(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> list[svg.Series]:
+    """The policy in use in ink, what it is to be compared with in grey."""
+    compared, policy = found.get("compared", ()), found.get("eviction", "lru")
+    named = {name: [(row["units"], row[name]) for row in compared] for name in ("policy", "optimum")}
+    lru = svg.Series("LRU of this size", "ink" if policy == "lru" else "soft", points)
+    curves = [lru] if policy == "lru" else [svg.Series(f"{policy}, in use", "ink", named["policy"]), lru]
+    return [*curves, svg.Series("best of this size", "plain", named["optimum"])] if compared else curves
+
+
+def _sizes(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> Table:
+    """What the tiers gave, and a few sizes by policy."""
+    compared, policy = found.get("compared", ()), found.get("eviction", "lru")
+    middle = () if policy == "lru" else (policy,)
+    others = {row["units"]: ([f"{row['policy']:.4f}"] if middle else []) + [f"{row['optimum']:.4f}"]
+              for row in compared}
+    blank = [""] * (len(middle) + 1) if compared else []
+    rows = [(f"{t['tier']}: {number(t['units'])}", f"{t['hit_ratio']:.4f}", *others.get(t["units"], blank),
+             f"{t['measured']:.4f}") for t in found["tiers"]]
+    plain = [(row["units"], row["lru"]) for row in compared] or points[-1::-12][::-1]
+    placed = {t["units"] for t in found["tiers"]}
+    rows += [(number(x), f"{y:.4f}", *others.get(x, blank), "") for x, y in plain if x not in placed]
+    return Table(("pages", "LRU", *((*middle, "best") if compared else ()), "measured"), rows)
 
 
 # time to first token

@@ -34,7 +34,8 @@ td { white-space: nowrap; } #settings td { white-space: normal; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
   vertical-align: -1px; }
 .swatch.l1 { background: var(--l1); } .swatch.l2 { background: var(--l2); } .swatch.l3 { background: var(--l3); }
-.swatch.plain { background: var(--plain); } .swatch.ink { background: var(--ink); }
+.swatch.soft { background: var(--soft); } .swatch.plain { background: var(--plain); }
+.swatch.ink { background: var(--ink); }
 .swatch.limit { width: 3px; background: var(--ink); border-radius: 0; margin: 0 10px 0 5px; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name { fill: var(--ink); }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
@@ -42,7 +43,8 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name 
 .limit { stroke: var(--ink); stroke-width: 2.5; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; } .area { fill-opacity: .28; stroke: none; }
 .line.l1 { stroke: var(--l1); } .line.l2 { stroke: var(--l2); } .line.l3 { stroke: var(--l3); }
-.line.plain { stroke: var(--plain); stroke-dasharray: 6 4; } .line.ink { stroke: var(--ink); }
+.line.plain { stroke: var(--plain); stroke-dasharray: 6 4; }
+.line.soft { stroke: var(--soft); stroke-dasharray: 2 3; } .line.ink { stroke: var(--ink); }
 .area.l1, .bar.l1, .dot.l1 { fill: var(--l1); } .area.l2, .bar.l2, .dot.l2 { fill: var(--l2); }
 .area.l3, .bar.l3, .dot.l3 { fill: var(--l3); }
 .dot { stroke: var(--card); stroke-width: 1.5; }

@@ -10,10 +10,10 @@ one is given up, the head decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 from asynccache.config import PoolSpec
+from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupStorage
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.storage import PageKey, Result
@@ -32,14 +32,16 @@ class Store(Protocol):
     def writers(self, *, shared: bool = True) -> Sequence[object]: ...
 
 
-class Page(NamedTuple):
-    """One page on its way: which operation it belongs to, its key and its bytes. ``ours``: no other worker writes it to
-    the stores that workers share."""
+class Run(NamedTuple):
+    """Neighbouring pages of one operation in one pool, on their way: what is said of a page is said once for all of
+    them. ``ours``: no other worker writes them to the stores that workers share. ``full``: whether they count as pages
+    of FULL."""
 
     op: int
     ours: bool
-    key: PageKey
-    payload: memoryview
+    keys: list[PageKey]
+    payloads: list[memoryview]
+    full: bool
 
 
 class Writing:
@@ -79,36 +81,39 @@ class _Batch:
 
     async def write(self, given_up: Callable[[], bool]) -> Stored:
         for pools in self._pools.written:
-            pages = self._pages(pools)
-            while part := list(islice(pages, BATCH_PAGES)):
+            for part in self._parts(pools):
                 await self._put(part)
                 if given_up():
                     self.failed.update(op for op, left in self.left.items() if left)
         return Stored(frozenset(self.failed), self.pages, self.full_pages, self.bytes)
 
-    async def _put(self, part: Sequence[Page]) -> None:
-        theirs = [page for page in part if not page.ours]
+    async def _put(self, part: Sequence[Run]) -> None:
+        theirs = [run for run in part if not run.ours]
         if len(theirs) < len(part):
-            await self._put_in([page for page in part if page.ours] if theirs else part, shared=True)
+            await self._put_in([run for run in part if run.ours], shared=True)
         if not theirs:
             return
         if self._store.writers(shared=False) or not self._store.writers():
             await self._put_in(theirs, shared=False)
         else:  # all stores are shared: another worker writes them
-            for page in theirs:
-                self.left[page.op] -= 1
+            for run in theirs:
+                self.left[run.op] -= len(run.keys)
 
-    async def _put_in(self, part: Sequence[Page], *, shared: bool) -> None:
-        keys, payloads = [page.key for page in part], [page.payload for page in part]
+    async def _put_in(self, part: Sequence[Run], *, shared: bool) -> None:
+        keys = [key for run in part for key in run.keys]
+        payloads = [payload for run in part for payload in run.payloads]
         results = await self._store.put(keys, payloads, shared=shared)
-        for page, result in zip(part, results, strict=True):
-            if result is Result.HIT:
-                self.left[page.op] -= 1
-                self.pages += 1
-                self.full_pages += self._pools.counts(page.key.pool)
-                self.bytes += page.payload.nbytes
-            else:
-                self.failed.add(page.op)
+        begin = 0
+        for run in part:
+            count = len(run.keys)
+            hits = results[begin : begin + count].count(Result.HIT)
+            begin += count
+            self.left[run.op] -= hits
+            self.pages += hits
+            self.full_pages += hits * run.full
+            self.bytes += hits * run.payloads[0].nbytes
+            if hits < count:
+                self.failed.add(run.op)
 
     def _weight(self, effect: BackupStorage) -> int:
         """How many pages storing it writes, in all pools."""
@@ -118,12 +123,27 @@ class _Batch:
             for pages in effect.pages
         )
 
-    def _pages(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[Page]:
-        """The pages of ``pools``, by component; of operations that have not failed yet."""
+    def _parts(self, pools: Mapping[int, Sequence[PoolSpec]]) -> Iterator[list[Run]]:
+        """The pages of ``pools``, ``BATCH_PAGES`` at a time; of operations that have not failed by their turn."""
+        part: list[Run] = []
+        room = BATCH_PAGES
         for effect in self._batch:
             for component, hashes, slots in effect.pages:
                 for spec in pools.get(component, ()):
-                    for key, payload in self._pools.entries(spec.name, hashes, slots):
-                        if effect.op in self.failed:
-                            break
-                        yield Page(effect.op, spec.writes, key, payload)
+                    begin, count = 0, len(slots) // SLOT_BYTES
+                    while begin < count and effect.op not in self.failed:
+                        end = min(count, begin + room)
+                        part.append(self._run(effect.op, spec, hashes, slots, slice(begin, end)))
+                        room -= end - begin
+                        begin = end
+                        if not room:
+                            yield part
+                            part, room = [], BATCH_PAGES
+        if part:
+            yield part
+
+    def _run(self, op: int, spec: PoolSpec, hashes: bytes, slots: bytes, which: slice) -> Run:
+        begin, end = which.start, which.stop
+        keys = self._pools.keys(spec.name, hashes[begin * HASH_BYTES : end * HASH_BYTES])
+        payloads = self._pools.payloads(spec.name, slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+        return Run(op, spec.writes, keys, payloads, bool(self._pools.counts(spec.name)))

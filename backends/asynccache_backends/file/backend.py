@@ -318,15 +318,16 @@ class FileBackend:
         """Which of the pages ``left`` must be written: not those that are there, nor those being written now."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         put = _Put(keys, records, results, {}, [], [], done)
+        has, writing, sizes = self._state.index.has, self._writing, self._page_bytes
         for i in left:
             pool, key = keys[i]
-            if key in self._state.index:
-                put.results[i] = HIT
-            elif key in self._writing:
-                put.shared.append((i, self._writing[key]))
-            elif records[i].payload.nbytes == self._page_bytes.get(pool):
-                self._writing[key] = done
-                put.fresh.setdefault(records[i].payload.nbytes, []).append(i)
+            if has(key):
+                results[i] = HIT
+            elif key in writing:
+                put.shared.append((i, writing[key]))
+            elif (size := records[i].payload.nbytes) == sizes.get(pool):
+                writing[key] = done
+                put.fresh.setdefault(size, []).append(i)
         return put
 
     async def _shared(self, put: _Put) -> list[int]:
@@ -375,11 +376,13 @@ class FileBackend:
         return count
 
     def _begin_write(self, put: _Put, length: int, part: Sequence[int]) -> Writing:
-        records = [put.records[i] for i in part]
-        directory = b"".join(
-            [piece for i, record in zip(part, records, strict=True) for piece in (put.keys[i].key, record.header)]
-        )
-        return self._state.begin_write(length, directory, [record.payload for record in records])
+        pieces: list[bytes | memoryview] = []
+        payloads = []
+        for i in part:
+            header, payload = put.records[i]
+            pieces += (put.keys[i][1], header)
+            payloads.append(payload)
+        return self._state.begin_write(length, b"".join(pieces), payloads)
 
     def _finish(self, put: _Put) -> OSError | None:
         """Take note of every write that has begun, and tell those who share its keys."""
@@ -393,7 +396,7 @@ class FileBackend:
                     put.results[i] = HIT
         for indices in put.fresh.values():
             for i in indices:
-                del self._writing[put.keys[i].key]
+                del self._writing[put.keys[i][1]]
         put.done.set_result(None)
         return failed
 

@@ -17,7 +17,8 @@ assert MAX_PAGES <= _PAGE_MASK  # so that no slot is followed by one of the next
 
 
 class Index:
-    """``pages`` and ``bytes`` count live pages and their payloads. ``tell`` hears of keys that come and leave."""
+    """``pages`` and ``bytes`` count live pages and their payloads. ``tell`` hears of keys that come and leave. ``has``
+    is ``in``, for those who ask for many keys in a row."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -26,6 +27,7 @@ class Index:
         self._groups: dict[int, Group] = {}
         self._segments: dict[int, list[int]] = {}
         self._next = 0
+        self.has = self._slots.__contains__
 
     def __repr__(self) -> str:
         return f"Index(pages={self.pages}, groups={len(self._groups)}, segments={len(self._segments)})"
@@ -61,13 +63,15 @@ class Index:
         self._groups[self._next] = group
         self._segments.setdefault(group.segment, []).append(self._next)
         self._next += 1
-        fresh = []
+        fresh, slots, dead = [], self._slots, group.dead
         for page, key in enumerate(group.keys()):
-            if not group.dead >> page & 1:
-                if self._drop(key) is None:
+            if not dead >> page & 1:
+                if key not in slots:
                     fresh.append(key)
-                self._slots[key] = base + page
-                self.bytes += group.length
+                else:
+                    self._drop(key)
+                slots[key] = base + page
+        self.bytes += group.length * (group.count - dead.bit_count())
         if self.tell is not None:
             self.tell(True, fresh)
 
