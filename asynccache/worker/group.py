@@ -166,6 +166,7 @@ class WorkerGroup:
         self._numbers = 0
         self._calls: dict[int, _Call] = {}
         self._open: dict[int, _Open] = {}
+        self._to_forget: list[int] = []
         self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -440,8 +441,17 @@ class WorkerGroup:
     def perform(self, work: Work) -> None:
         """See ``Worker``."""
         effect, after = work
+        if self._to_forget and not isinstance(effect, BackupHost):
+            self._forget()
         self._open[effect.op] = _Open(effect, set(self._ranks), set(), perf_counter())
         self._put(_EFFECTS[type(effect)](effect, after))
+
+    def _forget(self) -> None:
+        """What is loaded now was decided with all outcomes applied that were known: no batch and no private copy names
+        a load any more that had failed by then."""
+        failed, self._to_forget = self._to_forget, []
+        for op in failed:
+            self._put(m.Forget(op))
 
     def _ended(self, rank: int, news: m.Ended) -> None:
         open_op = self._open.get(news.op)
@@ -461,7 +471,7 @@ class WorkerGroup:
         if done.failed:
             meter.errors += 1
             if isinstance(done.effect, LoadBack):
-                self._put(m.Forget(op))
+                self._to_forget.append(op)
         else:
             meter.count(1, *self._size_of(done.effect))
         if self._reports is not None:

@@ -48,6 +48,7 @@ LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether there is one still."""
 
 LOOP_ENDED = "the loop of its worker has ended"
+CLOSED = "the worker is closed"
 
 
 class Performer:
@@ -114,8 +115,13 @@ class Performer:
     @property
     def _own(self) -> LocalWorker:
         if self.local is None:
-            raise RankFailure("was told to work before it was open")
+            raise RankFailure("was told to work before it was open" if self._closing is None else CLOSED)
         return self.local
+
+    @property
+    def layers(self) -> int:
+        """The model's layers up to the last one that this rank has. Raises ``RankFailure``: it is closed."""
+        return self._own.layers
 
     def _die(self, error: BaseException) -> None:
         if not self._stopped:
@@ -179,6 +185,8 @@ class Performer:
             await asyncio.wait(tasks)
         self.batches.stop()
         local, self.local = self.local, None
+        self._held.clear()
+        self._wake_begun()
         if local is not None:
             self._count(local)
             await local.aclose(patience)
@@ -212,6 +220,10 @@ class Performer:
                 self._held[op] = order
             else:
                 self.take_up(order)
+        self._wake_begun()
+
+    def _wake_begun(self) -> None:
+        """Some of what was held is so no more."""
         begun, self._begun = self._begun, []
         for future in begun:
             if not future.done():
@@ -229,24 +241,30 @@ class Performer:
             self._loads.discard(outcome.op)
             if outcome.status is Status.FAILED:
                 self._failed.add(outcome.op)
+                self.batches.lose(outcome.op)
         self._tell(m.Ended(outcome.op, outcome.status))
 
     # the engine's side
 
     def _sent(self, order: m.SendBatch) -> None:
-        self.batches.add(EngineBatch(order.number, order.payload, order.loads, self.end_batch))
+        batch = EngineBatch(order.number, order.payload, order.loads, self.end_batch)
+        batch.lost = not self._failed.isdisjoint(order.loads)
+        self.batches.add(batch)
 
     def end_batch(self, batch: EngineBatch, event: object | None, error: str) -> None:
         """See ``EngineBatch.end``. From any thread."""
         own = None if event is None else self._own.engine_event(event)
-        self.batches.find(batch.number)
+        self.batches.take(batch.number)
         if _is_here(self._loop):
             self.batches.end(batch.number, own, error)
-        else:
+            return
+        try:
             self._loop.call_soon_threadsafe(self.batches.end, batch.number, own, error)
+        except RuntimeError:
+            raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker.layer``."""
+        """See ``Worker.layer``. Raises ``RankFailure``: it is closed, and nobody knows what has arrived."""
         while op in self._held:
             future = self._loop.create_future()
             self._begun.append(future)
