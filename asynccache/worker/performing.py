@@ -5,7 +5,8 @@ The head's own worker is one of these, too; nothing is encoded for it, and that 
 Laws:
 * Messages are taken in the order in which they were sent. An effect whose batches have no event here yet waits for
   that, with the private copies that need it, and the effects behind it go on.
-* A load that has failed here is remembered until the head has closed it: a private copy that needs it fails, too.
+* A load (or private copy) that has failed here is remembered until the head has closed it: a private copy that needs it
+  fails, too, and an engine is told whose batch names it.
 * Each effect and each call is answered once, when its buffers are let go, also if it is cancelled.
 * Whatever goes wrong where nothing was asked (a device that refuses a copy, a stage that ends) is the end of the group.
 """
@@ -194,7 +195,7 @@ class Performer:
     # effects
 
     def _effect(self, order: m.Effects) -> None:
-        if isinstance(order, m.Load):
+        if not isinstance(order, m.Backup):
             self._loads.add(order.effect.op)
         if self._must_wait(order):
             self._held[order.effect.op] = order

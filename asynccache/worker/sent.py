@@ -59,8 +59,8 @@ class EngineBatch:
 
 class SentBatches:
     """Mutable state: the batches that are sent, unread, and not over. ``over``: told of each that is; ``ended``: called
-    when one has got its event, so that copies may be submitted which waited for that. A thread of the engine's that ends
-    a batch takes it out of ``_unended`` at once; the rest is done in a turn of the loop."""
+    when one has got its event, so that copies may be submitted which waited for that. A thread that ends a batch takes
+    it out of ``_unended`` at once; the rest is done in a turn of the loop."""
 
     def __init__(self, over: Callable[[int, str], None], ended: Callable[[], None]) -> None:
         self.last = 0

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
 from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
 from asynccache.config import PrefetchPolicy, WritePolicy
 from asynccache.core import audit
-from asynccache.errors import AsyncCacheError, CacheClosed, RankFailure
+from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
 from asynccache.testing.simulated_backend import HONEST, Hostility
@@ -109,7 +109,7 @@ def draw(seed: int) -> Climate:
         faults={} if calm else {rank: _faults(random, seed + rank) for rank in ranks},
         hostility={} if calm else {rank: _hostility(random) for rank in ranks},
         delays={rank: random.choice((0.0001, 0.001, 0.001, 0.02)) for rank in ranks},
-        lag=random.choice((0.0, 0.005, 0.02)), requests=random.randint(3, 6), concurrency=random.randint(1, 3),
+        lag=random.choice((0.0, 0.005, 0.02)), requests=random.randint(3, 5), concurrency=random.randint(1, 3),
         cancel=0.0 if calm else random.choice((0.0, 0.2, 0.5)), unable=0.0 if calm else random.choice((0.0, 0.0, 0.15)),
         disturb=0.0 if calm else random.choice((0.0, 0.3)), fate=fate, victim=random.choice(others) if fate else 0,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def _config(random: Random, calm: bool) -> CacheConfig:
     if kind == "deepseek":
         return deepseek(device, host, **more)
     if kind in ("window", "all"):
-        more["swa"] = random.choice((6, device))
+        more["swa"] = random.choice((7, device))
     if kind in ("state", "all"):
         more["mamba"] = random.choice((6, 10))
     if kind == "mla" or random.random() < 0.15:
@@ -194,6 +194,7 @@ class RandomWorld:
         met["no worker at the head"] = climate.own is None
         met["replicated"] = any(spec.replicated for spec in climate.config.pools())
         met["sidecars"] = len(climate.config.sidecars)
+        met["logical"] = not climate.config.pools()[0].bytes_per_page
         await self._live(climate.fate)
         if climate.config.stores:
             met["shared store" if climate.shared else "own stores"] = 1
@@ -257,10 +258,11 @@ class RandomWorld:
         if not self.climate.calm or self.states or self.report.met["backup dropped"] or self.report.met["lost pages"]:
             return
         space, text = self.published[-1]
-        handle = self.world.cache.prefetch(text, extra_key=space)
+        prompt = [*text[: len(text) // PAGE * PAGE], 7]
+        handle = self.world.cache.prefetch(prompt, extra_key=space)
         await handle
-        cached = await self.world.serve(text, space, prefetch=handle)
-        assert cached == (len(text) - 1) // PAGE * PAGE, f"{cached} of {len(text)} tokens were found again"
+        cached = await self.world.serve(prompt, space, prefetch=handle)
+        assert cached == len(prompt) - 1, f"{cached} of {len(text)} tokens were found again"
         self.report.met["found again"] += 1
 
     # accidents
@@ -277,6 +279,7 @@ class RandomWorld:
         while self.world.cache.closed is None:
             await self.world.serve([number := number + 1] * 2 * PAGE, "after")
             await self.world.push_out(3)
+            await self.world.cache.flush()
             await asyncio.sleep(0.1)
 
     def _check_told(self, error: RankFailure) -> None:
@@ -310,7 +313,7 @@ class RandomWorld:
     async def _requests(self) -> None:
         running: set[asyncio.Task[None]] = set()
         failed: list[BaseException] = []
-        for number in range(self.climate.requests):
+        for number in range(self.climate.requests if not self.published else 2):
             if len(running) >= self.climate.concurrency:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 failed += self._ends(done)
@@ -378,12 +381,14 @@ class RandomWorld:
                 await cache.detach_storage("guest", drain=random.choice((True, False)))
                 self.report.met["detached"] += 1
             else:
-                options = dict(name="guest", write=random.choice(("yes", "yes", "no")), promote=random.choice(("yes", "no")))
+                write, promote = random.choice(("yes", "yes", "no")), random.choice(("yes", "no"))
+                options = {"name": "guest", "write": write, "promote": promote}
                 await cache.attach_storage(GUEST, options=options, position=random.choice((None, 0)),
                                            backfill=random.random() < 0.5)  # fmt: skip
                 self.report.met["attached"] += 1
         except ConfigError as error:
-            assert "guest" in str(error), error  # the name is taken, or it was detached meanwhile
+            if "guest" not in str(error):  # the name is taken, or it was detached meanwhile
+                raise
             self.report.met["two at a store"] += 1
 
     async def _unless_unavailable(self, work: Any) -> None:
@@ -410,7 +415,7 @@ class Request:
             self.space = random.choice((None, "tenant"))
         fresh = [random.randrange(3) for _ in range(random.randint(1, 4 * PAGE))]
         kept = random.choice((len(known), random.randint(0, len(known))))
-        self.prompt = (known[:kept] + fresh)[-5 * PAGE :] if random.random() < 0.1 else (known[:kept] + fresh)[: 5 * PAGE]
+        self.prompt = (known[:kept] + fresh)[: 5 * PAGE]
         self.new = random.choice((0, 0, random.randint(1, PAGE)))
 
     async def run(self) -> None:
@@ -432,7 +437,8 @@ class Request:
         except TimeoutError:
             self.met["timeout"] += 1
         except BatchFailed as error:
-            assert set(error.reasons.values()) == {CANNOT}
+            if set(error.reasons.values()) != {CANNOT}:
+                raise
             self.met["batch failed"] += 1
         finally:
             if handle is not None:

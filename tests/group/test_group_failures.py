@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from asynccache import ConfigError, RankFailure
-from asynccache.errors import Unavailable
+from asynccache.errors import BackendError, Unavailable
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
+from asynccache.worker.group import LATE
 from tests.group.group_kit import GroupWorld, play, settings, text
 from tests.group.striking import FATES, Fate
 
@@ -161,5 +162,31 @@ def test_an_opening_that_is_cancelled_leaves_nothing_anywhere() -> None:
             world.group.workers.close()
             await world.group.ended()
             await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_than_its_deadline(stored: bool) -> None:
+    """Its link would not notice before the time-out, which may be much longer."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=stored), timeout=300.0)
+        world.begin()
+        cache = await world.cache.__aenter__()
+        world.run()
+        await world.serve(text(6))
+        world.process(VICTIM).link.fall_silent()
+        begun = loop.time()
+        try:
+            said = str((await cache.aclose(deadline=5.0)).error)
+        except BackendError as error:  # all was saved by then
+            said = str(error)
+        assert "rank 1: had not answered when the cache was to be closed" in said
+        assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
+        world.process(VICTIM).task.cancel()
+        await asyncio.wait([process.task for process in world.group.processes.values()])
+        await asyncio.wait(world.running.values())
+        await world.aclose()
 
     play(main)

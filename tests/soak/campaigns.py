@@ -96,8 +96,16 @@ def ranks(seed: int) -> None:
     assert not play(seed, random.choice(SMALL if random.random() < 0.8 else MEDIUM)).errors
 
 
+def groups(seed: int) -> None:
+    """Whole caches with one to eight workers, in virtual time: rough devices, stores and links, accidents."""
+    from tests.group.random_worlds import play
+
+    play(seed)
+
+
 CAMPAIGNS: Mapping[str, Callable[[int], None]] = {
     "worlds": worlds, "core": core, "scheduler": scheduler, "engine": engine, "file-store": file_store, "ranks": ranks,
+    "groups": groups,
 }  # fmt: skip
 
 
