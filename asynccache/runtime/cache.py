@@ -208,6 +208,8 @@ class AsyncCache:
             self._limit = SavingLimit(self.config.close_deadline if deadline is None else deadline)
         elif deadline is not None:
             self._limit.shorten(deadline)
+        if self._closer is None or deadline is not None:
+            parts.worker.close_by(self._limit.left())
         while True:
             closer = self._closer
             if closer is None or closer.cancelled():

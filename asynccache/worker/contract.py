@@ -109,6 +109,11 @@ class Worker(Protocol):
         """Take work from now on. Returns what its tasks are to run, by name, until they are cancelled."""
         ...
 
+    def close_by(self, seconds: float) -> None:
+        """The cache is closing, and saving what is unsaved may take so many seconds. A worker of another process that
+        has not answered some seconds later is given up. It may be called again; the earliest end counts."""
+        ...
+
     async def aclose(self, patience: float) -> None:
         """Close stores, pools and devices. ``patience``: seconds that copies on a device that outlives the cache are
         waited for. Cancelling it may leave some of it open.

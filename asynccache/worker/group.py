@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 OPENING = 600.0
 """Seconds of silence that are a failure while workers open: pinning memory may keep an interpreter from everything."""
+LATE = 3.0
+"""Seconds after the end of its time in which a cache that closes waits for workers."""
 UNABLE = 1024
 """Batches that an engine could not run and that are remembered, for who asks when they are over."""
 DELETED = 4096
@@ -166,6 +168,7 @@ class WorkerGroup:
         self._numbers = 0
         self._calls: dict[int, _Call] = {}
         self._open: dict[int, _Open] = {}
+        self._to_forget: list[int] = []
         self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -179,7 +182,8 @@ class WorkerGroup:
         self._weights: dict[int, tuple[int, int]] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._holdings = Holdings(self._report_keys)
-        self._closing = False
+        self._closing = self._late = False
+        self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
             m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
             m.Counters: self._counted, m.Died: self._died,
@@ -242,23 +246,35 @@ class WorkerGroup:
 
     async def aclose(self, patience: float) -> None:
         """Have every worker close its stores, pools and device, and end the links. ``patience``: as for
-        ``LocalWorker.aclose``; a worker that has not closed by then, or within the links' time-out if that is more, is
-        left alone. Cancelling it may leave some of it open.
+        ``LocalWorker.aclose``; see ``close_by``. Cancelling it may leave some of it open.
 
         Raises:
-            BackendError: a store could not close cleanly; all the rest is closed.
+            BackendError: a store could not close cleanly, or a worker did not say so in time; all the rest is closed.
         """
         self._closing = True
+        self.close_by(patience)
         try:
             if self.failure is None:
-                async with asyncio.timeout(max(patience, self._timeout)):
-                    await self._call(lambda call: m.Close(call, patience), m.Done)
-        except TimeoutError:
-            raise BackendError("workers were not closed in time: one may have lost what it had stored last") from None
-        except RankFailure:
-            pass  # it is known already, or nobody is left to be told
+                await self._call(lambda call: m.Close(call, patience), m.Done)
+        except RankFailure as failure:
+            if self._late:  # else it is known already, or nobody is left to be told
+                raise BackendError(f"{failure}: it may have lost what it had stored last") from None
         finally:
+            for timer in self._timers:
+                timer.cancel()
             await self._let_go(patience)
+
+    def close_by(self, seconds: float) -> None:
+        """See ``Worker``."""
+        self._timers.append(asyncio.get_running_loop().call_later(max(seconds, 0.0) + LATE, self._give_up_late))
+
+    def _give_up_late(self) -> None:
+        """Who has not answered by now may be stopped, and its link may take much longer to notice."""
+        own = None if self.own is None else self.own.rank
+        late = sorted({rank for call in self._calls.values() for rank in call.left} - {own})
+        if late:
+            self._late = True
+            self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
 
     async def abandon(self, error: BaseException) -> None:
         """The cache does not open: nothing stays open anywhere."""
@@ -440,8 +456,17 @@ class WorkerGroup:
     def perform(self, work: Work) -> None:
         """See ``Worker``."""
         effect, after = work
+        if self._to_forget and not isinstance(effect, BackupHost):
+            self._forget()
         self._open[effect.op] = _Open(effect, set(self._ranks), set(), perf_counter())
         self._put(_EFFECTS[type(effect)](effect, after))
+
+    def _forget(self) -> None:
+        """What is loaded now was decided with all outcomes applied that were known: no batch and no private copy names
+        a load any more that had failed by then."""
+        failed, self._to_forget = self._to_forget, []
+        for op in failed:
+            self._put(m.Forget(op))
 
     def _ended(self, rank: int, news: m.Ended) -> None:
         open_op = self._open.get(news.op)
@@ -460,8 +485,8 @@ class WorkerGroup:
         meter.took(perf_counter() - done.at)
         if done.failed:
             meter.errors += 1
-            if isinstance(done.effect, LoadBack):
-                self._put(m.Forget(op))
+            if not isinstance(done.effect, BackupHost):
+                self._to_forget.append(op)
         else:
             meter.count(1, *self._size_of(done.effect))
         if self._reports is not None:

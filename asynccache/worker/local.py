@@ -171,6 +171,9 @@ class LocalWorker:
             ("clones", self.load_back.run_clones()),
         ]
 
+    def close_by(self, seconds: float) -> None:
+        """See ``Worker``: a worker in this process cannot be given up."""
+
     async def aclose(self, patience: float) -> None:
         """Close stores, pools and the device. ``patience``: seconds that copies on a device that outlives this worker
         are waited for. Cancelling it may leave some of it open.

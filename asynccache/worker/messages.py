@@ -91,7 +91,7 @@ class Copy(Message, tag=5):
 
 
 class Forget(Message, tag=6):
-    """The head has closed this load, which failed: nothing that comes later needs it."""
+    """The head has closed this load or private copy, which failed: nothing that is said from now on needs it."""
 
     op: int
 

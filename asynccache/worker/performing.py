@@ -5,7 +5,8 @@ The head's own worker is one of these, too; nothing is encoded for it, and that 
 Laws:
 * Messages are taken in the order in which they were sent. An effect whose batches have no event here yet waits for
   that, with the private copies that need it, and the effects behind it go on.
-* A load that has failed here is remembered until the head has closed it: a private copy that needs it fails, too.
+* A load (or private copy) that has failed here is remembered until the head has closed it: a private copy that needs it
+  fails, too, and an engine is told whose batch names it.
 * Each effect and each call is answered once, when its buffers are let go, also if it is cancelled.
 * Whatever goes wrong where nothing was asked (a device that refuses a copy, a stage that ends) is the end of the group.
 """
@@ -48,6 +49,7 @@ LOOP_ALIVE = 1.0
 """Seconds after which a thread that waits for the loop looks whether there is one still."""
 
 LOOP_ENDED = "the loop of its worker has ended"
+CLOSED = "the worker is closed"
 
 
 class Performer:
@@ -114,8 +116,13 @@ class Performer:
     @property
     def _own(self) -> LocalWorker:
         if self.local is None:
-            raise RankFailure("was told to work before it was open")
+            raise RankFailure("was told to work before it was open" if self._closing is None else CLOSED)
         return self.local
+
+    @property
+    def layers(self) -> int:
+        """The model's layers up to the last one that this rank has. Raises ``RankFailure``: it is closed."""
+        return self._own.layers
 
     def _die(self, error: BaseException) -> None:
         if not self._stopped:
@@ -179,6 +186,8 @@ class Performer:
             await asyncio.wait(tasks)
         self.batches.stop()
         local, self.local = self.local, None
+        self._held.clear()
+        self._wake_begun()
         if local is not None:
             self._count(local)
             await local.aclose(patience)
@@ -186,7 +195,7 @@ class Performer:
     # effects
 
     def _effect(self, order: m.Effects) -> None:
-        if isinstance(order, m.Load):
+        if not isinstance(order, m.Backup):
             self._loads.add(order.effect.op)
         if self._must_wait(order):
             self._held[order.effect.op] = order
@@ -212,6 +221,10 @@ class Performer:
                 self._held[op] = order
             else:
                 self.take_up(order)
+        self._wake_begun()
+
+    def _wake_begun(self) -> None:
+        """Some of what was held is so no more."""
         begun, self._begun = self._begun, []
         for future in begun:
             if not future.done():
@@ -229,24 +242,30 @@ class Performer:
             self._loads.discard(outcome.op)
             if outcome.status is Status.FAILED:
                 self._failed.add(outcome.op)
+                self.batches.lose(outcome.op)
         self._tell(m.Ended(outcome.op, outcome.status))
 
     # the engine's side
 
     def _sent(self, order: m.SendBatch) -> None:
-        self.batches.add(EngineBatch(order.number, order.payload, order.loads, self.end_batch))
+        batch = EngineBatch(order.number, order.payload, order.loads, self.end_batch)
+        batch.lost = not self._failed.isdisjoint(order.loads)
+        self.batches.add(batch)
 
     def end_batch(self, batch: EngineBatch, event: object | None, error: str) -> None:
         """See ``EngineBatch.end``. From any thread."""
         own = None if event is None else self._own.engine_event(event)
-        self.batches.find(batch.number)
+        self.batches.take(batch.number)
         if _is_here(self._loop):
             self.batches.end(batch.number, own, error)
-        else:
+            return
+        try:
             self._loop.call_soon_threadsafe(self.batches.end, batch.number, own, error)
+        except RuntimeError:
+            raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker.layer``."""
+        """See ``Worker.layer``. Raises ``RankFailure``: it is closed, and nobody knows what has arrived."""
         while op in self._held:
             future = self._loop.create_future()
             self._begun.append(future)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from asynccache import checks
+from asynccache.errors import CopyFailed
 from asynccache.worker.performing import Performer
 from asynccache.worker.sent import EngineBatch
 from asynccache.worker.topology import Topology
@@ -80,6 +81,7 @@ class RankWorker:
 
         Raises:
             ConfigError: it was not sent, or was ended before; or the device cannot wait for ``event``.
+            RankFailure: the worker is closed, or its loop has ended.
         """
         self._performer.batches.find(checks.integer("number", number, 1)).end(event)
 
@@ -94,7 +96,7 @@ class RankWorker:
             RankFailure: the worker is closed, or its loop has ended.
         """
         batch = checks.instance("batch", batch, EngineBatch)
-        i = checks.integer("i", i, 0, self.layers - 1)
+        i = checks.integer("i", i, 0, self._performer.layers - 1)
         self._performer.wait_batch(stream, batch, i)
 
     async def layer(self, batch: EngineBatch, i: int) -> None:
@@ -102,13 +104,16 @@ class RankWorker:
         engines without streams. Cancelling it stops the waiting.
 
         Raises:
-            CopyFailed: a load failed.
+            CopyFailed: a load failed, and the head, which hears of it, takes nothing that the batch computes.
             ConfigError: the model has no layer ``i``.
+            RankFailure: the worker is closed.
         """
         batch = checks.instance("batch", batch, EngineBatch)
-        i = checks.integer("i", i, 0, self.layers - 1)
+        i = checks.integer("i", i, 0, self._performer.layers - 1)
         for op in batch.loads:
             await self._performer.layer(op, i)
+        if batch.lost:
+            raise CopyFailed(f"a load that batch {batch.number} needs has failed on rank {self.rank}")
 
     async def ended(self) -> None:
         """Return when the cache is closed, whatever was not read. Cancelling it stops the waiting.

@@ -25,15 +25,17 @@ End = Callable[["EngineBatch", object, str], None]
 
 class EngineBatch:
     """A piece of the engine's work. ``payload``: what ``AsyncCache.send_batch`` was given. ``loads``: the loads that it
-    needs, for ``wait_layers``. ``arriving``: those of the loads that were on the device when the engine first asked."""
+    needs, for ``wait_layers``. ``arriving``: those of the loads that were on the device when the engine first asked.
+    ``lost``: whether one of the loads has failed here."""
 
-    __slots__ = ("_end", "arriving", "loads", "number", "payload")
+    __slots__ = ("_end", "arriving", "loads", "lost", "number", "payload")
 
     def __init__(self, number: int, payload: bytes, loads: tuple[int, ...], end: End) -> None:
         self.number = number
         self.payload = payload
         self.loads = loads
         self.arriving: Sequence[Copying] | None = None
+        self.lost = False
         self._end = end
 
     def __repr__(self) -> str:
@@ -45,22 +47,25 @@ class EngineBatch:
 
         Raises:
             ConfigError: the device cannot wait for ``event``, or the batch was ended before.
+            RankFailure: the worker is closed, or its loop has ended.
         """
         self._end(self, event, "")
 
     def fail(self, reason: str) -> None:
         """The engine cannot run it, and uses no page for it any more: the head hears ``reason`` (see
-        ``AsyncCache.batch_ended``), and nothing else fails. Once; from any thread."""
+        ``AsyncCache.batch_ended``), and nothing else fails. Once; from any thread. Raises as ``end``."""
         self._end(self, None, reason or "no reason was given")
 
 
 class SentBatches:
     """Mutable state: the batches that are sent, unread, and not over. ``over``: told of each that is; ``ended``: called
-    when one has got its event, so that copies may be submitted which waited for that."""
+    when one has got its event, so that copies may be submitted which waited for that. A thread that ends a batch takes
+    it out of ``_unended`` at once; the rest is done in a turn of the loop."""
 
     def __init__(self, over: Callable[[int, str], None], ended: Callable[[], None]) -> None:
         self.last = 0
         self._sent: dict[int, EngineBatch] = {}
+        self._unended: dict[int, EngineBatch] = {}
         self._events: dict[int, Event] = {}
         self._unread: dict[int, EngineBatch] = {}
         self._came: list[asyncio.Future[None]] = []
@@ -78,7 +83,7 @@ class SentBatches:
     def add(self, batch: EngineBatch) -> None:
         """The head has sent it."""
         self.last = batch.number
-        self._sent[batch.number] = self._unread[batch.number] = batch
+        self._sent[batch.number] = self._unended[batch.number] = self._unread[batch.number] = batch
         self._wake()
 
     def finish(self, failure: RankFailure | None) -> None:
@@ -116,7 +121,7 @@ class SentBatches:
                 raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
             await self._change()
         self._unread.pop(number, None)
-        return self._sent.get(number)
+        return self._unended.get(number)
 
     async def ended(self) -> None:
         """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
@@ -136,10 +141,24 @@ class SentBatches:
 
     def find(self, number: int) -> EngineBatch:
         """The batch of this number, which is sent and was not ended. Raises ``ConfigError``: it was, or is not here."""
-        batch = self._sent.get(number)
+        batch = self._unended.get(number)
         if batch is None:
-            raise ConfigError(f"batch {number} " + ("was ended before" if 0 < number <= self.last else "was not sent"))
+            raise self._unknown(number)
         return batch
+
+    def take(self, number: int) -> None:
+        """It is about to be ended, and by nobody else. From any thread. Raises as ``find``."""
+        if self._unended.pop(number, None) is None:
+            raise self._unknown(number)
+
+    def _unknown(self, number: int) -> ConfigError:
+        return ConfigError(f"batch {number} " + ("was ended before" if 0 < number <= self.last else "was not sent"))
+
+    def lose(self, op: int) -> None:
+        """A load has failed here: engines that compute on it are told."""
+        for batch in self._sent.values():
+            if op in batch.loads:
+                batch.lost = True
 
     def end(self, number: int, event: Event | None, error: str) -> None:
         """The engine has done with it, or will have when ``event`` has fired."""

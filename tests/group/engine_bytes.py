@@ -22,7 +22,8 @@ from asynccache.worker import Place
 class Task(NamedTuple):
     """A batch's payload. ``tables``: page tables by component. ``cached``: tokens that must be there already; the
     pages of ``text`` from there on are written. ``state``: the slot that holds the state at ``cached``, or -1.
-    ``checkpoint``: the slot to write the state of all of ``text`` to, or -1."""
+    ``checkpoint``: the slot to write the state of all of ``text`` to, or -1. ``unable``: the ranks whose engines
+    fail at it."""
 
     space: str | None
     text: list[int]
@@ -30,6 +31,7 @@ class Task(NamedTuple):
     cached: int
     state: int
     checkpoint: int
+    unable: Sequence[int] = ()
 
     def payload(self) -> bytes:
         return json.dumps(self).encode()

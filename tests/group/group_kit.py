@@ -7,56 +7,89 @@ cached, writes its part of the rest, and ends the batch, now or later.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
-from asynccache import AsyncCache, CacheConfig, CopyFailed, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
+from asynccache import AsyncCache, CacheConfig, Full, LoadFailed, Mamba, Replicated, Sidecar, SlidingWindow
 from asynccache.config import Component
 from asynccache.core import audit
-from asynccache.errors import RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
-from asynccache.storage import PageKey
+from asynccache.storage import PageKey, Record, Result
 from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
 from asynccache.testing.simulated_device import SimulatedDevice
 from asynccache.testing.simulated_links import SimulatedGroup, SimulatedWorker
 from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
-from asynccache.worker import EngineBatch, RankWorker, Topology
+from asynccache.worker import Topology
 from asynccache.worker.contract import Storage
 from asynccache.worker.performing import Shard
-from tests.group.engine_bytes import EngineBytes, Task, task_for, task_of
+from tests.group.engine_bytes import Task, task_for
+from tests.group.rank_engine import RankEngine
 
 T = TypeVar("T")
 
 PAGE = 4
 LAYERS = 2
 STORE = "sim:main?name=main"
+GUEST = "sim:guest?name=guest"
+
+
+class SharedStore(SimulatedBackend):
+    """What one rank has of a store that all write to. ``writers``: who has written a page, of all ranks."""
+
+    def __init__(
+        self, random: Random, hostility: Hostility, pages: dict[PageKey, tuple[bytes, bytes]], rank: int,
+        writers: dict[PageKey, set[int]],
+    ) -> None:  # fmt: skip
+        super().__init__(random, hostility, pages, shared=True)
+        self._rank = rank
+        self._writers = writers
+
+    async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
+        for key in keys:
+            self._writers[key].add(self._rank)
+        return await super().put(keys, records)
 
 
 def settings(
     device: int = 16, host: int = 0, *, swa: int = 0, mamba: int = 0, window: int = 8,
-    sidecars: tuple[Sidecar, ...] = (), stored: bool = False, replicated: Replicated = Replicated.NO, **more: Any,
+    sidecars: tuple[Sidecar, ...] = (), stored: bool = False, replicated: Replicated = Replicated.NO,
+    layers: int = LAYERS, logical: bool = False, **more: Any,
 ) -> CacheConfig:  # fmt: skip
-    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states. ``stored``: with a store."""
+    """Pages (of ``PAGE`` tokens) of FULL on each tier; SWA pages and MAMBA states. ``stored``: with a store.
+    ``logical``: FULL without bytes."""
     components: list[Component] = [
-        Full(bytes_per_token=16, device_tokens=device * PAGE, host_tokens=host * PAGE, layers=LAYERS,
-             replicated=replicated)
+        Full(bytes_per_token=0 if logical else 16, device_tokens=device * PAGE, host_tokens=host * PAGE,
+             layers=1 if logical else layers, replicated=replicated)
     ]  # fmt: skip
     if swa:
         components.append(SlidingWindow(
             window=window, bytes_per_token=8, device_tokens=swa * PAGE, host_tokens=(host and 2 * swa) * PAGE,
-            layers=LAYERS,
+            layers=layers, replicated=replicated,
         ))  # fmt: skip
     if mamba:
-        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=LAYERS))
+        components.append(Mamba(state_bytes=64, device_states=mamba, host_states=host and 2 * mamba, layers=layers))
     more.setdefault("prefetch_threshold", PAGE)
     return CacheConfig(
         model="test", components=tuple(components), page_size=PAGE, sidecars=sidecars,
         storage=STORE if stored else None, **more,
     )  # fmt: skip
+
+
+def deepseek(device: int = 16, host: int = 0, *, layers: int = 1, **more: Any) -> CacheConfig:
+    """DeepSeek-V4's stack: FULL is logical; compressed KV hangs on it, compressor states on the window. Ranks of tp
+    hold all of it alike."""
+    pools = (("c4", "full", 8), ("c4_indexer", "c4", 6), ("c128", "full", 4), ("c4_state", "swa", 10))
+    sidecars = tuple(
+        Sidecar(name=name, indices_from=source, bytes_per_page=size * layers, layers=layers, replicated=Replicated.TP)
+        for name, source, size in pools
+    )
+    return settings(device, host, swa=device, sidecars=sidecars, layers=layers, logical=True, **more,
+                    replicated=Replicated.TP)  # fmt: skip
 
 
 def stage_of(topology: Topology, rank: int) -> Shard:
@@ -76,12 +109,14 @@ def stage_of(topology: Topology, rank: int) -> Shard:
 
 class GroupWorld:
     """The devices and stores of all ranks, which outlive a group. ``shared``: all ranks write to one store; else each
-    to one of its own. ``names``: the components that there are."""
+    to one of its own; so with the store that may come as a guest. ``faults``, ``hostile``, ``delays``: what devices,
+    stores and links of ranks do wrong. ``names``: the components that there are. ``writers``: who has written each page
+    of a shared store."""
 
     def __init__(
         self, loop: SimulatedLoop, topology: Topology, config: CacheConfig, *, own: int | None = 0,
-        shared: bool = False, hostility: Hostility = HONEST, latency: float = 0.001,
-        faults: Mapping[int, Faults] | None = None,
+        shared: bool = False, latency: float = 0.001, faults: Mapping[int, Faults] | None = None,
+        hostile: Mapping[int, Hostility] | None = None, delays: Mapping[int, float] | None = None,
         delay: float = 0.001, timeout: float = 30.0, arrival: float = 300.0, lag: float = 0.01,
     ) -> None:  # fmt: skip
         self.loop = loop
@@ -89,6 +124,7 @@ class GroupWorld:
         self.config = config
         self.own = own
         self.delay = delay
+        self.delays = delays or {}
         self.timeout = timeout
         self.arrival = arrival
         self.lag = lag
@@ -98,16 +134,22 @@ class GroupWorld:
             rank: SimulatedDevice(seed=loop.seed + rank, latency=(0.0, latency), faults=(faults or {}).get(rank))
             for rank in ranks
         }
-        one: dict[PageKey, tuple[bytes, bytes]] = {}
-        self.pages: dict[int, dict[PageKey, tuple[bytes, bytes]]] = {rank: one if shared else {} for rank in ranks}
-        self.backends = {
-            rank: SimulatedBackend(loop.entropy(f"store {rank}"), hostility, self.pages[rank], shared=shared)
-            for rank in ranks
-        }
+        self.writers: dict[PageKey, set[int]] = defaultdict(set)
+        self.backends: dict[int, SimulatedBackend] = {}
+        self.guests: dict[int, SimulatedBackend] = {}
+        for name, backends in (("store", self.backends), ("guest", self.guests)):
+            one: dict[PageKey, tuple[bytes, bytes]] = {}
+            for rank in ranks:
+                random, hostility = loop.entropy(f"{name} {rank}"), (hostile or {}).get(rank, HONEST)
+                if shared:
+                    backends[rank] = SharedStore(random, hostility, one, rank, self.writers)
+                else:
+                    backends[rank] = SimulatedBackend(random, hostility)
         self.verified = 0
         self.group: SimulatedGroup
         self.cache: AsyncCache
-        self.engines: dict[int, asyncio.Task[None]] = {}
+        self.engines: dict[int, RankEngine] = {}
+        self.running: dict[int, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def opened(self, **more: Any) -> AsyncIterator[AsyncCache]:
@@ -127,12 +169,14 @@ class GroupWorld:
             shards={rank: stage_of(topology, rank) for rank in range(topology.ranks)}, absent=absent,
             arrival=self.arrival,
         )  # fmt: skip
+        for rank, process in self.group.processes.items():
+            process.link.delay = process.link.peer.delay = self.delays.get(rank, self.delay)
         device = None if self.own is None else self.devices[self.own]
         self.cache = AsyncCache(self.config, workers=self.group.workers, device=device, **more)
 
     def _locate(self, rank: int) -> Callable[[str], Storage]:
         def locate(url: str) -> Storage:
-            return self.backends[rank] if url == STORE else url
+            return {STORE: self.backends[rank], GUEST: self.guests[rank]}.get(url, url)
 
         return locate
 
@@ -141,7 +185,11 @@ class GroupWorld:
         faces = {rank: process.face for rank, process in self.group.processes.items()}
         if self.cache.worker is not None:
             faces[self.cache.worker.rank] = self.cache.worker
-        self.engines = {rank: self.loop.create_task(self._engine(face)) for rank, face in faces.items()}
+        self.engines = {
+            rank: RankEngine(face, self.devices[rank], self.loop.entropy(f"engine {rank}"), self.lag)
+            for rank, face in faces.items()
+        }
+        self.running = {rank: self.loop.create_task(engine.run()) for rank, engine in self.engines.items()}
         driver, core = self.cache._opened().driver, self.cache.core
         perform = driver.perform
 
@@ -151,40 +199,19 @@ class GroupWorld:
 
         driver.perform = audited  # type: ignore[method-assign, assignment]
 
-    async def _engine(self, face: RankWorker) -> None:
-        """One rank's: in order, each batch after its loads, and its end some time later."""
-        books = EngineBytes(face.pools, face.config, face.topology.place(face.rank))
-        random = self.loop.entropy(f"engine {face.rank}")
-        device = self.devices[face.rank]
-        try:
-            async for batch in face:
-                gate = device.gate()
-                await self._compute(face, batch, books)
-                batch.end(gate)
-                self.loop.call_later(random.random() * self.lag, gate.open)
-        except RankFailure:
-            pass
-        self.verified += books.verified
-
-    async def _compute(self, face: RankWorker, batch: EngineBatch, books: EngineBytes) -> None:
-        task = task_of(batch.payload)
-        try:
-            await face.layer(batch, face.layers - 1)
-        except CopyFailed:
-            pass  # the head hears of it, and takes nothing for cached; so nothing is written either
-        else:
-            books.verify(task)
-            books.write(task)
-
     async def ended(self) -> None:
         """Every process and engine has ended; what went wrong in an engine is raised."""
         await self.group.ended()
-        for engine in self.engines.values():
-            await engine
+        for rank, running in self.running.items():
+            await running
+            engine = self.engines[rank]
+            self.verified += engine.verified
+            if engine.failures:
+                raise engine.failures[0]
 
     async def aclose(self) -> None:
         """The world is over: nobody holds anything."""
-        for backend in self.backends.values():
+        for backend in (*self.backends.values(), *self.guests.values()):
             await backend.aclose()
             assert backend.holding == 0, "a store still holds buffers"
         for device in self.devices.values():

@@ -3,71 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from asynccache import ConfigError, RankFailure
-from asynccache.core.plan import Status
-from asynccache.errors import Unavailable
+from asynccache.errors import BackendError, Unavailable
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
+from asynccache.worker.group import LATE
 from tests.group.group_kit import GroupWorld, play, settings, text
+from tests.group.striking import FATES, Fate
 
 VICTIM = 1
 TIMEOUT = 3.0
 
 
-def kill(world: GroupWorld) -> None:
-    world.process(VICTIM).kill()
-
-
-def silence(world: GroupWorld) -> None:
-    world.process(VICTIM).link.fall_silent()
-
-
-def raise_at_effects(world: GroupWorld) -> None:
-    local = world.process(VICTIM).serving.performer.local
-    assert local is not None
-
-    def broken(*_: object) -> None:
-        raise OSError("the driver is gone")
-
-    local.mover.backup = broken  # type: ignore[assignment]
-    local.mover.load = broken  # type: ignore[assignment]
-
-
-def cut_soon(world: GroupWorld) -> None:
-    link = world.process(VICTIM).link.peer
-    link.cut_at = link.frames + 2
-
-
-def babble(world: GroupWorld) -> None:
-    world.process(VICTIM).link.send(b"\x93\x01\x02\xc1")
-
-
-def say_nonsense(world: GroupWorld) -> None:
-    world.process(VICTIM).serving._tell(m.Ended(999, Status.DONE))
-
-
-FATES: dict[str, tuple[Callable[[GroupWorld], None], str]] = {
-    "killed": (kill, "closed the connection"),
-    "silent": (silence, "was silent for 3 s"),
-    "an effect raises": (raise_at_effects, "the driver is gone"),
-    "the link is cut in the middle of a sequence": (cut_soon, "closed the connection"),
-    "malformed": (babble, "sent what is no message"),
-    "nonsense": (say_nonsense, "ended operation 999"),
-}
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
-@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("fate", [name for name, fate in FATES.items() if not fate.all])
 @pytest.mark.parametrize("own", [0, None])
 def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_stores_warm(
     fate: str, own: int | None, seed: int
 ) -> None:
-    strike, reason = FATES[fate]
+    accident = FATES[fate]
 
     async def main(loop: SimulatedLoop) -> None:
         shape = Topology(tp=2) if own == 0 else Topology(tp=3)
@@ -77,12 +35,12 @@ def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_
             await cache.flush()
         world.begin()
         before = asyncio.all_tasks()
-        told, struck = await struck_in_use(world, strike, 0.0002 * seed)
+        told, struck = await struck_in_use(world, accident, 0.0002 * seed)
         assert len(told) >= 2
-        assert all(error.rank == VICTIM and reason in error.reason for error in told), told
+        assert all(error.rank == VICTIM and accident.reason in error.reason for error in told), told
         assert str(told[-1]).startswith(f"rank {VICTIM}: ")
         assert loop.time() - struck <= 2 * TIMEOUT + 3.0, "the head closes in its time"
-        if fate == "silent":
+        if accident.silences:
             world.process(VICTIM).task.cancel()
         for rank, process in world.group.processes.items():
             if rank != VICTIM:
@@ -90,9 +48,7 @@ def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_
                 assert isinstance(process.failure, RankFailure), "the others hear of it"
                 assert process.failure.rank == VICTIM
         await asyncio.wait([world.process(VICTIM).task])
-        for engine in world.engines.values():
-            engine.cancel()
-        await asyncio.wait(world.engines.values())
+        await asyncio.wait(world.running.values())
         assert asyncio.all_tasks() <= before, "a task outlives the group"
         async with world.opened() as cache:
             assert await world.serve(text(6, extra=1), prefetch=cache.prefetch(text(6, extra=1))) == 24
@@ -103,7 +59,7 @@ def test_who_waits_is_told_of_the_rank_and_the_reason_and_a_new_group_finds_its_
 
 
 async def struck_in_use(
-    world: GroupWorld, strike: Callable[[GroupWorld], None], after: float
+    world: GroupWorld, accident: Fate, after: float
 ) -> tuple[list[RankFailure], float]:
     """What those who used the cache were told, and at last who opened it; and when it was struck."""
     cache, loop = world.cache, world.loop
@@ -119,7 +75,7 @@ async def struck_in_use(
                 loop.create_task(cache.flush()),
             ]
             await asyncio.sleep(after)
-            strike(world)
+            accident.strike(world, VICTIM)
             struck = loop.time()
             waiting.append(loop.create_task(until_closed(world)))
             told += [error for error in await asyncio.gather(*waiting, return_exceptions=True) if error is not None
@@ -206,5 +162,31 @@ def test_an_opening_that_is_cancelled_leaves_nothing_anywhere() -> None:
             world.group.workers.close()
             await world.group.ended()
             await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_worker_that_is_stopped_while_the_cache_closes_delays_it_no_longer_than_its_deadline(stored: bool) -> None:
+    """Its link would not notice before the time-out, which may be much longer."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=stored), timeout=300.0)
+        world.begin()
+        cache = await world.cache.__aenter__()
+        world.run()
+        await world.serve(text(6))
+        world.process(VICTIM).link.fall_silent()
+        begun = loop.time()
+        try:
+            said = str((await cache.aclose(deadline=5.0)).error)
+        except BackendError as error:  # all was saved by then
+            said = str(error)
+        assert "rank 1: had not answered when the cache was to be closed" in said
+        assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
+        world.process(VICTIM).task.cancel()
+        await asyncio.wait([process.task for process in world.group.processes.values()])
+        await asyncio.wait(world.running.values())
+        await world.aclose()
 
     play(main)

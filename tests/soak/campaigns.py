@@ -97,8 +97,16 @@ def ranks(seed: int) -> None:
     assert not play(seed, topology).ends["failed"]
 
 
+def groups(seed: int) -> None:
+    """Whole caches with one to eight workers, in virtual time: rough devices, stores and links, accidents."""
+    from tests.group.random_worlds import play
+
+    play(seed)
+
+
 CAMPAIGNS: Mapping[str, Callable[[int], None]] = {
     "worlds": worlds, "core": core, "scheduler": scheduler, "engine": engine, "file-store": file_store, "ranks": ranks,
+    "groups": groups,
 }  # fmt: skip
 
 

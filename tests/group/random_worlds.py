@@ -1,0 +1,504 @@
+"""Random worlds of groups: whole caches with one to eight workers, on the virtual clock, out of one seed each.
+
+The seed says how many ranks there are and how they share every page; which pools, stores and policies; what each rank's
+device, store and link does wrong; what requests do and where they are cancelled; and which rank has an accident. What
+must hold, whatever it says:
+
+* The core's books are right after every plan (``audit``).
+* Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
+* Who was not cancelled is served, or told a reason that there is. After an accident everybody is told of it in time.
+* At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
+  published is found by the next group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, NamedTuple
+
+from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
+from asynccache.config import PrefetchPolicy, WritePolicy
+from asynccache.core import audit
+from asynccache.errors import AsyncCacheError, RankFailure
+from asynccache.memory.faults import Faults
+from asynccache.runtime.lease import Lease
+from asynccache.testing.simulated_backend import HONEST, Hostility
+from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
+from asynccache.worker import Topology
+from tests.group.engine_bytes import Task, task_for
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, settings
+from tests.group.rank_engine import CANNOT
+from tests.group.striking import FATES
+
+ATTEMPTS = 30
+TIMEOUT = 3.0
+SHAPES = (
+    *[Topology()] * 2, *[Topology(tp=2)] * 6, *[Topology(pp=2)] * 5, *[Topology(cp=2)] * 3, *[Topology(tp=3)] * 2,
+    *[Topology(tp=2, pp=2)] * 3, *[Topology(tp=2, cp=2)] * 3, Topology(cp=2, pp=2), Topology(tp=2, pp=3),
+    Topology(tp=2, cp=2, pp=2), Topology(tp=8), Topology(pp=5),
+)  # fmt: skip
+
+
+class Climate(NamedTuple):
+    """What kind of world it is. ``calm``: nothing goes wrong in it. ``faults``, ``hostility``, ``delays``: of each
+    rank's device, store and link. ``fate``: what befalls ``victim``, if anything."""
+
+    topology: Topology
+    own: int | None
+    config: CacheConfig
+    shared: bool
+    calm: bool
+    faults: Mapping[int, Faults]
+    hostility: Mapping[int, Hostility]
+    delays: Mapping[int, float]
+    lag: float
+    requests: int
+    concurrency: int
+    cancel: float
+    unable: float
+    disturb: float
+    fate: str
+    victim: int
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened. ``verified``: pages of which the bytes were compared, on any rank. ``met``: everything that the
+    world came across, by name."""
+
+    climate: Climate
+    verified: int = 0
+    met: Counter[str] = field(default_factory=Counter)
+
+
+def play(seed: int, change: Callable[[Climate], Climate] = lambda climate: climate) -> Report:
+    """The world of this seed. ``change``: what is to be different in it.
+
+    Raises:
+        Exception: whatever went wrong; the seed is in its notes.
+    """
+    climate = change(draw(seed))
+
+    async def main(loop: SimulatedLoop) -> Report:
+        return await RandomWorld(loop, climate).run()
+
+    return simulate(main, seed, order=Random(f"{seed}/order").choice((Order.FIFO, Order.SHUFFLED, Order.SHUFFLED)),
+                    step_limit=400_000)  # fmt: skip
+
+
+# the climate
+
+
+def draw(seed: int) -> Climate:
+    """The climate of a seed."""
+    random = Random(f"{seed}/climate")
+    topology = random.choice(SHAPES)
+    own = random.choice((0, 0, None, topology.ranks - 1))
+    calm = random.random() < 0.3
+    others = [rank for rank in range(topology.ranks) if rank != own]
+    config = _config(random, calm)
+    fates = [name for name, fate in FATES.items() if config.pools()[0].host_pages or not fate.needs_host]
+    fate = random.choice(fates) if others and not calm and random.random() < 0.3 else ""
+    ranks = range(topology.ranks)
+    return Climate(
+        topology=topology, own=own, config=config, shared=random.random() < 0.5, calm=calm,
+        faults={} if calm else {rank: _faults(random, seed + rank) for rank in ranks},
+        hostility={} if calm else {rank: _hostility(random) for rank in ranks},
+        delays={rank: random.choice((0.0001, 0.001, 0.001, 0.02)) for rank in ranks},
+        lag=random.choice((0.0, 0.005, 0.02)), requests=random.randint(3, 5), concurrency=random.randint(1, 3),
+        cancel=0.0 if calm else random.choice((0.0, 0.2, 0.5)), unable=0.0 if calm else random.choice((0.0, 0.0, 0.15)),
+        disturb=0.0 if calm else random.choice((0.0, 0.3)), fate=fate, victim=random.choice(others) if fate else 0,
+    )  # fmt: skip
+
+
+def _faults(random: Random, seed: int) -> Faults:
+    failing = random.choice((0.0, 0.0, 0.0, 0.1, 0.3))
+    return Faults(seed=seed, delayed=random.choice((0.0, 0.2)), failing=failing, delay=(0.001, 0.02))
+
+
+def _hostility(random: Random) -> Hostility:
+    if random.random() < 0.5:
+        return HONEST
+    return Hostility(
+        delay=random.choice((0.0, 0.003, 0.02)), vanished=random.choice((0.0, 0.1)),
+        **{name: random.choice((0.0, 0.0, 0.1)) for name in ("unavailable", "failed", "wrong", "short", "empty")},
+    )  # fmt: skip
+
+
+def _config(random: Random, calm: bool) -> CacheConfig:
+    """In a calm world all is stored and found again."""
+    device, host = random.choice((7, 8, 10)), random.choice((0, 8, 24, 24))
+    more: dict[str, Any] = {
+        "layers": random.choice((1, 1, 2)), "stored": bool(host) and random.random() < 0.85,
+        "write_policy": random.choice((*[WritePolicy.WRITE_THROUGH] * 3, *WritePolicy)),
+        "prefetch_policy": random.choice(list(PrefetchPolicy)), "prefetch_timeout_base": 0.05, "prefetch_quota": 1.0,
+        "load_back_threshold": random.choice((0, 0, 8)), "max_backup_ops": random.choice((1, 4, 256)),
+        "window": random.choice((3, 6, 10)), "close_deadline": 20.0,
+    }  # fmt: skip
+    if calm:
+        more |= {"write_policy": WritePolicy.WRITE_THROUGH, "prefetch_policy": PrefetchPolicy.WAIT_COMPLETE,
+                 "load_back_threshold": 0, "backup_quota": 1.0}  # fmt: skip
+    kind = random.choice(("full", "mla", "window", "window", "state", "all", "all", "deepseek"))
+    if kind == "deepseek":
+        return deepseek(device, host, **more)
+    if kind in ("window", "all"):
+        more["swa"] = random.choice((7, device))
+    if kind in ("state", "all"):
+        more["mamba"] = random.choice((6, 10))
+    if kind == "mla" or random.random() < 0.15:
+        more["replicated"] = random.choice((Replicated.TP, Replicated.TP, Replicated.TP_CP))
+    if kind == "all" or random.random() < 0.2:
+        more["sidecars"] = _sidecars(random, [name for name in ("full", "swa", "mamba") if name in ("full", *more)])
+    return settings(device, host, **more)
+
+
+def _sidecars(random: Random, sources: list[str]) -> tuple[Sidecar, ...]:
+    sidecars = []
+    for number in range(random.randint(1, 2)):
+        sidecars.append(Sidecar(name=f"side{number}", indices_from=random.choice(sources), bytes_per_page=6,
+                                layers=random.choice((1, 2)), replicated=random.choice(list(Replicated))))  # fmt: skip
+        sources.append(f"side{number}")
+    return tuple(sidecars)
+
+
+# the world
+
+
+class RandomWorld:
+    """``said``: texts that were served, which others begin like."""
+
+    def __init__(self, loop: SimulatedLoop, climate: Climate) -> None:
+        self.loop = loop
+        self.climate = climate
+        self.random = loop.entropy("world")
+        self.report = Report(climate)
+        self.said: list[tuple[str | None, list[int]]] = [(None, [])]
+        self.published: list[tuple[str | None, list[int]]] = []
+        self.struck: float | None = None
+        self.states = any(type(part).__name__ == "Mamba" for part in climate.config.components)
+        self.world = GroupWorld(
+            loop, climate.topology, climate.config, own=climate.own, shared=climate.shared, faults=climate.faults,
+            hostile=climate.hostility, delays=climate.delays, timeout=TIMEOUT, lag=climate.lag,
+        )  # fmt: skip
+
+    async def run(self) -> Report:
+        """Two groups, if there are stores that remember what the first one computed."""
+        climate, met = self.climate, self.report.met
+        met.update(component.kind.name for component in climate.config.core().components)
+        met.update(name for name in ("tp", "cp", "pp") if getattr(climate.topology, name) > 1)
+        met[f"{climate.topology.ranks} ranks"] = met["calm" if climate.calm else "rough"] = 1
+        met["no worker at the head"] = climate.own is None
+        met["replicated"] = any(spec.replicated for spec in climate.config.pools())
+        met["sidecars"] = len(climate.config.sidecars)
+        met["logical"] = not climate.config.pools()[0].bytes_per_page
+        await self._live(climate.fate)
+        if climate.config.stores:
+            met["shared store" if climate.shared else "own stores"] = 1
+            await self._live("")
+        await self.world.aclose()
+        self.report.verified = self.world.verified
+        if climate.shared:
+            assert all(len(ranks) == 1 for ranks in self.world.writers.values()), "two ranks wrote one page"
+        return self.report
+
+    async def _live(self, fate: str) -> None:
+        """One group, from the first request to the last."""
+        world = self.world
+        world.begin()
+        before = asyncio.all_tasks()
+        self.struck = None
+        striking: asyncio.Task[None] | None = None
+        try:
+            async with world.cache as cache:
+                world.run()
+                if fate:
+                    striking = self.loop.create_task(self._strike(fate))
+                elif self.published:
+                    await self._find_again()
+                await self._requests()
+                if striking is not None:
+                    await striking
+                    await self._until_closed()
+                await cache.flush(timeout=600.0)
+                self._note_end()
+                await self._all_batches()
+                core = cache.core
+                audit.check(core, idle=not core.world.ledger.ops)
+                assert not core.active_leases()
+                assert not core.active_fetches()
+        except RankFailure as error:
+            self._check_told(error)
+            await self._aftermath(striking)
+        else:
+            assert not fate, "nobody was told of the accident"
+            assert all(process.failure is None for process in world.group.processes.values())
+        await world.ended()
+        assert asyncio.all_tasks() <= before, "a task outlives the group"
+
+    async def _all_batches(self) -> None:
+        """Engines end what they were told of before the cache is closed, as most do."""
+        last = self.world.cache.send_batch(Task(None, [], {name: [] for name in self.world.names}, 0, -1, -1).payload())
+        await self.world.cache.batch_ended(last)
+
+    def _note_end(self) -> None:
+        statistics, met = self.world.cache.statistics(), self.report.met
+        stages = statistics.stages
+        met["copy failed"] += stages["backup_host"].errors + stages["load_back"].errors
+        met["store failed"] += stages["backup_storage"].errors + stages["prefetch"].errors
+        met["backup dropped"] += statistics.dropped_backups
+        met["lost pages"] += statistics.core.lost_pages
+        met.update({f"prefetch {name}": count for name, count in statistics.prefetches.items()})
+
+    async def _find_again(self) -> None:
+        """In a calm world all of a text that the last group published is in the stores."""
+        if not self.climate.calm or self.states or self.report.met["backup dropped"] or self.report.met["lost pages"]:
+            return
+        space, text = self.published[-1]
+        prompt = [*text[: len(text) // PAGE * PAGE], 7]
+        handle = self.world.cache.prefetch(prompt, extra_key=space)
+        await handle
+        cached = await self.world.serve(prompt, space, prefetch=handle)
+        assert cached == len(prompt) - 1, f"{cached} of {len(text)} tokens were found again"
+        self.report.met["found again"] += 1
+
+    # accidents
+
+    async def _strike(self, fate: str) -> None:
+        await asyncio.sleep(self.random.random() * 0.1)
+        self.struck = self.loop.time()
+        FATES[fate].strike(self.world, self.climate.victim)
+        self.report.met[fate] += 1
+
+    async def _until_closed(self) -> None:
+        """Some accidents show when a worker is asked for something the next time."""
+        number = 9
+        while self.world.cache.closed is None:
+            await self.world.serve([number := number + 1] * 2 * PAGE, "after")
+            await self.world.push_out(3)
+            await self.world.cache.flush()
+            await asyncio.sleep(0.1)
+
+    def _check_told(self, error: RankFailure) -> None:
+        fate = FATES.get(self.climate.fate)
+        assert fate is not None, f"nothing had happened: {error}"
+        assert self.struck is not None, f"nothing had happened yet: {error}"
+        assert error.rank == self.climate.victim or fate.all, error
+        assert fate.reason in error.reason, error
+
+    async def _aftermath(self, striking: asyncio.Task[None] | None) -> None:
+        """The group is over, and everybody knows: the cache closed in its time, all processes end by themselves."""
+        assert striking is not None
+        assert self.struck is not None
+        await striking
+        fate, victim = FATES[self.climate.fate], self.climate.victim
+        assert self.loop.time() - self.struck <= 2 * TIMEOUT + 3.0, "it took too long"
+        if fate.silences:
+            self.world.process(victim).task.cancel()
+            await asyncio.wait([self.world.process(victim).task])
+        for rank, process in self.world.group.processes.items():
+            await asyncio.wait([process.task])
+            if rank != victim and not fate.all:
+                failure = process.failure
+                assert isinstance(failure, RankFailure), f"rank {rank} was not told"
+                assert failure.rank == victim, failure
+        audit.check(self.world.cache.core)
+        assert not self.world.cache.core.active_leases()
+
+    # requests
+
+    async def _requests(self) -> None:
+        running: set[asyncio.Task[None]] = set()
+        failed: list[BaseException] = []
+        for number in range(self.climate.requests if not self.published else 2):
+            if len(running) >= self.climate.concurrency:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                failed += self._ends(done)
+            running.add(self._begin(number))
+            if self.random.random() < self.climate.disturb:
+                running.add(self.loop.create_task(self._disturb(), name=f"disturbance {number}"))
+            await asyncio.sleep(self.random.choice((0.0, 0.001, 0.02)))
+        while running:
+            done, running = await asyncio.wait(running)
+            failed += self._ends(done)
+        if failed:
+            raise failed[0]
+
+    def _begin(self, number: int) -> asyncio.Task[None]:
+        random = self.loop.entropy(f"request {number} at {self.loop.time()}")
+        task = self.loop.create_task(Request(self, random).run(), name=f"request {number}")
+        if self.random.random() < self.climate.cancel:
+            self.loop.cancel_at(task, self.random.randint(1, 30))
+        return task
+
+    def _ends(self, done: set[asyncio.Task[None]]) -> list[BaseException]:
+        failed = []
+        for task in done:
+            if task.cancelled():
+                self.report.met["cancelled"] += 1
+            elif (error := task.exception()) is not None:
+                if isinstance(error, RankFailure):
+                    self._check_told(error)
+                failed.append(error)
+        return failed
+
+    async def _disturb(self) -> None:
+        """What else may be asked of a cache at any time."""
+        cache, random = self.world.cache, self.random
+        what = random.choice(("invalidate", "flush", "keep", "match", "prefetch", "guest", "guest", "reset"))
+        self.report.met[what] += 1
+        space, text = random.choice(self.said)
+        match what:
+            case "invalidate":
+                await cache.invalidate(random.choice((None, "tenant")))
+            case "flush":
+                await cache.flush()
+            case "keep":
+                await cache.keep(text or [0], ttl=0.1, extra_key=space)
+                await asyncio.sleep(0.1)
+            case "match":
+                await cache.match(text or [0], extra_key=space)
+                cache.statistics()
+            case "prefetch":
+                handle = cache.prefetch(text or [0], extra_key=space)
+                await asyncio.sleep(random.random() * 0.02)
+                handle.cancel()
+                await handle
+            case "reset":
+                await self._unless_unavailable(cache.reset())
+            case "guest":
+                if self.climate.config.pools()[0].host_pages:
+                    await self._guest(random)
+
+    async def _guest(self, random: Random) -> None:
+        """A store comes, or goes; somebody else may be at it."""
+        cache = self.world.cache
+        try:
+            if "guest" in cache.stores:
+                await cache.detach_storage("guest", drain=random.choice((True, False)))
+                self.report.met["detached"] += 1
+            else:
+                write, promote = random.choice(("yes", "yes", "no")), random.choice(("yes", "no"))
+                options = {"name": "guest", "write": write, "promote": promote}
+                await cache.attach_storage(GUEST, options=options, position=random.choice((None, 0)),
+                                           backfill=random.random() < 0.5)  # fmt: skip
+                self.report.met["attached"] += 1
+        except ConfigError as error:
+            if "guest" not in str(error):  # the name is taken, or it was detached meanwhile
+                raise
+            self.report.met["two at a store"] += 1
+
+    async def _unless_unavailable(self, work: Any) -> None:
+        try:
+            await work
+        except RankFailure:
+            raise
+        except AsyncCacheError:
+            assert not self.climate.calm
+            self.report.met["unavailable"] += 1
+
+
+class Request:
+    """One request, from its arrival to its end, as often as loads fail."""
+
+    def __init__(self, owner: RandomWorld, random: Random) -> None:
+        self.owner = owner
+        self.world = owner.world
+        self.cache = owner.world.cache
+        self.random = random
+        self.met = owner.report.met
+        self.space, known = random.choice(owner.said[-5:])
+        if random.random() < 0.2:
+            self.space = random.choice((None, "tenant"))
+        fresh = [random.randrange(3) for _ in range(random.randint(1, 4 * PAGE))]
+        kept = random.choice((len(known), random.randint(0, len(known))))
+        self.prompt = (known[:kept] + fresh)[: 5 * PAGE]
+        self.new = random.choice((0, 0, random.randint(1, PAGE)))
+
+    async def run(self) -> None:
+        """Serve it.
+
+        Raises:
+            AsyncCacheError: the group has failed.
+            AssertionError: it was not served.
+        """
+        handle = self.cache.prefetch(self.prompt, extra_key=self.space) if self.random.random() < 0.5 else None
+        try:
+            for _ in range(ATTEMPTS):
+                if await self._attempt(handle):
+                    return
+                handle = None
+            raise AssertionError(f"not served in {ATTEMPTS} attempts: {self.cache!r}")
+        except CacheFull:
+            self.met["full"] += 1
+        except TimeoutError:
+            self.met["timeout"] += 1
+        except BatchFailed as error:
+            if set(error.reasons.values()) != {CANNOT}:
+                raise
+            self.met["batch failed"] += 1
+        finally:
+            if handle is not None:
+                handle.cancel()
+
+    async def _attempt(self, handle: Any) -> bool:
+        random = self.random
+        if handle is not None and random.random() < 0.5:
+            await handle
+        lease = self.cache.lease(
+            self.prompt, new_tokens=self.new, extra_key=self.space, prefetch=handle, wait=random.random() < 0.9,
+            timeout=random.choice((None, None, None, 1.0)),
+        )  # fmt: skip
+        async with lease:
+            hits = lease.hits
+            self.met.update({"device hit": hits.device, "host hit": hits.host, "storage hit": hits.storage})
+            last = self._send(lease, self.prompt, lease.cached, first=True)
+            try:
+                last = await self._serve(lease, last)
+            except LoadFailed:
+                self.met["load failed"] += 1
+                return False
+            finally:
+                lease.release(after=last, ended=random.random() < 0.2)
+        self.met["served"] += 1
+        return True
+
+    async def _serve(self, lease: Lease, last: int) -> int:
+        """The prompt, and then perhaps some tokens more; the last batch that reads the pages."""
+        await self._publish(lease, self.prompt, last)
+        if self.new:
+            text = self.prompt + [self.random.randrange(3) for _ in range(self.new)]
+            last = self._send(lease, text, len(self.prompt), first=False)
+            if self.random.random() < 0.7:
+                lease.adopt(after=last)
+            if self.random.random() < 0.5:
+                lease.advance(len(text), after=last)
+            await self._publish(lease, text, last)
+            self.owner.said.append((self.space, text))
+        return last
+
+    def _send(self, lease: Lease, text: list[int], cached: int, *, first: bool) -> int:
+        unable = []
+        if self.random.random() < self.owner.climate.unable:
+            unable = [self.random.randrange(self.owner.climate.topology.ranks)]
+        task = task_for(lease, self.space, text, self.world.names)
+        if not first:
+            task = task._replace(cached=cached, state=-1)
+        self.fails = bool(unable)
+        return self.cache.send_batch(task._replace(unable=unable).payload(), [lease])
+
+    async def _publish(self, lease: Lease, text: list[int], number: int) -> None:
+        """Not before it is known that all engines could run it, or with their event."""
+        await lease.loaded()
+        waits = self.fails or self.random.random() < 0.2
+        if waits:
+            await self.cache.batch_ended(number)
+        whole = len(text) % PAGE == 0 and len(lease.states) > 1
+        checkpoint = (len(text), int(lease.states[-1])) if whole else None
+        await lease.commit(text, ready=None if waits else number, checkpoint=checkpoint)
+        self.owner.said.append((self.space, text))
+        if len(text) > PAGE:
+            self.owner.published.append((self.space, text))

@@ -1,0 +1,97 @@
+"""The engine of one rank in a simulated world: batches in the order in which the head sent them, on one stream.
+
+As on a GPU, the host runs ahead of the stream. It ends a batch by an event before the work is done, or, if it is slow,
+some time later, or without an event when the work is over. The stream does the work in order: it waits for the batch's
+loads, takes its time, reads what is called cached and writes the rest. So a copy or another request that does not wait
+for the event finds the page as it was, and a page that is given away too early is found overwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from asynccache.errors import CopyFailed, RankFailure
+from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
+from asynccache.worker import EngineBatch, RankWorker
+from tests.group.engine_bytes import EngineBytes, task_of
+
+CANNOT = "the model raised"
+
+
+class RankEngine:
+    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work. ``verified``: as of
+    ``EngineBytes``."""
+
+    def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
+        self.rank = face.rank
+        self.failures: list[BaseException] = []
+        self._face = face
+        self._device = device
+        self._random = random
+        self._lag = lag
+        self._bytes = EngineBytes(face.pools, face.config, face.topology.place(face.rank))
+        self._works: set[asyncio.Task[None]] = set()
+        self._last: SimulatedGate | None = None
+
+    @property
+    def verified(self) -> int:
+        return self._bytes.verified
+
+    async def run(self) -> None:
+        """Until the cache is closed, or the group has failed; then the stream is empty, too."""
+        try:
+            async for batch in self._face:
+                await self._take(batch)
+        except RankFailure:
+            pass
+        while self._works:
+            await asyncio.wait(self._works)
+
+    async def _take(self, batch: EngineBatch) -> None:
+        if self.rank in task_of(batch.payload).unable:
+            batch.fail(CANNOT)
+            return
+        gate = self._device.gate()
+        loop = asyncio.get_running_loop()
+        loads = loop.create_task(self._arrived(batch), name="loads") if batch.loads else None
+        work = loop.create_task(self._work(batch, loads, self._last, gate), name="stream")
+        self._works.add(work)
+        work.add_done_callback(self._works.discard)
+        self._last = gate
+        style = self._random.random()
+        if style < 0.5:
+            batch.end(gate)
+        elif style < 0.8:
+            await asyncio.sleep(self._pause())
+            batch.end(gate)
+        else:
+            await asyncio.wait([work])
+            batch.end()
+
+    async def _work(
+        self, batch: EngineBatch, loads: asyncio.Task[bool] | None, before: SimulatedGate | None, gate: SimulatedGate
+    ) -> None:
+        if before is not None:
+            await before.wait()
+        try:
+            task = task_of(batch.payload)
+            there = loads is None or await loads
+            await asyncio.sleep(self._pause())
+            if there:
+                self._bytes.verify(task)
+                self._bytes.write(task)
+        except Exception as error:
+            self.failures.append(error)
+        gate.open()
+
+    async def _arrived(self, batch: EngineBatch) -> bool:
+        """Whether its loads have come. If not the head hears of it too, and takes nothing for computed."""
+        try:
+            await self._face.layer(batch, self._face.layers - 1)
+        except (CopyFailed, RankFailure):
+            return False
+        return True
+
+    def _pause(self) -> float:
+        return self._random.random() * self._lag

@@ -1,0 +1,71 @@
+"""Accidents that a rank of a simulated group may have, and what the others are told then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from asynccache.core.plan import Status
+from asynccache.worker import messages as m
+
+if TYPE_CHECKING:
+    from tests.group.group_kit import GroupWorld
+
+
+class Fate(NamedTuple):
+    """``strike``: has it happen to a rank. ``reason``: is in what is told. ``silences``: the process knows nothing of
+    it. ``all``: it happens to all ranks at once. ``needs_host``: it shows where something is copied."""
+
+    strike: Callable[[GroupWorld, int], None]
+    reason: str
+    silences: bool = False
+    all: bool = False
+    needs_host: bool = False
+
+
+def kill(world: GroupWorld, rank: int) -> None:
+    world.process(rank).kill()
+
+
+def silence(world: GroupWorld, rank: int) -> None:
+    world.process(rank).link.fall_silent()
+
+
+def raise_at_effects(world: GroupWorld, rank: int) -> None:
+    local = world.process(rank).serving.performer.local
+    assert local is not None
+
+    def broken(*_: object) -> None:
+        raise OSError("the driver is gone")
+
+    local.mover.backup = broken  # type: ignore[assignment]
+    local.mover.load = broken  # type: ignore[assignment]
+
+
+def cut_soon(world: GroupWorld, rank: int) -> None:
+    link = world.process(rank).link.peer
+    link.cut_at = link.frames + 2
+
+
+def babble(world: GroupWorld, rank: int) -> None:
+    world.process(rank).link.send(b"\x93\x01\x02\xc1")
+
+
+def say_nonsense(world: GroupWorld, rank: int) -> None:
+    world.process(rank).serving._tell(m.Ended(999_999, Status.DONE))
+
+
+def cut_all(world: GroupWorld, rank: int) -> None:
+    for process in world.group.processes.values():
+        process.link.cut()
+
+
+FATES: dict[str, Fate] = {
+    "killed": Fate(kill, "closed the connection"),
+    "silent": Fate(silence, "was silent for 3 s", silences=True),
+    "an effect raises": Fate(raise_at_effects, "the driver is gone", needs_host=True),
+    "the link is cut in the middle of a sequence": Fate(cut_soon, "closed the connection"),
+    "malformed": Fate(babble, "sent what is no message"),
+    "nonsense": Fate(say_nonsense, "ended operation 999999"),
+    "all links are cut": Fate(cut_all, "closed the connection", all=True),
+}

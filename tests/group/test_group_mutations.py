@@ -1,0 +1,370 @@
+"""Each law of a group is broken once, and random worlds notice: so they can fail.
+
+A mutation replaces one function of the real code. ``noticed`` plays worlds in which the law matters until one of them
+fails. The seed at which it was noticed when this was written comes first, so that most tests play one world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from asynccache.core.plan import BackupHost, Outcome, Status
+from asynccache.runtime.engine import Engine
+from asynccache.storage.contract import Result
+from asynccache.testing.simulated_links import SimulatedLink
+from asynccache.worker import fold
+from asynccache.worker import messages as m
+from asynccache.worker.contract import Work
+from asynccache.worker.group import GroupBatch, WorkerGroup
+from asynccache.worker.performing import Performer
+from asynccache.worker.sent import SentBatches
+from asynccache.worker.stages import writing
+from tests.group.random_worlds import Climate, draw, play
+
+Patch = pytest.MonkeyPatch
+MOST = 60
+
+
+class Mutation(NamedTuple):
+    """``breaks``: replaces what keeps the law. ``seed``: a world that notices. ``matters``: in which worlds it can be
+    noticed."""
+
+    breaks: Callable[[Patch], None]
+    seed: int = 0
+    matters: Callable[[Climate], bool] = lambda climate: climate.topology.ranks > 1
+
+
+def noticed(mutation: Mutation, patch: Patch) -> int:
+    """The seed of the first world that fails."""
+    for seed in (mutation.seed, *range(2000)):
+        if not mutation.matters(draw(seed)):
+            continue
+        with patch.context() as broken:
+            mutation.breaks(broken)
+            try:
+                play(seed)
+            except (Exception, ExceptionGroup):
+                return seed
+        TRIED.append(seed)
+        if len(TRIED) > MOST:
+            break
+    raise AssertionError(f"nobody noticed in {len(TRIED)} worlds")
+
+
+TRIED: list[int] = []
+
+
+# one outcome
+
+
+def one_done_is_done(patch: Patch) -> None:
+    """An operation is DONE, and its slots are free, when the first worker says so."""
+    plain = WorkerGroup._ended
+
+    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
+        one = self._open.get(news.op)
+        if one is not None and news.status is Status.DONE and len(one.left) > 1 and self._reports is not None:
+            if not hasattr(self, "early"):
+                self.early = set[int]()  # type: ignore[attr-defined]
+            if news.op not in self.early:  # type: ignore[attr-defined]
+                self.early.add(news.op)  # type: ignore[attr-defined]
+                self._reports.ended(Outcome(news.op, Status.DONE))
+            one.left.discard(rank)
+            return
+        early = news.op in getattr(self, "early", ())
+        reports, self._reports = self._reports, self._reports._replace(ended=lambda _: None) if early else self._reports
+        plain(self, rank, news)
+        self._reports = reports
+
+    patch.setattr(WorkerGroup, "_ended", ended)
+
+
+def failures_are_forgotten(patch: Patch) -> None:
+    """An operation that failed on one worker is DONE when all have let go."""
+    plain = WorkerGroup._close_op
+
+    def close_op(self: WorkerGroup, op: int, done: Any) -> None:
+        plain(self, op, done._replace(failed=set()))
+
+    patch.setattr(WorkerGroup, "_close_op", close_op)
+
+
+def one_failure_ends_it(patch: Patch) -> None:
+    """An operation is over, and its slots are free, when the first worker fails, though others are still at it."""
+    plain = WorkerGroup._ended
+
+    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
+        gone: set[int] = self.__dict__.setdefault("gone", set())
+        if news.op in gone:
+            return
+        one = self._open.get(news.op)
+        if one is not None and news.status is not Status.DONE:
+            gone.add(news.op)
+            one.left.clear()
+            one.left.add(rank)
+        plain(self, rank, news)
+
+    patch.setattr(WorkerGroup, "_ended", ended)
+
+
+def outcomes_of_another_number(patch: Patch) -> None:
+    """What a worker says of an operation that it ended a moment ago is taken for the next one's."""
+    plain = Performer._ended
+    last: dict[int, int] = {}
+
+    def ended(self: Performer, outcome: Outcome) -> None:
+        before, last[id(self)] = last.get(id(self)), outcome.op
+        plain(self, outcome)
+        if before is not None and before != outcome.op and self._loop.time() % 1 < 0.2:
+            self._tell(m.Ended(before, outcome.status))
+
+    patch.setattr(Performer, "_ended", ended)
+
+
+# the fold of answers
+
+
+def any_has_it(patch: Patch) -> None:
+    """A page is there if one worker has it."""
+
+    def best(answers: Sequence[bytes]) -> bytes:
+        shortest = min(map(len, answers))
+        return bytes(
+            Result.HIT if any(answer[i] == Result.HIT for answer in answers) else answers[0][i] for i in range(shortest)
+        )
+
+    patch.setattr(fold, "worst", best)
+
+
+def one_is_asked(patch: Patch) -> None:
+    """What the first worker says of pages stands for all."""
+    patch.setattr(fold, "worst", lambda answers: answers[0])
+
+
+# order
+
+
+def sent_after_an_await(patch: Patch) -> None:
+    """Effects go to the links some turns after the core's call."""
+    plain = WorkerGroup.perform
+    random = Random(1)
+
+    def perform(self: WorkerGroup, work: Work) -> None:
+        asyncio.get_running_loop().call_later(random.random() * 0.002, plain, self, work)
+
+    patch.setattr(WorkerGroup, "perform", perform)
+
+
+def frames_overtake(patch: Patch) -> None:
+    """A frame may come before one that was sent earlier."""
+    plain = SimulatedLink._arrive
+    random = Random(1)
+
+    def arrive(self: SimulatedLink) -> None:
+        self._under_way.rotate(random.randrange(len(self._under_way) or 1))
+        plain(self)
+
+    patch.setattr(SimulatedLink, "_arrive", arrive)
+
+
+# the engine's batches
+
+
+def over_on_one(patch: Patch) -> None:
+    """A batch is over when the first worker says so."""
+
+    counts: dict[int, int] = {}
+    plain = GroupBatch.__init__
+
+    def begin(self: GroupBatch, number: int, ranks: set[int]) -> None:
+        plain(self, number, ranks)
+        counts[id(self)] = len(ranks)
+
+    def is_over(self: GroupBatch) -> bool:
+        return not self.left or len(self.left) < counts[id(self)]
+
+    patch.setattr(GroupBatch, "__init__", begin)
+    patch.setattr(GroupBatch, "done", is_over)
+    plain_over = WorkerGroup._over
+
+    def over(self: WorkerGroup, rank: int, news: m.Over) -> None:
+        kept = self._batches.get(news.number)
+        if kept is not None and len(kept.left) > 1:
+            kept.left.discard(rank)
+        else:
+            plain_over(self, rank, news)
+
+    patch.setattr(WorkerGroup, "_over", over)
+
+
+def copies_wait_for_no_batch(patch: Patch) -> None:
+    """A worker copies at once, whatever the head has listed."""
+    patch.setattr(Performer, "_must_wait", lambda self, order: False)
+    patch.setattr(SentBatches, "events", lambda self, numbers: [])
+
+
+def a_batch_without_an_event_is_over(patch: Patch) -> None:
+    """A worker does not wait for the events of batches that its engine has not ended yet."""
+    patch.setattr(SentBatches, "lacks_event", lambda self, numbers: False)
+
+
+def backups_name_no_batch(patch: Patch) -> None:
+    """The head lists no batch for what a commit has published."""
+    plain = Engine._before
+    patch.setattr(Engine, "_before", lambda self, e: () if isinstance(e, BackupHost) else plain(self, e))
+
+
+def failed_copies_are_forgotten(patch: Patch) -> None:
+    """Private copies of a load that failed on this worker are made, and engines compute on it."""
+
+    def ended(self: Performer, outcome: Outcome) -> None:
+        self._tell(m.Ended(outcome.op, outcome.status))
+
+    patch.setattr(Performer, "_ended", ended)
+
+
+# which replica writes
+
+
+def one_replica_writes_everywhere(patch: Patch) -> None:
+    """Of pages that ranks hold alike the first writes, also where each has a store of its own."""
+
+    async def put(self: Any, part: Sequence[Any]) -> None:
+        ours = [page for page in part if page.ours]
+        for page in part:
+            if not page.ours:
+                self.left[page.op] -= 1
+        if ours:
+            await self._put_in(ours, shared=True)
+
+    patch.setattr(writing._Batch, "_put", put)
+
+
+def every_replica_writes(patch: Patch) -> None:
+    """All write pages that they hold alike, to the store that they share, too."""
+
+    async def put(self: Any, part: Sequence[Any]) -> None:
+        await self._put_in(part, shared=True)
+
+    patch.setattr(writing._Batch, "_put", put)
+
+
+def a_backup_to_storage_loses_its_last_page(patch: Patch) -> None:
+    """Not all that the head names is written."""
+    plain = writing._Batch._pages
+
+    def pages(self: Any, pools: Any) -> Any:
+        found = list(plain(self, pools))
+        for page in found[-1:]:
+            self.left[page.op] -= 1
+        return iter(found[:-1])
+
+    patch.setattr(writing._Batch, "_pages", pages)
+
+
+# prefetches
+
+
+def windows_need_not_be_whole(patch: Patch) -> None:
+    """What came of a window is taken, also where a page of it did not."""
+    plain = WorkerGroup.read
+
+    async def read(self: WorkerGroup, reads: Sequence[Any], *, run: bool) -> list[bytes]:
+        answers = await plain(self, reads, run=run)
+        return answers if run else [bytes([Result.HIT]) * len(answer) for answer in answers]
+
+    patch.setattr(WorkerGroup, "read", read)
+
+
+def pools_are_not_aligned(patch: Patch) -> None:
+    """What follows FULL is taken for read as far as FULL was."""
+    plain = WorkerGroup.read
+
+    async def read(self: WorkerGroup, reads: Sequence[Any], *, run: bool) -> list[bytes]:
+        answers = await plain(self, reads, run=run)
+        return [answers[0]] + [bytes([Result.HIT]) * len(answers[0]) for _ in answers[1:]] if run else answers
+
+    patch.setattr(WorkerGroup, "read", read)
+
+
+# the end
+
+
+def nobody_is_told(patch: Patch) -> None:
+    """Who waits for an answer is not told that the group has failed."""
+
+    def fail(self: WorkerGroup, failure: Any) -> None:
+        if self.failure is None:
+            self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
+            self._wire.flush()
+            self.failure = failure
+
+    patch.setattr(WorkerGroup, "_fail", fail)
+
+
+def the_others_are_not_told(patch: Patch) -> None:
+    """The other workers do not hear who has failed, and why."""
+    plain = WorkerGroup._fail
+
+    def fail(self: WorkerGroup, failure: Any) -> None:
+        links, self._wire.links = self._wire.links, []
+        plain(self, failure)
+        self._wire.links = links
+
+    patch.setattr(WorkerGroup, "_fail", fail)
+
+
+def has_fate(climate: Climate) -> bool:
+    return bool(climate.fate) and climate.topology.ranks > 2
+
+
+def replicated_in(climate: Climate, *, shared: bool) -> bool:
+    alike = any(spec.replicated for spec in climate.config.pools())
+    return alike and climate.topology.tp > 1 and climate.shared is shared and bool(climate.config.stores)
+
+
+def stored(climate: Climate) -> bool:
+    return climate.topology.ranks > 1 and bool(climate.config.stores)
+
+
+def follows(climate: Climate) -> bool:
+    return stored(climate) and len(climate.config.pools()) > 1
+
+
+MUTATIONS = {
+    "done when one is": Mutation(one_done_is_done, 13),
+    "failed on one is done": Mutation(failures_are_forgotten, 1),
+    "free before all have let go": Mutation(one_failure_ends_it, 1),
+    "an outcome of another number": Mutation(outcomes_of_another_number, 1),
+    "any worker's page is a hit": Mutation(any_has_it, 4, matters=stored),
+    "one replica is asked": Mutation(one_is_asked, 4, matters=stored),
+    "sent after an await": Mutation(sent_after_an_await),
+    "frames overtake": Mutation(frames_overtake, 1),
+    "over on one": Mutation(over_on_one, 2),
+    "copies wait for no batch": Mutation(copies_wait_for_no_batch, 2),
+    "no event is over": Mutation(a_batch_without_an_event_is_over, 10),
+    "backups name no batch": Mutation(backups_name_no_batch),
+    "failed copies forgotten": Mutation(failed_copies_are_forgotten),
+    "one replica writes to own stores": Mutation(
+        one_replica_writes_everywhere, matters=lambda c: c.calm and replicated_in(c, shared=False)
+    ),
+    "every replica writes to a shared store": Mutation(
+        every_replica_writes, matters=lambda c: replicated_in(c, shared=True)
+    ),
+    "a page is not written": Mutation(a_backup_to_storage_loses_its_last_page, matters=lambda c: c.calm and stored(c)),
+    "windows need not be whole": Mutation(windows_need_not_be_whole, matters=follows),
+    "pools are not aligned": Mutation(pools_are_not_aligned, matters=follows),
+    "nobody is told of the end": Mutation(nobody_is_told, matters=has_fate),
+    "the others are not told": Mutation(the_others_are_not_told, matters=has_fate),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_law_that_is_broken_is_noticed(name: str, monkeypatch: Patch) -> None:
+    TRIED.clear()
+    noticed(MUTATIONS[name], monkeypatch)

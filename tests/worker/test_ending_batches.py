@@ -1,0 +1,105 @@
+"""Batches are ended once, from any thread, and a worker that is closed says so, whatever it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from asynccache import ConfigError, CopyFailed, RankFailure
+from asynccache.core.plan import LoadBack, Move, Status
+from asynccache.worker import messages as m
+from asynccache.worker.layout import FULL
+from tests.worker.test_waiting_threads import Opened, opened
+
+
+def overs(worker: Opened) -> list[m.Message]:
+    return [message for message in worker.told if isinstance(message, m.Over)]
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_is_refused() -> None:
+    """Also before the loop has had a turn to take note of the first."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        told: list[BaseException] = []
+
+        def end_twice() -> None:
+            for end in (batch.end, batch.end, lambda: batch.fail("no"), lambda: worker.face.end_batch(1)):
+                try:
+                    end()
+                except ConfigError as error:
+                    told.append(error)
+
+        thread = threading.Thread(target=end_twice)
+        thread.start()
+        thread.join()  # the loop waits: no callback of it runs meanwhile
+        assert [str(error) for error in told] == ["batch 1 was ended before"] * 3
+        assert not overs(worker)
+        await asyncio.sleep(0.01)
+        assert overs(worker) == [m.Over(1, "")]
+        assert await worker.face.heard(1) is None
+
+
+@pytest.mark.asyncio
+async def test_a_copy_waits_for_a_batch_that_is_ended_in_a_thread_until_the_loop_knows_its_event() -> None:
+    """From when a thread has ended it, nobody may take it for over."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        thread = threading.Thread(target=batch.end)
+        thread.start()
+        thread.join()
+        assert worker.performer.batches.lacks_event((1,))
+        await asyncio.sleep(0.01)
+        assert not worker.performer.batches.lacks_event((1,))
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_is_closed_says_so_whatever_its_engine_asks() -> None:
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        await worker.performer.aclose(1.0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            worker.face.wait_layers(worker.stream, batch, 0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            await worker.face.layer(batch, 0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            batch.end(worker.stream.record())
+        batch.end()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_load_that_is_held_is_told_when_the_worker_is_closed() -> None:
+    async with opened() as worker:
+        first = worker.loaded(1)
+        second = worker.loaded(2, after=(1,))
+        waiting = asyncio.create_task(worker.face.layer(second, 0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "the load stands behind a batch without an event"
+        await worker.performer.aclose(1.0)
+        with pytest.raises(RankFailure, match="the worker is closed"):
+            async with asyncio.timeout(10):
+                await waiting
+        first.end()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None:
+    """It computes nothing on pages that never came; also if the head has heard of it before the engine asks."""
+    async with opened() as worker:
+        performer = worker.performer
+        asked = worker.loaded(1)
+        performer.batches.lose(1)
+        with pytest.raises(CopyFailed, match="a load that batch 1 needs has failed on rank 0"):
+            await worker.face.layer(asked, 0)
+        performer._failed.add(7)
+        slots = bytes(4)
+        performer.take(m.SendBatch(8, b"", (7,)))
+        performer.take(m.Forget(7))
+        performer.take(m.Load(LoadBack(9, (Move(FULL, slots, slots),))))
+        with pytest.raises(CopyFailed):
+            await worker.face.layer(performer.batches.find(8), 0)
+        performer.take(m.SendBatch(10, b"", (7,)))
+        await worker.face.layer(performer.batches.find(10), 0)
+        assert all(message.status is Status.DONE for message in worker.told if isinstance(message, m.Ended))
