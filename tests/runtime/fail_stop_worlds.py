@@ -565,8 +565,8 @@ async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:
         arming.enter_context(patch.object(Driver, "post", lambda driver, outcome: posts.take(driver, outcome)))
         async with asyncio.timeout(600), cache:
             arming.callback(setattr, posts, "held", None)
-            policy = parts(cache).core.world.policy
-            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(policy.now - touch)
+            recency = parts(cache).core.world.recency
+            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(recency.now - touch)
             try:
                 await play.scenario(Here(cache, config, device, backend, posts, loop, loop.entropy("scenario")))
             except (Injected, AsyncCacheError):
@@ -622,7 +622,7 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(CacheConfig, "core", small),
         patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
-        patch.object(eviction, "_SWEEP_FROM", 4 * steps), patch.object(slots, "_SHORT", 4),
+        patch.object(eviction, "_SLICE", 2), patch.object(slots, "_SHORT", 4),
         patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
