@@ -50,8 +50,8 @@ class Sample(NamedTuple):
 class Ages:
     """How long pages had not been used when they were evicted, in pages by seconds.
 
-    The stamps of the core are by a clock of their own, that of a trace perhaps: ``mark`` notes both, and between two marks
-    time is taken to have passed evenly.
+    The stamps of the core are by a clock of their own, that of a trace perhaps: ``mark`` notes both, and between two
+    marks time is taken to have passed evenly.
     """
 
     def __init__(self, recency: Recency, clock: Callable[[], float] = time.monotonic) -> None:

@@ -60,11 +60,14 @@ class Parts:
     ) -> None:  # fmt: skip
         settings = replace(config.core(), storage=False, publish=on_event is not None, remember=REMEMBERED)
         lockstep = _lockstep(ranks, pools)
+        if lockstep is not None:
+            settings = replace(settings, eviction="lru")  # p2c goes by the clock, which differs from rank to rank
         self.core = CacheCore(settings) if lockstep is None else recorded(settings, lockstep.record)
         self.worker = worker
         self.pools = Layout(pools)
         self.lookups = Lookups(self.core)
         self.driver = driver = Driver(self.core, lockstep or agreement)
+        driver.clock = asyncio.get_running_loop().time
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
         self.engine = Engine(worker, self.core, pools)

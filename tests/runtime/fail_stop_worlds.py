@@ -24,7 +24,7 @@ from asynccache import (
     Mamba,
     SlidingWindow,
 )
-from asynccache.core import backfilling, eviction, invalidation, slots, surveys, transfers
+from asynccache.core import backfilling, eviction, invalidation, reuse, slots, surveys, transfers
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
@@ -499,7 +499,7 @@ def drawn(seed: int) -> Play:
         "max_backup_ops": random.choice((1, 2, 256)), "load_back_threshold": random.choice((0, 0, 12)),
         "write_back_watermark": random.choice((0.1, 0.6)), "prefetch_quota": random.choice((0.3, 1.0)),
         "prefetch_policy": random.choice(("best_effort", "wait_complete", "timeout")),
-        "prefetch_timeout_base": 0.02, "aux_host": random.choice((0.3, 1, 2)),
+        "prefetch_timeout_base": 0.02, "aux_host": random.choice((0.3, 1, 2)), "eviction": ("lru", "p2c")[seed % 2],
     }  # fmt: skip
     faults = Faults(seed=seed, failing=random.choice((0.0, 0.0, 0.1, 0.4, 0.7)), delayed=0.2)
     hostility = Hostility(delay=random.choice((0.0, 0.001, 0.01, 0.05)), failed=random.choice((0.0, 0.1, 0.4)),
@@ -622,7 +622,8 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(CacheConfig, "core", small),
         patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
-        patch.object(eviction, "_SLICE", 2), patch.object(slots, "_SHORT", 4),
+        patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
+        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 2), patch.object(slots, "_SHORT", 4),
         patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
