@@ -314,13 +314,10 @@ class P2c(EvictionPolicy):
         if not node.used:
             return
         name, pages = node.name or self._name_of(parent, page), len(node.key) // self._page_bytes
-        if node.root.dead:
+        if node.root.dead or name in self._ghosts:
             self.curves.give_up(_CLASS[node.heat], node.used, now, pages * self._blocks)
             return
         ghost = Ghost(node.end, pages, node.heat, node.used)
-        before = self._ghosts.get(name)
-        if before is not None:
-            self._give_up(before, now)
         self._ghosts[name] = ghost
         self._fifo.append((name, ghost))
         self._held += pages
@@ -349,11 +346,9 @@ class P2c(EvictionPolicy):
         self.returned += ghost.pages * self._blocks
         node.heat = ghost.heat
         more = ghost.end - node.end
-        if more >= 0:
-            node.used = ghost.used
-            self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, more * self._blocks)
-        else:  # it is longer than what is remembered, so not all of it is used again
-            self.curves.use(_CLASS[ghost.heat], ghost.used, now, ghost.pages * self._blocks)
+        lost = more if more >= 0 else ghost.pages  # a longer node is not used again as a whole
+        node.used = ghost.used if more >= 0 else 0
+        self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, lost * self._blocks)
 
     def _name_of(self, parent: Node, page: bytes) -> int:
         """A number for the path that ends with ``page`` below ``parent``, the same for the same pages that begin

@@ -460,6 +460,19 @@ async def filling(here: Here) -> None:
     )
 
 
+async def learning(here: Here) -> None:
+    """More prompts than there is room for come back, after a short while or a long one, and go other ways then."""
+    for turn in range(6):
+        for seed in range(8):
+            await ask(here, text(1 + seed % 2, seed))
+            await asyncio.sleep(0.3 + seed % 3)
+        await ask(here, text(2, 1) + text(1, 100 + turn))
+        await ask(here, text(2, 3) + text(2, 100))
+        async with here.cache.lease(text(1, 0)):
+            await asyncio.sleep(1.0)
+    await here.cache.invalidate()
+
+
 async def disturb(here: Here) -> None:
     cache, random = here.cache, here.random
     await asyncio.sleep(random.random() * 0.02)
@@ -525,6 +538,8 @@ PLAYS: dict[str, Play] = {
                                          "max_backup_ops": 1}),
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
+    "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
+    "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
 }
@@ -623,7 +638,8 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
         patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
-        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 2), patch.object(slots, "_SHORT", 4),
+        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
+        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(slots, "_SHORT", 4),
         patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
