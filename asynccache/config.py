@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from asynccache import checks
 from asynccache.checks import INT32_MAX, within
+from asynccache.core.policies import POLICIES
 from asynccache.core.settings import (
     ComponentKind,
     ComponentSlots,
@@ -25,7 +26,8 @@ from asynccache.errors import ConfigError
 
 _T = TypeVar("_T")
 
-EVICTION_POLICIES = ("lru",)
+EVICTION_POLICIES = ("lru", "p2c")
+"""Those that come with asynccache; ``asynccache.core.policies.POLICIES`` has those that were added, too."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
 
@@ -217,7 +219,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         checks.settle_fields(self)
         checks.text("model", self.model, empty=False)
-        checks.choice("eviction", self.eviction, EVICTION_POLICIES)
+        checks.choice("eviction", self.eviction, tuple(POLICIES))
         settled = {
             "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
             "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),

@@ -17,14 +17,18 @@ from asynccache.cli.options import Settings
 from asynccache.cli.request import Request, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.tally import Tally
+from asynccache.cli.trace import TraceClock
 from asynccache.errors import CacheClosed, CacheFull, RankFailure
 
 
 class Driver:
     """Runs one workload to its end. ``stop`` lets what runs finish, ``abort`` cancels it."""
 
-    def __init__(self, server: Server, source: Source, settings: Settings, tally: Tally) -> None:
+    def __init__(
+        self, server: Server, source: Source, settings: Settings, tally: Tally, time_of_trace: TraceClock | None = None
+    ) -> None:
         self.tally = tally
+        self._time_of_trace = time_of_trace
         self.running = 0
         self.stopping = False
         self.trace: str | None = None
@@ -87,6 +91,8 @@ class Driver:
     async def _one(self, request: Request) -> None:
         self.running += 1
         self.tally.requests += 1
+        if self._time_of_trace is not None:
+            self._time_of_trace.begin(request)
         work = CancelledAt(self._served(request), self._cancel_at())
         try:
             await work

@@ -19,6 +19,7 @@ class Request(NamedTuple):
     ``at``: seconds after the start, for replays by the clock. ``ended``: what the caller tells the cache when it
     releases, that this conversation will not come back. ``shared_blocks``: full blocks that earlier prompts of a
     trace have, too. ``shared_tokens``: what the caller says that other conversations have, too; None: it does not say.
+    ``time``: seconds after the start of the trace, whatever the speed of the replay; None: it has no time of its own.
     """
 
     number: int
@@ -31,6 +32,7 @@ class Request(NamedTuple):
     extra_key: str | None = None
     shared_blocks: int = 0
     shared_tokens: int | None = None
+    time: float | None = None
 
 
 class Source(Protocol):

@@ -20,7 +20,7 @@ from asynccache.cli.meter import LAGS_MS, Meter, Samples
 from asynccache.cli.tally import Tally
 
 if TYPE_CHECKING:
-    from asynccache.core.eviction import EvictionPolicy
+    from asynccache.core.eviction import Recency
     from asynccache.runtime.cache import AsyncCache
 
 EVERY = 0.25
@@ -50,12 +50,12 @@ class Sample(NamedTuple):
 class Ages:
     """How long pages had not been used when they were evicted, in pages by seconds.
 
-    The core keeps no time, but the policy's clock counts touches: ``mark`` notes both, and between two marks time is
-    taken to have passed evenly.
+    The stamps of the core are by a clock of their own, that of a trace perhaps: ``mark`` notes both, and between two
+    marks time is taken to have passed evenly.
     """
 
-    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
-        self._policy = policy
+    def __init__(self, recency: Recency, clock: Callable[[], float] = time.monotonic) -> None:
+        self._recency = recency
         self._clock = clock
         self._touches = array("q")
         self._times = array("d")
@@ -63,8 +63,8 @@ class Ages:
         self.mark()
 
     def mark(self) -> None:
-        """Note how far the policy's clock is."""
-        self._touches.append(self._policy.now)
+        """Note what the last stamp is."""
+        self._touches.append(self._recency.now)
         self._times.append(self._clock())
 
     def evicted(self, tier: int, touched: int, pages: int) -> None:
@@ -98,7 +98,7 @@ class Sampler:
         self._samples: list[Sample] = []
         self._stages: tuple[str, ...] = tuple(cache.statistics().stages)
         world = cache.core.world
-        self._ages = Ages(world.policy)
+        self._ages = Ages(world.recency)
         world.on_evict = self._ages.evicted
 
     async def run(self) -> None:

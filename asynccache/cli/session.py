@@ -31,7 +31,7 @@ from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
 from asynccache.cli.summary import summary
 from asynccache.cli.tally import Paths, Tally
-from asynccache.cli.trace import Survey, TraceRequest, TraceSource, read_trace, survey
+from asynccache.cli.trace import Survey, TraceClock, TraceRequest, TraceSource, read_trace, survey
 from asynccache.cli.watch import Watch, facts
 from asynccache.cli.workloads import StressSource
 from asynccache.config import CacheConfig
@@ -193,7 +193,7 @@ class Session:
 
     async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
         settings = self._settings
-        driver = Driver(server, source, settings, self._tally)
+        driver = Driver(server, source, settings, self._tally, self._by_the_trace(cache))
         watch = Watch(settings, driver, self._meter, cache, self._duration())
         loop = asyncio.get_running_loop()
         self._meter.start()
@@ -215,6 +215,13 @@ class Session:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+
+    def _by_the_trace(self, cache: AsyncCache) -> TraceClock | None:
+        """In a replay ages are those of the trace, however fast it is replayed."""
+        if self._requests is None:
+            return None
+        clock = cache._opened().driver.clock = TraceClock()
+        return clock
 
     @asynccontextmanager
     async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:

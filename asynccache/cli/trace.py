@@ -185,6 +185,21 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
     return times
 
 
+class TraceClock:
+    """The time of a trace: that of the latest request which has begun."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, request: Request) -> None:
+        """``request`` begins."""
+        if request.time is not None:
+            self.now = max(self.now, request.time)
+
+
 class TraceSource:
     """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so.
     ``shared_hints``: it says, too, how much of its prompt later ones have."""
@@ -196,6 +211,7 @@ class TraceSource:
         rng = random.Random(seed)
         self.total: int | None = len(trace)
         self._trace = trace
+        self._times = arrivals(trace, 1.0)
         self._at = arrivals(trace, speed)
         self._ended = [end and rng.random() < hints for end in found.last]
         self._shared = found.shared_blocks
@@ -214,6 +230,7 @@ class TraceSource:
             prompt=prompt_of(line), output=output_of(number, line.output_length),
             at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
             shared_tokens=self._later[number] * BLOCK_TOKENS if tells and self._later is not None else None,
+            time=self._times[number],
         )
 
     def done(self, request: Request) -> None:

@@ -197,6 +197,17 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
             stamp = node.stamp[place % world.count]
             _require(entry[0] <= stamp, node, "place", place, "waits behind its stamp")
+            part = entry[1]
+            queue = part.queue
+            _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
+            waits_by = part.stamps[part.nodes.index(node)]
+            _require(waits_by == entry[0], node, "place", place, "waits by another stamp than it says")
+    for place, shelf in enumerate(world.shelves):
+        for order in shelf.orders:
+            for queue in (order.first, *order.rest):
+                stamps = [stamp for part in queue.slices for stamp in part.stamps]
+                _require(stamps == sorted(stamps), "place", place, "a queue is out of order", stamps)
+                _require(all(part.nodes for part in queue.slices), "place", place, "a queue has an empty slice")
 
 
 def _operations_cover_live_nodes(core: CacheCore) -> None:

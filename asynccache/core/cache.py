@@ -86,6 +86,11 @@ class CacheCore:
         self._invalidation = Invalidation(self.world, self._transfers.room)
         self.explaining = Explaining(self.world, self._matching)
 
+    def at(self, now: float) -> None:
+        """It is ``now``, in seconds of a clock that never goes back. By it the eviction policy tells how long ago a use
+        was; the calls that follow are made then. The core has no clock: as long as nobody says so, no time passes."""
+        self.world.recency.time = int(now * 1e6)
+
     def match(self, space: bytes, key: bytes) -> Match:
         """How far ``key`` is cached in the namespace ``space`` (32 bytes). Changes nothing but recency."""
         return self._matching.match(space, key)

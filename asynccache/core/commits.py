@@ -161,20 +161,26 @@ class Commits:
             cuts = sorted((released, work.window, total))
         if end.end < work.lease.shared < total:
             cuts = sorted((work.lease.shared, *cuts))
+        if end.children is not None:
+            work.lease.forked = end.end
         fresh = []
         for cut in cuts:
-            if cut > end.end:
+            while cut > end.end:
                 end = self._new_node(work, end, cut)
                 fresh.append(end)
         return fresh
 
     def _new_node(self, work: _Commit, parent: Node, end: int) -> Node:
+        """A node below ``parent`` up to page ``end``, or only as far as one went that began alike and has left."""
         start, page = parent.end, self._world.page_bytes
+        if self._world.policy.learns:
+            known = self._world.policy.recall(parent, work.key[start * page : (start + 1) * page])
+            end = known if start < known < end else end
         node = Node(work.key[start * page : end * page], end, parent, self._count)
         link(parent, node, page)
         self._world.counters.nodes += 1
         for c in range(1, self._count):
-            self._world.policy.idle(node, c)
+            self._world.recency.idle(node, c)
         node.hashes = work.hashes[start * HASH_BYTES : end * HASH_BYTES]
         return node
 
@@ -185,7 +191,7 @@ class Commits:
         released = lease.own_from[self._swa] if self._swa else 0
         lease.hold = take_hold(self._world, end, end.end, released if released > work.begin else 0)
         if end.parent is not None:
-            self._world.policy.touch(end, 0)
+            self._world.recency.touch(end, 0)
         return old
 
     def _fill(self, work: _Commit, node: Node) -> None:
@@ -223,7 +229,7 @@ class Commits:
         at = SLOT_BYTES * memoryview(lease.states).cast("i").tolist().index(checkpoint[1])
         lease.states = lease.states[:at] + lease.states[at + SLOT_BYTES :]
         self._world.fill(node, self._mamba, slot, PRESENT)
-        self._world.policy.touch(node, self._mamba)
+        self._world.recency.touch(node, self._mamba)
         return True
 
     # write policies

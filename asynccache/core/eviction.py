@@ -1,83 +1,71 @@
-"""Which node goes next: the policy that stamps cells, and the order that candidates wait in.
+"""How recent every cell is, the queues in which candidates wait, and the policy that chooses among their ends.
 
-An ``Order`` is a heap with lazy correction: an entry keeps the stamp it was pushed with; whoever pops it compares that
-with the cell's stamp of now and pushes it again if it rose. So a touch costs one store, and eviction costs the same
-per page however many nodes there are. A cell has at most one entry, in the order where it belongs; a cell that leaves,
-or whose stamp fell, has its entry made void by forgetting it. Void entries are thrown out a few at a time.
+A *candidate* is a cell that may be evicted now: nothing pins it and, of FULL, nothing below it is on the same tier.
+Each candidate waits in one ``Order``: one or more ``Queue``s, sorted by recency. A policy says in which queue a cell
+waits, and which of the oldest and newest cells of all queues goes. So a choice costs the same however many cells wait.
+
+A queue may be behind the truth: a cell that was used or pinned since stays where it was until the policy chooses it.
+Whoever asked for the choice looks then, and puts the cell where it belongs. So a touch costs one store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from heapq import heappop, heappush
-from typing import Protocol
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Any
 
-from asynccache.core.tree import Entry, Node
+from asynccache.core.tree import Node
 
 _ENDED = -(1 << 60)
 _IDLE = -(1 << 59)
-_SWEEP_FROM = 1024
+_SLICE = 64
 
 
-class EvictionPolicy(Protocol):
-    """Writes ``node.stamp[c]``; of component ``c`` the smallest stamp goes first."""
+class Recency:
+    """The stamps of all cells: of two cells of one component, the one with the smaller ``node.stamp[c]`` is the colder.
 
-    @property
-    def now(self) -> int:
-        """The latest stamp of a touch: a clock that counts touches, for tools."""
-        ...
+    The stamp of a use is the time of the use in microseconds, or one more than the last stamp if that is not later.
+    Below all of these are cells that no match is likely to need, and below those what was ended; of both, what has been
+    so for longest comes first. ``time``: microseconds, as told from outside, for the core has no clock. ``now``: the
+    last stamp.
+    """
+
+    __slots__ = ("now", "time")
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.now = 0
+
+    def tick(self) -> int:
+        """A stamp that is later than all before it."""
+        time, now = self.time, self.now + 1
+        self.now = now = time if time > now else now
+        return now
 
     def touch(self, node: Node, c: int) -> None:
         """A match or a commit used this."""
-        ...
+        time, now = self.time, self.now + 1
+        self.now = node.stamp[c] = time if time > now else now
 
     def fork(self, prefix: Node, suffix: Node, c: int) -> None:
         """A split made ``prefix`` out of ``suffix``."""
-        ...
-
-    def uncover(self, node: Node, child: Node, c: int) -> None:
-        """``child``, the last one below ``node``, was evicted."""
-        ...
-
-    def idle(self, node: Node, c: int) -> None:
-        """No match is likely to end where it would need this: it goes before what was used."""
-        ...
-
-    def end(self, node: Node, c: int) -> None:
-        """The conversation that this is private to will not come back."""
-        ...
-
-
-class Lru:
-    """Least recently used first. What no match is likely to need goes before that, and what was ended before all else,
-    of both what has been so for longest."""
-
-    __slots__ = ("_clock",)
-
-    def __init__(self) -> None:
-        self._clock = 0
-
-    @property
-    def now(self) -> int:
-        return self._clock
-
-    def touch(self, node: Node, c: int) -> None:
-        self._clock = node.stamp[c] = self._clock + 1
-
-    def fork(self, prefix: Node, suffix: Node, c: int) -> None:
         prefix.stamp[c] = suffix.stamp[c]
 
     def uncover(self, node: Node, child: Node, c: int) -> None:
-        if child.stamp[c] > node.stamp[c]:
-            node.stamp[c] = child.stamp[c]
+        """``child``, the last one below ``node``, was evicted."""
+        before, stamp = node.stamp[c], child.stamp[c]
+        if not c and before >= 0 and node.used > stamp:
+            stamp = node.used
+        if stamp > before:
+            node.stamp[c] = stamp
 
     def idle(self, node: Node, c: int) -> None:
-        self._clock += 1
-        node.stamp[c] = _IDLE + self._clock
+        """No match is likely to end where it would need this: it goes before what was used."""
+        node.stamp[c] = _IDLE + self.tick()
 
     def end(self, node: Node, c: int) -> None:
-        self._clock += 1
-        node.stamp[c] = _ENDED + self._clock
+        """The conversation that this is private to will not come back."""
+        node.stamp[c] = _ENDED + self.tick()
 
 
 def is_idle(node: Node, c: int) -> bool:
@@ -91,54 +79,166 @@ def last_touch(node: Node, c: int) -> int:
     return stamp if stamp >= 0 else stamp - (_IDLE if stamp >= _IDLE else _ENDED)
 
 
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+class Slice:
+    """Some neighbours of a queue, the coldest first."""
+
+    __slots__ = ("nodes", "queue", "stamps")
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self.stamps: list[int] = []
+        self.nodes: list[Node] = []
 
 
-class Order:
-    """A heap of (stamp, node) for cells of one place. Pushing also carries entries over from an older heap, dropping
-    void ones, so that garbage stays a fraction of what lives and no single call pays for a rebuild."""
+def _coldest_of(part: Slice) -> int:
+    return part.stamps[0]
 
-    __slots__ = ("_heap", "_old", "_place", "_pushes", "_until_sweep")
+
+class Queue:
+    """Cells of one place, sorted by the stamps with which they came, the coldest first, in slices of a few dozen.
+
+    ``changed`` is set whenever another cell has become the oldest or the newest one. A policy may clear it and keep in
+    ``note`` what it worked out about the two.
+    """
+
+    __slots__ = ("_place", "changed", "note", "slices")
 
     def __init__(self, place: int) -> None:
         self._place = place
-        self._heap: list[Entry] = []
-        self._old: list[Entry] = []
-        self._pushes = 0
-        self._until_sweep = _SWEEP_FROM
+        self.slices: list[Slice] = []
+        self.changed = True
+        self.note: Any = None
 
-    def push(self, stamp: int, node: Node) -> None:
-        """Have ``node``'s cell wait here. It waits nowhere else."""
-        entry = (stamp, node)
-        node.entry[self._place] = entry
-        heappush(self._heap, entry)
-        self._pushes += 1
-        if self._old:
-            self._carry()
-        elif self._pushes > self._until_sweep:
-            self._heap, self._old = self._old, self._heap
-            self._pushes, self._until_sweep = 0, max(_SWEEP_FROM, len(self._old))
+    def oldest(self) -> Node:
+        """The coldest cell; there is one where there are slices."""
+        return self.slices[0].nodes[0]
 
-    def pop(self) -> Entry | None:
-        """Take out the coldest entry that is not void; its stamp may be too low."""
-        heap, old, place = self._heap, self._old, self._place
-        while heap or old:
-            entry = heappop(old if old and (not heap or old[0] < heap[0]) else heap)
-            entries = entry[1].entry
-            if entries[place] is entry:
-                entries[place] = None
-                return entry
-        return None
+    def newest(self) -> Node:
+        """The cell that was used last."""
+        return self.slices[-1].nodes[-1]
 
-    def entries(self) -> list[Entry]:
-        """Every entry that is not void, for the audit."""
-        return [entry for entry in self._heap + self._old if entry[1].entry[self._place] is entry]
+    def put(self, stamp: int, node: Node) -> None:
+        """Have ``node``'s cell wait here. It waits nowhere else. Of equally cold cells the deeper one goes first."""
+        slices = self.slices
+        if not slices:
+            slices.append(Slice(self))
+        part = slices[-1]
+        stamps = part.stamps
+        if not stamps or stamp > stamps[-1]:
+            if len(stamps) >= _SLICE:
+                part = Slice(self)
+                slices.append(part)
+            part.stamps.append(stamp)
+            part.nodes.append(node)
+            self.changed = True
+            node.entry[self._place] = (stamp, part)
+            return
+        part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
+        stamps, nodes = part.stamps, part.nodes
+        at = bisect_left(stamps, stamp)
+        while at < len(stamps) and stamps[at] == stamp and nodes[at].end > node.end:
+            at += 1
+        stamps.insert(at, stamp)
+        nodes.insert(at, node)
+        node.entry[self._place] = (stamp, part)
+        if not at or at == len(nodes) - 1:
+            self.changed = True
+        if len(nodes) > 2 * _SLICE:
+            self._halve(part)
 
-    def _carry(self) -> None:
-        old, heap, place = self._old, self._heap, self._place
-        for _ in range(3):
-            if not old:
-                return
-            entry = old.pop()
-            if entry[1].entry[place] is entry:
-                heappush(heap, entry)
+    def _halve(self, part: Slice) -> None:
+        upper = Slice(self)
+        upper.stamps, part.stamps = part.stamps[_SLICE:], part.stamps[:_SLICE]
+        upper.nodes, part.nodes = part.nodes[_SLICE:], part.nodes[:_SLICE]
+        self.slices.insert(self.slices.index(part) + 1, upper)
+        for stamp, node in zip(upper.stamps, upper.nodes, strict=True):
+            node.entry[self._place] = (stamp, upper)
+
+
+def withdraw(node: Node, place: int) -> None:
+    """Have ``node``'s cell wait no longer; nothing if it does not."""
+    entry = node.entry[place]
+    if entry is None:
+        return
+    node.entry[place] = None
+    stamp, part = entry
+    nodes = part.nodes
+    if nodes[0] is node:
+        at = 0
+    elif nodes[-1] is node:
+        at = len(nodes) - 1
+    else:
+        at = bisect_left(part.stamps, stamp)
+        while nodes[at] is not node:
+            at += 1
+    del part.stamps[at], nodes[at]
+    queue = part.queue
+    if not nodes:
+        slices = queue.slices
+        del slices[0 if slices[0] is part else slices.index(part)]
+        queue.changed = True
+    elif not at or at == len(nodes):
+        queue.changed = True
+
+
+class Order:
+    """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
+    among whose ends the policy chooses then."""
+
+    __slots__ = ("first", "rest")
+
+    def __init__(self, place: int, queues: int) -> None:
+        self.first = Queue(place)
+        self.rest = tuple([Queue(place) for _ in range(queues)])
+
+    def entries(self) -> list[tuple[int, Node]]:
+        """Every cell that waits, with the stamp that it waits by, for the audit."""
+        return [
+            pair for queue in (self.first, *self.rest) for part in queue.slices
+            for pair in zip(part.stamps, part.nodes, strict=True)
+        ]  # fmt: skip
+
+
+class EvictionPolicy:
+    """Has a say in which candidate goes. What is written here is the least a policy does.
+
+    ``queues``: how many queues each order has for it. What was ended, and what no match is likely to need, waits in
+    none of them and goes before. ``learns``: whether it is to be told of uses, and of nodes that leave.
+
+    A policy that learns keeps what it knows of a node in ``node.heat``, an integer, and in ``node.used``, the stamp of
+    the last use that it was told of; 0: it was told of none. Both are copied on a split. It must not change anything
+    else.
+    """
+
+    queues = 1
+    learns = False
+
+    def queue(self, node: Node, c: int) -> int:
+        """In which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are
+        several."""
+        return 0
+
+    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
+        """The oldest or newest cell of one of ``queues``, which goes; None if all are empty. ``now``: microseconds."""
+        raise NotImplementedError
+
+    def use(self, end: Node, forked: int, now: int) -> None:
+        """A request that ended in ``end`` gives back what it held: it has used the path from the root. ``forked``: the
+        page at which it left the ways of those before it; 0: nowhere. ``now``: the stamp of this use."""
+
+    def recall(self, parent: Node, page: bytes) -> int:
+        """Where a node that began with ``page`` below ``parent`` ended when it left, in pages from the root; 0: that is
+        not known. The new node is cut there, so that what was used together stays together."""
+        return 0
+
+    def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
+        """``node``, which began with ``page`` below ``parent``, has left every tier."""
+
+
+class Lru(EvictionPolicy):
+    """Least recently used first."""
+
+    __slots__ = ()
+
+    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
+        return queues[0].oldest() if queues[0].slices else None

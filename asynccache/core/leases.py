@@ -49,15 +49,16 @@ class Lease:
     """One request's hold on the cache. Owned by the core; others read it. Lengths are tokens.
 
     ``cached``: matched at the grant. ``loads``: operations that must be DONE before its pages are good. ``valid``:
-    None, or how many tokens are still good after a load failed. ``length``: committed so far. ``reserved``: FULL pages
+    None, or how many tokens are still good after a load failed. ``length``: committed so far. ``forked``: the page at
+    which it left the ways of those before it; 0: nowhere. ``reserved``: FULL pages
     exist up to here. ``shared``: the page from which on it is private to its conversation; NOWHERE: that is not known.
     ``border``: the page before which decoding needs no window any more. ``states``: its MAMBA slots,
     the working copy first.
     """
 
     __slots__ = (
-        "border", "cached", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from", "released",
-        "reserved", "shared", "states", "valid",
+        "border", "cached", "forked", "full", "hold", "id", "length", "loaded_tokens", "loads", "own", "own_from",
+        "released", "reserved", "shared", "states", "valid",
     )  # fmt: skip
 
     def __init__(self, lease_id: int, hold: Hold) -> None:
@@ -65,7 +66,7 @@ class Lease:
         self.hold = hold
         self.own: list[bytes] = []
         self.own_from: list[int] = []
-        self.border = self.cached = self.full = self.length = self.reserved = self.loaded_tokens = 0
+        self.border = self.cached = self.forked = self.full = self.length = self.reserved = self.loaded_tokens = 0
         self.loads: tuple[int, ...] = ()
         self.shared = NOWHERE
         self.states = b""
@@ -382,6 +383,7 @@ class Leases:
         lease.released = True
         del self.active[lease.id]
         self._matching.leave(lease.hold.end, lease.cached // self._page_size)
+        self._matching.use(lease.hold.end, lease.forked)
         if ended:
             self._end_tail(lease.hold.end, lease.shared)
         drop_hold(self._world, lease.hold)

@@ -96,21 +96,21 @@ class Matching:
     def touch(self, node: Node, end: int) -> None:
         """Stamp the node that ``end`` lies in, and for SWA the nodes of the last window, the first of them first.
         ``node`` is the one that ``end`` lies in or below it."""
-        policy = self._world.policy
+        recency = self._world.recency
         while node.parent is not None and node.parent.end >= end:
             node = node.parent
         if node.parent is None:
             return
-        policy.touch(node, 0)
+        recency.touch(node, 0)
         if self._count > 1:
             self._touch_end(node, end)
 
     def _touch_end(self, node: Node, end: int) -> Node:
         """Stamp what a match that ends at ``end``, in ``node``, needs of the other components; the first node above."""
-        policy, swa = self._world.policy, self._swa
+        recency, swa = self._world.recency, self._swa
         self._world.reprieve(node)
         if self._mamba:
-            policy.touch(node, self._mamba)
+            recency.touch(node, self._mamba)
         window, above = [node], node.parent
         assert above is not None
         if swa:
@@ -120,8 +120,22 @@ class Matching:
                 above = above.parent
             for part in reversed(window):
                 self._world.reprieve(part)
-                policy.touch(part, swa)
+                recency.touch(part, swa)
         return above
+
+    def use(self, end: Node, forked: int) -> None:
+        """A request that ended in ``end``, which it still holds, is over: the policy learns of it. ``forked``: the page
+        at which it left the ways of those before it; 0: nowhere."""
+        world = self._world
+        if not world.policy.learns:
+            return
+        world.policy.use(end, forked, world.recency.tick())
+        node, parent = end, end.parent
+        while parent is not None:
+            for place, entry in enumerate(node.entry):
+                if entry is not None:
+                    world.reorder(node, place)
+            node, parent = parent, parent.parent
 
     def leave(self, node: Node, begin: int) -> None:
         """A request that began at page ``begin`` and was held at ``node`` is over: the next match of its text is likely

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from asynccache.core.claims import Claims
-from asynccache.core.eviction import last_touch
+from asynccache.core.eviction import last_touch, withdraw
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
@@ -154,17 +154,23 @@ class RoomMaker:
         return True
 
     def coldest(self, place: int, late: int) -> Node | None:
-        """Take the coldest candidate out of an order, correcting stale entries on the way."""
-        world = self._world
-        order = world.shelves[place].orders[late]
-        while (entry := order.pop()) is not None:
-            stamp, node = entry
+        """Take out the candidate of an order that goes next, correcting where others wait on the way."""
+        world, c = self._world, place % self._world.count
+        order, now = world.shelves[place].orders[late], world.recency.time
+        first, rest = order.first, order.rest
+        while True:
+            node = first.oldest() if first.slices else world.policy.choose(rest, now) if rest else None
+            if node is None:
+                return None
+            entry = node.entry[place]
+            assert entry is not None
+            stamp, part = entry
+            withdraw(node, place)
             if not world.is_candidate(node, place):
                 continue  # it is offered again when it becomes one
-            if node.stamp[place % world.count] == stamp:
+            if node.stamp[c] == stamp and (len(rest) < 2 or part.queue is world.queue(node, place, late)):
                 return node
             world.offer(node, place)
-        return None
 
     def evict(self, node: Node, place: int) -> None:
         """Evict a candidate: a leaf of the tier goes whole, any other node gives up this component and its drag."""

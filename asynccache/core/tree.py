@@ -12,31 +12,32 @@ from asynccache.core.keys import HASH_BYTES, common_pages
 from asynccache.core.states import ABSENT, NAMES
 
 if TYPE_CHECKING:
+    from asynccache.core.eviction import Slice
     from asynccache.core.ledger import Operation
 
 
-Entry = tuple[int, "Node"]
+Entry = tuple[int, "Slice"]
 
 
 class Node:
     """A run of pages, and a cell for each component on each tier.
 
     A cell's *place* is its component on the device, then on the host. By place: ``state``; ``slots``, bytes of int32;
-    ``pins``, how many hold it; ``entry``, its entry in an eviction order, if it waits in one (any other entry of this
-    cell is void). By component, for both tiers: ``stamp``. Lists, one by attribute: an object a cell costs a commit
-    more than all it does with them.
+    ``pins``, how many hold it; ``entry``, if it waits in an eviction order: by which stamp, and where. By component,
+    for both tiers: ``stamp``. Lists, one by attribute: an object a cell costs a commit more than all it does with them.
 
     ``kids``: children whose FULL is not ABSENT on the device, on the host. ``ops``: operations that cover this node.
     ``stored``: bit per component that is known to be in storage, and above them since when that counts: the world's
     ``stored`` tells. ``passes``/``passer``: commits that went through, for
     write_through_selective. ``unsavable``: its backup failed, so it may be dropped without waiting for another.
     ``condemned``: bit per component whose device cell was chosen to go, and of which nothing is lost then, or will be
-    when a backup has ended; FULL's bit is for the whole leaf. Until a request wants it again.
+    when a backup has ended; FULL's bit is for the whole leaf. Until a request wants it again. ``heat``, ``used``,
+    ``name``: the eviction policy's.
     """
 
     __slots__ = (
-        "children", "condemned", "end", "entry", "hashes", "key", "kids_device", "kids_host", "ops", "parent", "passer",
-        "passes", "pins", "root", "slots", "stamp", "state", "stored", "unsavable",
+        "children", "condemned", "end", "entry", "hashes", "heat", "key", "kids_device", "kids_host", "name", "ops",
+        "parent", "passer", "passes", "pins", "root", "slots", "stamp", "state", "stored", "unsavable", "used",
     )  # fmt: skip
 
     def __init__(self, key: bytes, end: int, parent: Node | None, components: int) -> None:
@@ -56,11 +57,7 @@ class Node:
         self.ops: tuple[Operation, ...] = ()
         self.stored = self.passes = self.passer = 0
         self.unsavable = False
-        self.condemned = 0
-
-    def __lt__(self, other: Node) -> bool:
-        """Of two equally cold nodes the deeper one goes first."""
-        return self.end > other.end
+        self.condemned = self.heat = self.name = self.used = 0
 
     def __repr__(self) -> str:
         cells = [f"{NAMES[state]} {pins} pins" for state, pins in zip(self.state, self.pins, strict=True)]
@@ -141,5 +138,6 @@ def cut(node: Node, pages: int, page_bytes: int) -> Node:
         prefix.hashes = node.hashes[: pages * HASH_BYTES]
         node.hashes = node.hashes[pages * HASH_BYTES :]
     prefix.stored, prefix.passes, prefix.passer = node.stored, node.passes, node.passer
-    prefix.unsavable = node.unsavable
+    prefix.unsavable, prefix.heat, prefix.used = node.unsavable, node.heat, node.used
+    prefix.name, node.name = node.name, 0
     return prefix

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asynccache.core import components
-from asynccache.core.eviction import POLICIES, Order, is_idle
+from asynccache.core.eviction import Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
 from asynccache.core.plan import EMPTY, Effect, Ended, Medium, Plan, Publish, Status
+from asynccache.core.policies import make_policy
 from asynccache.core.settings import Access, ComponentKind, CoreConfig
 from asynccache.core.slots import SLOT_BYTES, SlotPool
 from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
@@ -41,10 +42,10 @@ class Shelf:
 
     __slots__ = ("evictable", "orders", "slots")
 
-    def __init__(self, place: int, capacity: int) -> None:
+    def __init__(self, place: int, capacity: int, queues: int) -> None:
         self.slots = SlotPool(capacity)
         self.evictable = 0
-        self.orders = (Order(place), Order(place))
+        self.orders = (Order(place, 0), Order(place, queues))
 
     def reachable(self) -> int:
         """Free slots, and those that eviction could free."""
@@ -83,9 +84,10 @@ class World:
         self.mamba = next((c.index for c in self.components if not c.divides), 0)
         self.has_host = config.components[0].host > 0
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
-        self.shelves = [Shelf(place, capacity) for place, capacity in enumerate(capacities)]
+        self.recency = Recency()
+        self.policy = make_policy(config)
+        self.shelves = [Shelf(place, capacity, self.policy.queues) for place, capacity in enumerate(capacities)]
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
-        self.policy = POLICIES[config.eviction]()
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
         self.dead_roots: list[Root] = []
@@ -189,7 +191,7 @@ class World:
         if state == PRESENT:
             self._became_present(node, place)
         if place < self.count:
-            self._reorder(node, place + self.count)
+            self.reorder(node, place + self.count)
 
     def settle(self, node: Node, place: int) -> None:
         """ARRIVING becomes PRESENT."""
@@ -223,7 +225,7 @@ class World:
                 shelf.evictable -= pages
             if not place % count and node.state[twin] == PRESENT:
                 self.clean_pages -= pages
-            node.entry[place] = None
+            withdraw(node, place)
         node.state[place] = ABSENT
         node.slots[place] = b""
         shelf.slots.give(slots)
@@ -232,7 +234,7 @@ class World:
             self._child_left(node, DEVICE)
         elif place == count:
             self._child_left(node, HOST)
-        self._reorder(node, twin)
+        self.reorder(node, twin)
 
     def _became_present(self, node: Node, place: int) -> None:
         count = self.count
@@ -243,7 +245,7 @@ class World:
         if not place % count and node.state[twin] == PRESENT:
             self.clean_pages += len(node.slots[place]) // SLOT_BYTES
         if place >= count:
-            self._reorder(node, twin)
+            self.reorder(node, twin)
 
     def _child_left(self, node: Node, tier: int) -> None:
         parent = node.parent
@@ -256,7 +258,7 @@ class World:
             left = parent.kids_host
         if not left and parent.parent is not None:
             for c in range(self.count):
-                self.policy.uncover(parent, node, c)
+                self.recency.uncover(parent, node, c)
             self.offer(parent, tier * self.count)
 
     # eviction orders
@@ -281,13 +283,20 @@ class World:
     def offer(self, node: Node, place: int) -> None:
         """Put a cell into its eviction order, if it is a candidate and not there yet."""
         if node.entry[place] is None and self.is_candidate(node, place):
-            stamp = node.stamp[place % self.count]
-            self.shelves[place].orders[self.late(node, place)].push(stamp, node)
+            self.queue(node, place, self.late(node, place)).put(node.stamp[place % self.count], node)
 
-    def _reorder(self, node: Node, place: int) -> None:
-        """What decides this cell's order, or lowers its stamp, has changed: it is offered anew."""
+    def queue(self, node: Node, place: int, late: int) -> Queue:
+        """Where this cell waits, or would wait, in one of the two orders."""
+        order, c = self.shelves[place].orders[late], place % self.count
+        rest = order.rest
+        if not rest or node.stamp[c] < 0:
+            return order.first
+        return rest[self.policy.queue(node, c)] if len(rest) > 1 else rest[0]
+
+    def reorder(self, node: Node, place: int) -> None:
+        """What decides where this cell waits, or lowers its stamp, has changed: it is offered anew."""
         if node.state[place] == PRESENT:
-            node.entry[place] = None
+            withdraw(node, place)
             if not node.pins[place]:
                 self.offer(node, place)
 
@@ -311,23 +320,23 @@ class World:
 
     def _reorder_all(self, node: Node) -> None:
         for place in range(2 * self.count):
-            self._reorder(node, place)
+            self.reorder(node, place)
 
     def set_idle(self, node: Node, c: int) -> bool:
         """No match is likely to end where it would need component ``c`` of ``node``. Whether that was known."""
         if is_idle(node, c):
             return True
-        self.policy.idle(node, c)
-        self._reorder(node, c)
-        self._reorder(node, c + self.count)
+        self.recency.idle(node, c)
+        self.reorder(node, c)
+        self.reorder(node, c + self.count)
         return False
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
         for c in range(self.count):
-            self.policy.end(node, c)
-            self._reorder(node, c)
-            self._reorder(node, c + self.count)
+            self.recency.end(node, c)
+            self.reorder(node, c)
+            self.reorder(node, c + self.count)
 
     # pins
 
@@ -465,7 +474,7 @@ class World:
         prefix.state[place] = state
         prefix.slots[place], node.slots[place] = slots[:at], slots[at:]
         if place < self.count:
-            self.policy.fork(prefix, node, place)
+            self.recency.fork(prefix, node, place)
         if place % self.count:
             prefix.pins[place] = pins
             return
@@ -490,6 +499,8 @@ class World:
             if self.ghosts is not None:
                 stored = node.stored & 1 and node.stored >> _BITS == self.era
                 self.ghosts.note(parent, page, 3 if stored else tier + 1)
+            if self.policy.learns:
+                self.policy.forget(node, parent, page, self.recency.time)
             self.counters.nodes -= 1
             node = parent
         if node is node.root:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -75,7 +76,7 @@ class Driver:
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
     its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
     no new requests. ``closed``: why every call is refused, once the cache is closed.
-    ``broken``: whether the core's books may be wrong.
+    ``clock``: seconds, told to the core with each call. ``broken``: whether the core's books may be wrong.
     """
 
     def __init__(self, core: CacheCore) -> None:
@@ -94,6 +95,7 @@ class Driver:
         self._sinks: dict[type, Sink] = {}
         self.on_failure: Callable[[BaseException], None] = self.close
         self._thread = threading.get_ident()
+        self.clock: Callable[[], float] = time.monotonic
         core.world.may_split = False
 
     def __repr__(self) -> str:
@@ -165,6 +167,7 @@ class Driver:
             if not self.lock.locked():
                 raise InvariantViolation(f"{call!r} may split nodes, and nobody holds the tree lock")
             world.may_split = True
+            self.core.at(self.clock())
             return call(*args, **kwargs)
         except REFUSALS:
             raise
@@ -185,6 +188,7 @@ class Driver:
         if self.broken:
             self.refuse()
         try:
+            self.core.at(self.clock())
             answer = call(*args, **kwargs)
         except REFUSALS:
             raise
@@ -201,6 +205,7 @@ class Driver:
         if self.broken:
             return EMPTY
         try:
+            self.core.at(self.clock())
             plan = call(*args, **kwargs)
         except BaseException as error:
             self._break(error)

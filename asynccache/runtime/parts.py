@@ -59,6 +59,7 @@ class Parts:
         self.pools = Layout(pools)
         self.lookups = Lookups(self.core)
         self.driver = driver = Driver(self.core)
+        driver.clock = asyncio.get_running_loop().time
         self.supervisor = Supervisor(self.close)
         driver.on_failure = self.supervisor.fail
         self.engine = Engine(worker, self.core, pools)

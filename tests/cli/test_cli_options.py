@@ -95,7 +95,7 @@ def test_a_missing_file_is_refused() -> None:
     (["--components", "swa"], "must be full, then at most swa and mamba"),
     (["--components", "full,full"], "each once"),
     (["--write-policy", "write_trough"], "did you mean 'write_through'"),
-    (["--eviction", "fifo"], "--eviction=fifo: must be one of lru"),
+    (["--eviction", "fifo"], "--eviction=fifo: must be one of lru, p2c"),
     (["--storage", "disk"], "--storage=disk: must be 'none' or a URL"),
     (["--host-tokens", "none", "--storage", "memory:"], "--storage=memory: needs a host tier"),
     (["--device-tokens", "all"], "--device-tokens=all works with replay only"),

@@ -13,7 +13,7 @@ from asynccache.cli import samples
 from asynccache.cli.meter import Meter, Samples
 from asynccache.cli.samples import AGES_S, Ages, Sample, Sampler, columns, percentiles, thinned
 from asynccache.cli.tally import Tally
-from asynccache.core.eviction import Lru
+from asynccache.core.eviction import Recency
 
 
 class Clock:
@@ -29,11 +29,11 @@ def ages_of(found: Ages, tier: int) -> dict[float, int]:
 
 
 def test_ages_are_interpolated_between_marks() -> None:
-    clock, policy = Clock(), SimpleNamespace(now=0)
-    ages = Ages(policy, clock)
-    policy.now, clock.now = 10, 110.0
+    clock, recency = Clock(), Recency()
+    ages = Ages(recency, clock)
+    recency.now, clock.now = 10, 110.0
     ages.mark()
-    policy.now, clock.now = 20, 130.0
+    recency.now, clock.now = 20, 130.0
     ages.mark()
     clock.now = 131.0
     ages.evicted(0, 20, 1)  # touched at 130: 1 s
@@ -46,8 +46,9 @@ def test_ages_are_interpolated_between_marks() -> None:
 
 
 def test_what_was_touched_after_the_last_mark_counts_from_it() -> None:
-    clock, policy = Clock(), SimpleNamespace(now=7)
-    ages = Ages(policy, clock)
+    clock, recency = Clock(), Recency()
+    recency.now = 7
+    ages = Ages(recency, clock)
     clock.now = 103.0
     ages.evicted(0, 9, 1)
     ages.evicted(0, 3, 1)  # before there was a mark: no older than the first
@@ -121,13 +122,13 @@ def test_percentiles_of_what_is_kept() -> None:
     assert percentiles(Samples([2.0, 4.0]), 1.0)[::50] == [2.0, 3.0, 4.0]
 
 
-def test_the_policy_counts_touches_and_an_ended_node_has_a_time_too() -> None:
+def test_stamps_rise_with_every_touch_and_an_ended_node_has_a_time_too() -> None:
     from asynccache.core.eviction import last_touch
 
-    policy, node = Lru(), SimpleNamespace(stamp=[0])
-    policy.touch(node, 0)  # type: ignore[arg-type]
-    policy.touch(node, 0)  # type: ignore[arg-type]
-    assert (policy.now, last_touch(node, 0)) == (2, 2)  # type: ignore[arg-type]
-    policy.end(node, 0)  # type: ignore[arg-type]
+    recency, node = Recency(), SimpleNamespace(stamp=[0])
+    recency.touch(node, 0)  # type: ignore[arg-type]
+    recency.touch(node, 0)  # type: ignore[arg-type]
+    assert (recency.now, last_touch(node, 0)) == (2, 2)  # type: ignore[arg-type]
+    recency.end(node, 0)  # type: ignore[arg-type]
     assert node.stamp[0] < 0
-    assert (policy.now, last_touch(node, 0)) == (3, 3)  # type: ignore[arg-type]
+    assert (recency.now, last_touch(node, 0)) == (3, 3)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from asynccache.core.cache import Grant
-from asynccache.core.eviction import Lru
+from asynccache.core.eviction import Recency
 from asynccache.core.matching import Matching
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.tree import Node, walk
@@ -98,7 +98,7 @@ def test_what_no_likely_end_needs_goes_first(law: Callable[[], None]) -> None:
 
 
 def new_cells_count_as_used(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lru, "idle", Lru.touch)
+    patch.setattr(Recency, "idle", Recency.touch)
 
 
 def ends_are_not_told_when_a_request_is_over(patch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def the_end_is_stamped_first(patch: pytest.MonkeyPatch) -> None:
     def end_first(matching: Matching, node: Node, end: int) -> Node:
         above = touch_end(matching, node, end)
         while node is not above:
-            matching._world.policy.touch(node, 1)
+            matching._world.recency.touch(node, 1)
             node = node.parent  # type: ignore[assignment]
         return above
 

@@ -131,7 +131,7 @@ TOKENS: Params = {"bytes_per_token": Integer(0), "device_tokens": COUNT, "host_t
 SETTINGS: Params = {
     "model": Depends(Text()), "components": These(), "sidecars": These("[]"),
     "page_size": Integer(1, 65536), "device": Text(), "storage": OneOf(Depends(Text()), These("None", "[]", "['8']")),
-    "write_policy": Member(), "prefetch_policy": Member(), "eviction": Text(("lru",)),
+    "write_policy": Member(), "prefetch_policy": Member(), "eviction": Text(("lru", "p2c")),
     "prefetch_threshold": Integer(0), "prefetch_quota": SHARE, "backup_quota": SHARE,
     "prefetch_timeout_base": SECONDS, "prefetch_timeout_per_1k": SECONDS, "prefetch_timeout_max": Number(above=0),
     "load_back_threshold": Integer(0), "max_backup_ops": COUNT, "write_back_watermark": SHARE,

@@ -24,7 +24,7 @@ from asynccache import (
     Mamba,
     SlidingWindow,
 )
-from asynccache.core import backfilling, eviction, invalidation, slots, surveys, transfers
+from asynccache.core import backfilling, eviction, invalidation, reuse, slots, surveys, transfers
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
@@ -460,6 +460,19 @@ async def filling(here: Here) -> None:
     )
 
 
+async def learning(here: Here) -> None:
+    """More prompts than there is room for come back, after a short while or a long one, and go other ways then."""
+    for turn in range(6):
+        for seed in range(8):
+            await ask(here, text(1 + seed % 2, seed))
+            await asyncio.sleep(0.3 + seed % 3)
+        await ask(here, text(2, 1) + text(1, 100 + turn))
+        await ask(here, text(2, 3) + text(2, 100))
+        async with here.cache.lease(text(1, 0)):
+            await asyncio.sleep(1.0)
+    await here.cache.invalidate()
+
+
 async def disturb(here: Here) -> None:
     cache, random = here.cache, here.random
     await asyncio.sleep(random.random() * 0.02)
@@ -499,7 +512,7 @@ def drawn(seed: int) -> Play:
         "max_backup_ops": random.choice((1, 2, 256)), "load_back_threshold": random.choice((0, 0, 12)),
         "write_back_watermark": random.choice((0.1, 0.6)), "prefetch_quota": random.choice((0.3, 1.0)),
         "prefetch_policy": random.choice(("best_effort", "wait_complete", "timeout")),
-        "prefetch_timeout_base": 0.02, "aux_host": random.choice((0.3, 1, 2)),
+        "prefetch_timeout_base": 0.02, "aux_host": random.choice((0.3, 1, 2)), "eviction": ("lru", "p2c")[seed % 2],
     }  # fmt: skip
     faults = Faults(seed=seed, failing=random.choice((0.0, 0.0, 0.1, 0.4, 0.7)), delayed=0.2)
     hostility = Hostility(delay=random.choice((0.0, 0.001, 0.01, 0.05)), failed=random.choice((0.0, 0.1, 0.4)),
@@ -525,6 +538,8 @@ PLAYS: dict[str, Play] = {
                                          "max_backup_ops": 1}),
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
+    "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
+    "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
 }
@@ -565,8 +580,8 @@ async def world(loop: SimulatedLoop, play: Play, injector: Injector) -> str:
         arming.enter_context(patch.object(Driver, "post", lambda driver, outcome: posts.take(driver, outcome)))
         async with asyncio.timeout(600), cache:
             arming.callback(setattr, posts, "held", None)
-            policy = parts(cache).core.world.policy
-            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(policy.now - touch)
+            recency = parts(cache).core.world.recency
+            parts(cache).core.world.on_evict = lambda tier, touch, pages: heard.append(recency.now - touch)
             try:
                 await play.scenario(Here(cache, config, device, backend, posts, loop, loop.entropy("scenario")))
             except (Injected, AsyncCacheError):
@@ -622,7 +637,9 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(CacheConfig, "core", small),
         patch.object(transfers, "_SLICE", steps), patch.object(invalidation, "_SLICE", steps),
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
-        patch.object(eviction, "_SWEEP_FROM", 4 * steps), patch.object(slots, "_SHORT", 4),
+        patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
+        patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
+        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(slots, "_SHORT", 4),
         patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield

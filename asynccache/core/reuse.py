@@ -1,0 +1,368 @@
+"""``p2c``: what is least likely to be used again, for the room and the time that it would take until then, goes first.
+
+What was used once, twice or often, and what requests fork from, comes back after very different times. Which those are
+the policy learns while it runs; nothing need be known before.
+
+* **Classes.** A node is in one of eight: if requests went different ways at its end or below it, by how many did (1, 2
+  to 4, 5 or more); else by how many have used it (1, 2, 3, 4 to 6, 7 or more).
+* **Curves.** For each class and each of 48 bins of age: how much was used again at that age, and how much had reached
+  it. What was evicted is remembered for a while as a *ghost*, so that it counts if it is used after all.
+* **Worth.** From its hazards follows what a page of a class is worth at an age: the best ratio, over all horizons, of
+  the probability that it is used until then to the time that it is expected to be held for that.
+* **Choice.** The worth of a class rises and then falls with age. So of a queue that is sorted by age the oldest or the
+  newest cell is worth least, and of sixteen candidates the one that is worth least is worth least of all.
+
+Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
+learned anew. As long as fewer than a hundred requests have been seen all is worth the same, and the oldest goes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asynccache.core.eviction import EvictionPolicy, Queue
+from asynccache.core.keys import TOKEN_BYTES
+from asynccache.core.settings import CoreConfig
+from asynccache.core.tree import Node
+
+CLASSES = ("used once", "used twice", "used 3 times", "used 4 to 6 times", "used 7 times or more",
+           "forked once", "forked 2 to 4 times", "forked 5 times or more")  # fmt: skip
+BINS = 48
+_FORKED = 5
+EDGES = (0.0, *(0.5 * 1.225**k for k in range(BINS - 1)))
+"""Ages in seconds: bin k reaches from ``EDGES[k]`` to ``EDGES[k + 1]``; the last has no end."""
+_EDGES = [int(edge * 1e6) for edge in EDGES]
+_ENDS = (*_EDGES[1:], 1 << 62)
+_WIDTHS = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS))
+_LEARN_EVERY = 100
+_PRIOR_BLOCKS = 300.0
+_PRIOR_HAZARD = 0.02
+_FADE = 0.99
+_COHORTS = 128
+_BLOCK_TOKENS = 512
+_GHOST_SHARE = 8
+_MOST_GHOSTS = 1 << 17
+
+# ``Node.heat``: eight times the uses, up to 7, and the forks, up to 5; ``_CLASS`` and the heat after a use, by heat.
+_BY_USES = (0, 0, 1, 2, 3, 3, 3, 4)
+_BY_FORKS = (0, 5, 6, 6, 6, 7, 7, 7)
+_CLASS = tuple(_BY_FORKS[heat & 7] or _BY_USES[heat >> 3] for heat in range(64))
+_USED = tuple(min(heat + 8, 56 + (heat & 7)) for heat in range(64))
+_USED_AND_FORKED = tuple(heat + 1 if heat & 7 < 5 else heat for heat in _USED)
+
+
+def bin_of(age: int) -> int:
+    """The bin that an age in microseconds lies in."""
+    return bisect_right(_EDGES, age) - 1 if age > 0 else 0
+
+
+class Ghost(NamedTuple):
+    """What is remembered of a node that left: where it ended, in pages from the root, its pages, and what the policy
+    knew of it."""
+
+    end: int
+    pages: int
+    heat: int
+    used: int
+
+
+class Curve(NamedTuple):
+    """One class, for whoever wants to look. By bin: blocks that were used again at that age; blocks that had reached it
+    unused; and what a block is worth at it, in uses per second and block."""
+
+    name: str
+    used: tuple[float, ...]
+    reached: tuple[float, ...]
+    worth: tuple[float, ...]
+
+
+class Learned(NamedTuple):
+    """What a policy has learned: its curves; where the bins of age begin, in seconds; how many nodes that left are
+    remembered; and how many blocks came back while they were."""
+
+    curves: tuple[Curve, ...]
+    edges: tuple[float, ...]
+    ghosts: int
+    returned: float
+
+
+class Curves:
+    """What is known of each class. ``worth``: by class and bin. Times are microseconds.
+
+    What waits for a use is kept by class and *cohort*: all that was used last in one stretch of time. Of too many
+    cohorts those that are near to each other, for their age, become one.
+    """
+
+    __slots__ = ("_births", "_gone", "_used", "_waiting", "worth")
+
+    def __init__(self) -> None:
+        classes = range(len(CLASSES))
+        self._used = [[0.0] * BINS for _ in classes]
+        self._gone = [[0.0] * BINS for _ in classes]
+        self._births = [0]
+        self._waiting = [[0.0] for _ in classes]
+        self.worth = [[1.0] * BINS for _ in classes]
+
+    def begin(self, kind: int, blocks: float) -> None:
+        """``blocks`` of this class were used just now."""
+        self._waiting[kind][-1] += blocks
+
+    def use(self, kind: int, since: int, now: int, blocks: float) -> None:
+        """They are used again, for the first time since ``since``."""
+        self._waiting[kind][bisect_right(self._births, since) - 1] -= blocks
+        self._used[kind][bin_of(now - since)] += blocks
+
+    def give_up(self, kind: int, since: int, now: int, blocks: float) -> None:
+        """They are forgotten, unused since ``since``."""
+        self._waiting[kind][bisect_right(self._births, since) - 1] -= blocks
+        self._gone[kind][bin_of(now - since)] += blocks
+
+    def learn(self, now: int) -> None:
+        """Work out the worth of every class and age."""
+        bins = [bin_of(now - birth) for birth in self._births]
+        reached = [self._reached(kind, bins) for kind in range(len(CLASSES))]
+        pool = [
+            (sum(used) + _PRIOR_BLOCKS * _PRIOR_HAZARD) / (sum(seen) + _PRIOR_BLOCKS)
+            for used, seen in zip(zip(*self._used, strict=True), zip(*reached, strict=True), strict=True)
+        ]
+        for kind, seen in enumerate(reached):
+            prior = [_PRIOR_HAZARD] * BINS if kind >= _FORKED else pool
+            hazards = [
+                min(1.0, (used + _PRIOR_BLOCKS * guess) / (there + _PRIOR_BLOCKS))
+                for used, guess, there in zip(self._used[kind], prior, seen, strict=True)
+            ]
+            self.worth[kind] = _unimodal(_smooth(_worth(hazards)))
+        for table in (self._used, self._gone):
+            for row in table:
+                row[:] = [count * _FADE for count in row]
+        self._begin_cohort(now)
+
+    def report(self, now: int) -> tuple[Curve, ...]:
+        """Every class as it is known now."""
+        bins = [bin_of(now - birth) for birth in self._births]
+        return tuple([
+            Curve(name, tuple(self._used[kind]), tuple(self._reached(kind, bins)), tuple(self.worth[kind]))
+            for kind, name in enumerate(CLASSES)
+        ])  # fmt: skip
+
+    def _reached(self, kind: int, bins: Sequence[int]) -> list[float]:
+        """Blocks that were there, unused, when they reached each bin. ``bins``: where the cohorts are now."""
+        counts = [used + gone for used, gone in zip(self._used[kind], self._gone[kind], strict=True)]
+        for k, blocks in zip(bins, self._waiting[kind], strict=True):
+            counts[k] += blocks
+        above = 0.0
+        for k in range(BINS - 1, -1, -1):
+            above += counts[k]
+            counts[k] = above
+        return counts
+
+    def _begin_cohort(self, now: int) -> None:
+        births = self._births
+        if now > births[-1]:
+            births.append(now)
+            for row in self._waiting:
+                row.append(0.0)
+        if len(births) > _COHORTS:
+            at = min(range(1, len(births) - 1), key=lambda i: (births[i + 1] - births[i - 1]) / (now - births[i] + 1))
+            del births[at]
+            for row in self._waiting:
+                row[at - 1] += row.pop(at)
+
+
+def _worth(hazards: Sequence[float]) -> list[float]:
+    """For each bin the largest ratio, over all horizons, of the probability of a use until then to the expected seconds
+    until the use or the horizon. From the last bin back: a bin and the run after it are one if that makes it larger."""
+    found: list[float] = []
+    runs: list[tuple[float, float, float]] = []  # probability of a use in a run of bins, seconds in it, their ratio
+    for k in range(len(hazards) - 1, -1, -1):
+        use, time = hazards[k], _WIDTHS[k] * (1.0 - hazards[k] / 2)
+        ratio = use / time
+        while runs and runs[-1][2] > ratio:
+            later, longer, _ = runs.pop()
+            time += (1.0 - use) * longer
+            use += (1.0 - use) * later
+            ratio = use / time
+        runs.append((use, time, ratio))
+        found.append(ratio)
+    found.reverse()
+    return found
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The mean over two bins to each side."""
+    padded = [0.0, 0.0, *values, 0.0, 0.0]
+    sums = map(sum, zip(padded, padded[1:], padded[2:], padded[3:], padded[4:], strict=False))
+    return [total / (min(k, 2) + 1 + min(len(values) - 1 - k, 2)) for k, total in enumerate(sums)]
+
+
+def _unimodal(values: Sequence[float]) -> list[float]:
+    """Rising up to the peak, and falling from there: never below what came before it, then never above."""
+    peak = max(range(len(values)), key=values.__getitem__)
+    risen, last = [], 0.0
+    for value in values[: peak + 1]:
+        last = max(last, value)
+        risen.append(last)
+    for value in values[peak + 1 :]:
+        last = min(last, value)
+        risen.append(last)
+    return risen
+
+
+class _Ends(NamedTuple):
+    """What was worked out about a queue: what its cheaper end is worth, whether that is the newest cell, until when
+    that holds, and from which version of the curves it is."""
+
+    worth: float
+    newest: bool
+    until: int
+    version: int
+
+
+class P2c(EvictionPolicy):
+    """The policy of one core. ``returned``: blocks that came back while they were remembered."""
+
+    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_most_pages", "_page_bytes", "_uses", "_version", "curves",
+                 "returned")  # fmt: skip
+
+    queues = len(CLASSES)
+    learns = True
+
+    def __init__(self, config: CoreConfig) -> None:
+        full = config.components[0]
+        self._page_bytes = config.page_size * TOKEN_BYTES
+        self._blocks = config.page_size / _BLOCK_TOKENS
+        self._most_pages = _GHOST_SHARE * (full.device + full.host)
+        self._version = self._uses = self._held = 0
+        self._ghosts: dict[int, Ghost] = {}
+        self._fifo: deque[tuple[int, Ghost]] = deque()
+        self.curves = Curves()
+        self.returned = 0.0
+
+    def learned(self, now: int) -> Learned:
+        return Learned(self.curves.report(now), EDGES, len(self._ghosts), self.returned)
+
+    # the choice
+
+    def queue(self, node: Node, c: int) -> int:
+        return _CLASS[node.heat]
+
+    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
+        best: Queue | None = None
+        found: _Ends | None = None
+        version = self._version
+        for kind, queue in enumerate(queues):
+            if not queue.slices:
+                continue
+            ends: _Ends = queue.note
+            if queue.changed or ends[3] != version or now >= ends[2]:
+                ends = self._look(queue, self.curves.worth[kind], now)
+            if found is None or ends[0] < found[0] or (ends[0] == found[0] and _is_older(queue, best)):
+                best, found = queue, ends
+        if best is None or found is None:
+            return None
+        return best.newest() if found[1] else best.oldest()
+
+    def _look(self, queue: Queue, worth: Sequence[float], now: int) -> _Ends:
+        slices = queue.slices
+        young, old = now - slices[-1].stamps[-1], now - slices[0].stamps[0]
+        newer, older = bin_of(young), bin_of(old)
+        until = now + min(_ENDS[newer] - young, _ENDS[older] - old)
+        newest = worth[newer] < worth[older]
+        queue.note = ends = _Ends(worth[newer if newest else older], newest, until, self._version)
+        queue.changed = False
+        return ends
+
+    # learning
+
+    def use(self, end: Node, forked: int, now: int) -> None:
+        run = 0
+        heat = since = forks = -1
+        node, parent = end, end.parent
+        while parent is not None:
+            pages = node.end - parent.end
+            if not node.used and self._ghosts:
+                self._return(node, parent, now)
+            if node.heat != heat or node.used != since or (node.end <= forked) != forks:
+                if run:
+                    self._count(heat, since, bool(forks), now, run)
+                heat, since, forks, run = node.heat, node.used, node.end <= forked, 0
+            run += pages
+            node.heat = (_USED_AND_FORKED if forks else _USED)[heat]
+            node.used = now
+            node, parent = parent, parent.parent
+        if not run:
+            return
+        self._count(heat, since, bool(forks), now, run)
+        self._uses += 1
+        if not self._uses % _LEARN_EVERY:
+            self.curves.learn(now)
+            self._version += 1
+
+    def _count(self, heat: int, since: int, forked: bool, now: int, pages: int) -> None:
+        """Pages of this heat are used, for the first time since ``since``; 0: ever."""
+        blocks = pages * self._blocks
+        if since:
+            self.curves.use(_CLASS[heat], since, now, blocks)
+        self.curves.begin(_CLASS[(_USED_AND_FORKED if forked else _USED)[heat]], blocks)
+
+    # ghosts
+
+    def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
+        if not node.used:
+            return
+        name, pages = node.name or self._name_of(parent, page), len(node.key) // self._page_bytes
+        if node.root.dead or name in self._ghosts:
+            self.curves.give_up(_CLASS[node.heat], node.used, now, pages * self._blocks)
+            return
+        ghost = Ghost(node.end, pages, node.heat, node.used)
+        self._ghosts[name] = ghost
+        self._fifo.append((name, ghost))
+        self._held += pages
+        while self._held > self._most_pages or len(self._fifo) > _MOST_GHOSTS:
+            name, ghost = self._fifo.popleft()
+            if self._ghosts.get(name) is ghost:
+                del self._ghosts[name]
+                self._give_up(ghost, now)
+
+    def _give_up(self, ghost: Ghost, now: int) -> None:
+        self._held -= ghost.pages
+        self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, ghost.pages * self._blocks)
+
+    def recall(self, parent: Node, page: bytes) -> int:
+        ghost = self._ghosts.get(self._name_of(parent, page)) if self._ghosts else None
+        return ghost.end if ghost is not None else 0
+
+    def _return(self, node: Node, parent: Node, now: int) -> None:
+        """If ``node``, which is new, is remembered, it goes on from there."""
+        if not node.name:
+            node.name = self._name_of(parent, node.key[: self._page_bytes])
+        ghost = self._ghosts.pop(node.name, None)
+        if ghost is None:
+            return
+        self._held -= ghost.pages
+        self.returned += ghost.pages * self._blocks
+        node.heat = ghost.heat
+        more = ghost.end - node.end
+        lost = more if more >= 0 else ghost.pages  # a longer node is not used again as a whole
+        node.used = ghost.used if more >= 0 else 0
+        self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, lost * self._blocks)
+
+    def _name_of(self, parent: Node, page: bytes) -> int:
+        """A number for the path that ends with ``page`` below ``parent``, the same for the same pages that begin
+        nodes."""
+        unnamed = []
+        node = parent
+        while not node.name and node.parent is not None:
+            unnamed.append(node)
+            node = node.parent
+        name = node.name or hash(node.hashes)
+        for node in reversed(unnamed):
+            name = node.name = hash((name, node.key[: self._page_bytes]))
+        return hash((name, page))
+
+
+def _is_older(queue: Queue, other: Queue | None) -> bool:
+    return other is not None and queue.slices[0].stamps[0] < other.slices[0].stamps[0]

@@ -1,0 +1,242 @@
+"""``p2c``: what it learns, that it stays near to LRU where nothing can be learned, and that its memory is bounded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from asynccache.core import reuse
+from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.eviction import EvictionPolicy, Queue
+from asynccache.core.policies import POLICIES
+from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
+from asynccache.core.settings import CoreConfig
+from asynccache.core.tree import Node
+from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+
+Requests = Sequence[tuple[float, str]]
+
+
+def runtime(eviction: str, components: str = "full", **options: Any) -> SynchronousRuntime:
+    run = SynchronousRuntime(core_config(components, **({"host": 0, "eviction": eviction, "page_size": 512} | options)))
+    run.audit = lambda idle=False: None  # type: ignore[method-assign]
+    return run
+
+
+def hits(eviction: str, requests: Requests, device: int) -> float:
+    """The share of all pages that were found, one request at a time, without a host."""
+    core = CacheCore(core_config(device=device, host=0, eviction=eviction, page_size=512, publish=False))
+    found = total = 0
+    for now, text in requests:
+        core.at(now)
+        key, tokens = spell(text, 512), len(text) * 512
+        grant = core.lease(Ask(SPACE, key, tokens, tokens, tokens))
+        assert isinstance(grant, Grant)
+        found += grant.lease.cached // 512
+        total += len(text)
+        core.commit(grant.lease, key, b"")
+        core.release(grant.lease)
+    return found / total
+
+
+def fresh(start: int, pages: int) -> str:
+    """A text that nothing else begins with."""
+    return "".join(chr(0x4E00 + start) if not i else chr(0x2000 + i) for i in range(pages))
+
+
+def once(count: int = 600) -> Requests:
+    """Nothing is asked for twice."""
+    return [(i * 0.5, fresh(i, 4)) for i in range(count)]
+
+
+def lately(count: int, seed: int = 1) -> Requests:
+    """Mostly what was asked for a short while ago."""
+    draws, texts, asked = random.Random(seed), [fresh(i, 4) for i in range(60)], []
+    for number in range(count):
+        text = texts.pop(min(len(texts) - 1, int(draws.expovariate(1 / 10))))
+        texts.insert(0, text)
+        asked.append((number * 0.5, text))
+    return asked
+
+
+def conversations(count: int, seed: int = 2) -> Requests:
+    """One-off prompts between conversations that come back after a while, each a page longer."""
+    draws, waiting, asked = random.Random(seed), [], []
+    for number in range(count):
+        now = number * 0.5
+        if waiting and waiting[0][0] <= now:
+            _, text = waiting.pop(0)
+            text += chr(0x3000 + len(text))
+        else:
+            text = fresh(number, 4)
+        if draws.random() < 0.3 or 4 < len(text) < 12:
+            waiting.append((now + 20, text))
+        asked.append((now, text))
+    return asked
+
+
+def loop(count: int) -> Requests:
+    """More texts in turn than there is room for: of these LRU keeps none in time."""
+    return [(i * 0.5, fresh(i % 40, 4)) for i in range(count)]
+
+
+def then(first: Requests, second: Requests) -> Requests:
+    """Another workload from then on."""
+    return [*first, *((first[-1][0] + 1 + at, text) for at, text in second)]
+
+
+WORKLOADS: dict[str, Callable[[], Requests]] = {
+    "nothing twice": once,
+    "what was lately": lambda: lately(600),
+    "a hundred": lambda: lately(99),
+    "turns after what was lately": lambda: then(lately(300), conversations(600)),
+    "what was lately after turns": lambda: then(conversations(300), lately(600)),
+}
+
+
+@pytest.mark.parametrize("device", [16, 40, 120, 400])
+@pytest.mark.parametrize("what", WORKLOADS)
+def test_it_is_never_far_below_lru(what: str, device: int) -> None:
+    requests = WORKLOADS[what]()
+    assert hits("p2c", requests, device) >= hits("lru", requests, device) - 0.02
+
+
+def test_it_keeps_what_comes_back_where_lru_keeps_what_was_last() -> None:
+    assert hits("lru", loop(1500), 80) == 0.0
+    assert hits("p2c", loop(1500), 80) > 0.05
+
+
+def test_the_first_hundred_requests_are_those_of_lru() -> None:
+    for requests in (conversations(99), lately(99), loop(99)):
+        assert hits("p2c", requests, 40) == hits("lru", requests, 40)
+
+
+def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "_MOST_GHOSTS", 50)
+    for device, most in ((16, 8 * 16 // 4), (400, 50)):
+        run = runtime("p2c", device=device)
+        for now, text in once(400):
+            run.core.at(now)
+            run.insert(text)
+        learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+        assert learned.ghosts == most
+        assert learned.returned == 0
+
+
+def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
+    run = runtime("p2c", device=12)
+    for now, text in enumerate(("abcd", "abcdef", "mnopqrst", "uvwxyz12", "abcdef")):
+        run.core.at(now)
+        run.insert(text)
+    policy = run.core.world.policy
+    assert isinstance(policy, P2c)
+    assert policy.returned > 0
+    node = next(iter(run.core.world.roots[SPACE].children.values()))  # type: ignore[union-attr]
+    assert node.end == 4, "it is cut where it was cut before"
+    assert node.heat >> 3 == 3
+
+
+def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
+    run = runtime("p2c", device=64)
+    for now, text in ((1.0, "abcd"), (11.0, "abcd"), (31.0, "abXY"), (32.0, "abZZ")):
+        run.core.at(now)
+        run.insert(text)
+    learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+    used = {curve.name: {k: count for k, count in enumerate(curve.used) if count} for curve in learned.curves}
+    assert used["used once"] == {bin_of(10_000_000): pytest.approx(4)}
+    assert used["used twice"] == {bin_of(20_000_000): pytest.approx(2)}
+    assert used["forked once"] == {bin_of(1_000_000): pytest.approx(2)}
+    assert sum(curve.reached[0] for curve in learned.curves) == pytest.approx(4 + 4 + 4 + 4)
+
+
+def test_without_a_clock_nothing_ages() -> None:
+    run = runtime("p2c", device=16)
+    for _, text in lately(300):
+        run.insert(text)
+    learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+    assert not any(any(curve.used[1:]) for curve in learned.curves)
+
+
+def test_worth_rises_and_then_falls_and_is_less_where_less_is_used_again() -> None:
+    curves = Curves()
+    for second in range(1, 400):
+        now = second * 1_000_000
+        curves.begin(0, 100.0)
+        curves.begin(1, 100.0)
+        curves._begin_cohort(now)
+        if second > 10:
+            curves.use(1, now - 10_000_000, now, 90.0)
+    curves.learn(400_000_000)
+    assert len(curves.worth) == len(CLASSES)
+    for worth in curves.worth:
+        peak = worth.index(max(worth))
+        assert len(worth) == BINS
+        assert worth == sorted(worth[:peak]) + sorted(worth[peak:], reverse=True)
+    at = bin_of(9_000_000)
+    assert curves.worth[1][at] > 3 * curves.worth[0][at]
+
+
+@pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
+    components: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reuse, "_LEARN_EVERY", 5)
+    run = SynchronousRuntime(core_config(components, device=24, host=20, states=8, eviction="p2c", page_size=512))
+    draws = random.Random(seed)
+    texts = [""]
+    for number in range(60):
+        run.core.at(number)
+        start = draws.choice(texts) if draws.random() < 0.6 else ""
+        text = (start[: draws.randrange(len(start) + 1)] + fresh(number, draws.randrange(1, 6)))[:12]
+        run.insert(text)
+        texts.append(text)
+        if draws.random() < 0.5:
+            run.settle()
+    run.settle()
+    run.audit(idle=True)
+
+
+class Mru(EvictionPolicy):
+    """Most recently used first: a policy of somebody's own."""
+
+    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
+        return queues[0].newest() if queues[0].slices else None
+
+
+@pytest.fixture
+def mru(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "mru", lambda config: Mru())
+
+
+def test_a_policy_of_ones_own_chooses(mru: None) -> None:
+    run = runtime("mru", device=12)
+    for text in ("abcd", "efgh", "ijkl", "mnop"):
+        run.insert(text)
+    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [4, 4, 0, 4]
+
+
+def insert_and_end(run: SynchronousRuntime, text: str) -> None:
+    request = run.lease(spell(text, run.page))
+    assert request is not None
+    request.compute(len(text) * run.page)
+    assert request.commit()
+    request.release(ended=True)
+
+
+def test_what_was_ended_goes_before_a_policy_is_asked(mru: None) -> None:
+    run = runtime("mru", device=12)
+    insert_and_end(run, "abcd")
+    for text in ("efgh", "ijkl", "mnop"):
+        run.insert(text)
+    assert [run.reach(text)[0] for text in ("abcd", "efgh", "ijkl", "mnop")] == [0, 4, 4, 4]
+
+
+def test_a_policy_is_made_for_the_core_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[CoreConfig] = []
+    monkeypatch.setitem(POLICIES, "own", lambda config: (seen.append(config), Mru())[1])
+    run = runtime("own", device=12)
+    assert seen == [run.core.config]
