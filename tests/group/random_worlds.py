@@ -21,8 +21,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
-from asynccache.config import PrefetchPolicy, WritePolicy
 from asynccache.core import audit
+from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
