@@ -460,6 +460,7 @@ class Request:
                 last = await self._serve(lease, last)
             except LoadFailed:
                 self.met["load failed"] += 1
+                self.world.void.add(last)
                 return False
             finally:
                 lease.release(after=last, ended=random.random() < 0.2)
