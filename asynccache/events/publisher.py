@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Self
 
 import zmq
@@ -141,7 +142,7 @@ class ZmqPublisher:
         self._backlog.append(notice)
         if not self._woken:
             self._woken = True
-            self._awaken.send(b"\0")
+            self._ring()
 
     def __enter__(self) -> Self:
         return self
@@ -155,8 +156,13 @@ class ZmqPublisher:
         if self._closing:
             return
         self._closing = True
-        self._awaken.send(b"\0")
+        self._ring()
         self._thread.join(timeout)
+
+    def _ring(self) -> None:
+        """Wake the thread. It may have ended at any moment, and has closed the socket then."""
+        with suppress(OSError):
+            self._awaken.send(b"\0")
 
     def stats(self) -> PublisherStats:
         """Counters; from any thread."""

@@ -337,3 +337,19 @@ async def test_a_cache_tells_the_world(layout: Layout) -> None:
                     mirror.apply(batch)
     await backend.aclose()
     await device.aclose()
+
+
+def test_a_publisher_whose_thread_has_died_takes_notices_and_is_closed_without_an_error() -> None:
+    """The thread closes what wakes it. Somebody may just then be about to wake it."""
+
+    def broken() -> float:
+        raise OSError("no clock")
+
+    publisher = ZmqPublisher(LOCAL, clock=broken)
+    publisher(Opened(2, None, lambda space: None))
+    publisher(stored(1))
+    publisher._thread.join(30)
+    assert isinstance(publisher.error, OSError)
+    publisher.error, publisher._woken = None, False  # as a caller saw it who looked a moment before
+    publisher(stored(2))
+    publisher.close()

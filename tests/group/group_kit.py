@@ -149,6 +149,7 @@ class GroupWorld:
         self.group: SimulatedGroup
         self.cache: AsyncCache
         self.engines: dict[int, RankEngine] = {}
+        self.void: set[int] = set()  # batches on loads that failed on some rank: what others compute is thrown away
         self.running: dict[int, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -163,6 +164,7 @@ class GroupWorld:
     def begin(self, *, absent: frozenset[int] = frozenset(), **more: Any) -> None:
         """The processes of a new group, and the head's cache, not open yet."""
         topology = self.topology
+        self.void.clear()
         self.group = SimulatedGroup(
             self.loop.entropy(f"links at {self.loop.time()}"), topology, own=self.own, delay=self.delay,
             timeout=self.timeout, devices=self.devices, locates={r: self._locate(r) for r in range(topology.ranks)},
@@ -206,8 +208,9 @@ class GroupWorld:
             await running
             engine = self.engines[rank]
             self.verified += engine.verified
-            if engine.failures:
-                raise engine.failures[0]
+            for number, failure in engine.failures.items():
+                if number not in self.void:
+                    raise failure
 
     async def aclose(self) -> None:
         """The world is over: nobody holds anything."""
@@ -235,6 +238,7 @@ class GroupWorld:
                     checkpoint = (len(text), int(lease.states[-1])) if whole else None
                     await lease.commit(text, ready=number, checkpoint=checkpoint)
                 except LoadFailed:
+                    self.void.add(number)
                     lease.release(after=number)
                     continue
                 lease.release(after=number)

@@ -21,8 +21,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
-from asynccache.config import PrefetchPolicy, WritePolicy
 from asynccache.core import audit
+from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
@@ -460,6 +460,7 @@ class Request:
                 last = await self._serve(lease, last)
             except LoadFailed:
                 self.met["load failed"] += 1
+                self.world.void.add(last)
                 return False
             finally:
                 lease.release(after=last, ended=random.random() < 0.2)

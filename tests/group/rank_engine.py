@@ -20,12 +20,12 @@ CANNOT = "the model raised"
 
 
 class RankEngine:
-    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work. ``verified``: as of
+    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch. ``verified``: as of
     ``EngineBytes``."""
 
     def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
         self.rank = face.rank
-        self.failures: list[BaseException] = []
+        self.failures: dict[int, BaseException] = {}
         self._face = face
         self._device = device
         self._random = random
@@ -82,7 +82,7 @@ class RankEngine:
                 self._bytes.verify(task)
                 self._bytes.write(task)
         except Exception as error:
-            self.failures.append(error)
+            self.failures[batch.number] = error
         gate.open()
 
     async def _arrived(self, batch: EngineBatch) -> bool:

@@ -14,16 +14,15 @@ import pytest
 from tests.group.random_worlds import Report, play
 from tests.group.striking import FATES
 
-ALL, CHUNK = 520, 65
+ALL, CHUNK = 520, 130
 
 KINDS = (
     "FULL", "SWA", "MAMBA", "sidecars", "replicated", "logical", "tp", "cp", "pp", "shared store", "own stores",
     "no worker at the head", "calm", "rough", *(f"{ranks} ranks" for ranks in (1, 2, 3, 4)),
 )  # fmt: skip
 EVENTS = (
-    "served", "cancelled", "load failed", "copy failed", "store failed", "batch failed", "backup dropped", "lost pages",
-    "device hit", "host hit", "storage hit", "found again", "attached", "invalidate", "flush", "keep", "match", "reset",
-    "prefetch complete", "prefetch partial", "prefetch miss", "prefetch cancelled", "full",
+    "served", "cancelled", "copy failed", "store failed", "batch failed", "backup dropped", "lost pages", "device hit",
+    "storage hit", "found again", "attached", "flush", "prefetch complete", "prefetch partial", "prefetch miss", "full",
 )  # fmt: skip
 
 
@@ -41,7 +40,7 @@ def test_worlds_of_groups(first: int) -> None:
     assert not never, f"no world met {never}: {met}"
     assert met["served"] > 0.9 * CHUNK
     assert sum(met[fate] for fate in FATES) > 0.1 * CHUNK
-    assert verified > 40 * CHUNK
+    assert verified > 25 * CHUNK
 
 
 def chosen(first: int) -> range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -25,8 +26,12 @@ async def test_a_batch_that_a_thread_ends_twice_is_over_once_and_the_second_end_
         batch = worker.loaded(1)
         told: list[BaseException] = []
 
+        ends: list[Callable[[], None]] = [
+            batch.end, batch.end, lambda: batch.fail("no"), lambda: worker.face.end_batch(1),
+        ]  # fmt: skip
+
         def end_twice() -> None:
-            for end in (batch.end, batch.end, lambda: batch.fail("no"), lambda: worker.face.end_batch(1)):
+            for end in ends:
                 try:
                     end()
                 except ConfigError as error:
