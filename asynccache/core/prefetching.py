@@ -1,6 +1,7 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
-A prefetch hangs below the root or an anchor whose FULL path is on the host. It pins the anchor, and the unbroken run
+A prefetch hangs below the root or an anchor whose FULL path is on the host. It may also end before the anchor, where
+the host lacks no more than a window or a state. It pins the anchor, and the unbroken run
 of SWA that ends there, until it commits or is revoked. Its slots are its own until then. It begins when the host has
 room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
@@ -70,10 +71,11 @@ def usable_end(
         reach += 1
     end = min(end, reach * size)
     auxiliary = [(present[name], component) for name, component in pools if component != ComponentKind.FULL]
-    while end > shape.covered and end >= shape.anchor:
-        if all(pages[i] for pages, component in auxiliary for i in needed_pages(shape, component, end)):
+    while end > shape.covered:
+        lacking = [i for pages, component in auxiliary for i in needed_pages(shape, component, end) if not pages[i]]
+        if not lacking:
             return end
-        end -= size
+        end = max(lacking) * size  # every end between would need that page, too
     return shape.covered
 
 
@@ -384,6 +386,8 @@ class Prefetches:
         if path and path[-1].end > anchor + reached // page:
             path[-1] = split_at(world, path[-1], anchor + reached // page)
         last = self._grow(fetch, self._merge(fetch, path), stop, key, hashes)
+        if last.end > stop:
+            last = self._above(last, stop)
         if fetch.aux_end == end and last.end == stop:
             self._fill_window(fetch, last, stop)
             self._fill_state(fetch, last)
@@ -393,6 +397,13 @@ class Prefetches:
                 self._transfers.claims.take(holder, [last], last.end)
         self._drop(fetch, Status.DONE)
         return ()
+
+    def _above(self, node: Node, stop: int) -> Node:
+        """The node on the path to ``node`` that ends at page ``stop``: an end before the anchor, where FULL is on the
+        host already and only a window or a state was missing."""
+        while node.parent is not None and node.parent.end >= stop:
+            node = node.parent
+        return split_at(self._world, node, stop) if node.end > stop else node
 
     def _merge(self, fetch: Fetch, path: Sequence[Node]) -> Node:
         """Nodes that appeared meanwhile: one without host data adopts the fetched pages, else they are duplicates."""

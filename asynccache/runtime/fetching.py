@@ -151,8 +151,8 @@ class Fetch:
             await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
-        """The first page that any end could need: windows only move on."""
-        needed = needed_pages(self.shape, component, self.shape.anchor + self.shape.page_size)
+        """The first page that any end could need, also one before the anchor: windows only move on."""
+        needed = needed_pages(self.shape, component, self.shape.covered + self.shape.page_size)
         return min((*needed, self._pages_of(self.shape.anchor)))
 
     async def _ask_pools(self, questions: Sequence[tuple[PoolSpec, range]]) -> None:

@@ -96,11 +96,13 @@ def assert_nothing_leaked(run: SynchronousRuntime) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "end"),
-    [((), 6), ((0, 1), 6), ((5,), 5), ((4,), 4), ((0, 5), 5), ((3,), 0), ((2,), 0), ((0, 4), 0)],
-)
-def test_an_anchors_part_that_was_evicted_is_fetched_with_the_rest_or_nothing_is(
+    [((), 6), ((0, 1), 6), ((5,), 5), ((4,), 4), ((0, 5), 5), ((3,), 3), ((2,), 2), ((0, 4), 0), ((1, 5), 1),
+     ((1, 3), 1)],
+)  # fmt: skip
+def test_an_anchors_part_that_was_evicted_is_fetched_for_the_longest_end_that_storage_has(
     missing: tuple[int, ...], end: int
 ) -> None:
+    """Also for one before the anchor: of FULL nothing is read then."""
     run = stored()
     insert(run, "abcd", "abcdPQRST")
     push_out(run)
