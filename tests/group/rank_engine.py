@@ -20,8 +20,8 @@ CANNOT = "the model raised"
 
 
 class RankEngine:
-    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch. ``verified``: as of
-    ``EngineBytes``."""
+    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch. ``verified``:
+    as ``EngineBytes`` has it."""
 
     def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
         self.rank = face.rank
