@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from asynccache import checks
 from asynccache.checks import INT32_MAX, within
-from asynccache.core.policies import POLICIES
 from asynccache.core.settings import (
+    POLICIES,
     ComponentKind,
     ComponentSlots,
     CoreConfig,
@@ -219,7 +219,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         checks.settle_fields(self)
         checks.text("model", self.model, empty=False)
-        checks.choice("eviction", self.eviction, tuple(POLICIES))
+        checks.choice("eviction", self.eviction, tuple(dict.fromkeys((*EVICTION_POLICIES, *POLICIES))))
         settled = {
             "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
             "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Any
 
 
 class ComponentKind(IntEnum):
@@ -82,3 +84,7 @@ class CoreConfig:
     write_back_watermark: float = 0.1
     slice_steps: int = SLICE_STEPS
     remember: int = 0
+
+
+POLICIES: dict[str, Callable[[CoreConfig], Any]] = {}
+"""What makes the eviction policy of one core, by name; see ``asynccache.core.policies``, which fills it."""

@@ -21,7 +21,8 @@ Requests = Sequence[tuple[float, str]]
 
 
 def runtime(eviction: str, components: str = "full", **options: Any) -> SynchronousRuntime:
-    run = SynchronousRuntime(core_config(components, **({"host": 0, "eviction": eviction, "page_size": 512} | options)))
+    settings: dict[str, Any] = {"host": 0, "eviction": eviction, "page_size": 512} | options
+    run = SynchronousRuntime(core_config(components, **settings))
     run.audit = lambda idle=False: None  # type: ignore[method-assign]
     return run
 
@@ -64,7 +65,8 @@ def lately(count: int, seed: int = 1) -> Requests:
 
 def conversations(count: int, seed: int = 2) -> Requests:
     """One-off prompts between conversations that come back after a while, each a page longer."""
-    draws, waiting, asked = random.Random(seed), [], []
+    draws, asked = random.Random(seed), []
+    waiting: list[tuple[float, str]] = []
     for number in range(count):
         now = number * 0.5
         if waiting and waiting[0][0] <= now:
@@ -237,6 +239,11 @@ def test_what_was_ended_goes_before_a_policy_is_asked(mru: None) -> None:
 
 def test_a_policy_is_made_for_the_core_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[CoreConfig] = []
-    monkeypatch.setitem(POLICIES, "own", lambda config: (seen.append(config), Mru())[1])
+
+    def make(config: CoreConfig) -> EvictionPolicy:
+        seen.append(config)
+        return Mru()
+
+    monkeypatch.setitem(POLICIES, "own", make)
     run = runtime("own", device=12)
     assert seen == [run.core.config]
