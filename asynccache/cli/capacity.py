@@ -17,7 +17,7 @@ from asynccache.cli.options import Settings
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
-from asynccache.cli.trace import TraceRequest
+from asynccache.cli.trace import TraceRequest, arrivals
 from asynccache.errors import ConfigError
 from asynccache.storage import parse_size, parse_url
 
@@ -39,7 +39,8 @@ def capacity(
     settings: Settings, trace: Sequence[TraceRequest] | None, tally: Tally, facts: Mapping[str, Any], *, compare: bool
 ) -> dict[str, Any]:
     """The curve as plain values, with the sizes of the tiers on it. ``facts``: what the cache says about itself.
-    ``compare``: some sizes under the policy in use and with the whole future known, too; that takes a while."""
+    ``compare``: some sizes under the policy in use and with the whole future known, too; that takes a while. Without a
+    trace nothing tells when prompts came, which policies but LRU go by: then these are not compared."""
     unit = settings.page_size if trace is None else BLOCK_TOKENS
     requests = list(_numbered(tally.paths) if trace is None else blocks(trace))
     found = curve(requests)
@@ -54,10 +55,11 @@ def capacity(
         "points": [{"units": at, "hit_ratio": ratios.of(found.found(at))} for at in shown],
         "tiers": tiers,
     }
-    if compare:
+    if compare and (trace is not None or settings.eviction == "lru"):
         wanted = {tier["units"] for tier in tiers} | {_evenly(shown, i) for i in range(_COMPARED)}
         sizes = sorted(units for units in wanted if units <= found.pages)
-        rows = list(compared(requests, found, sizes, settings.eviction))
+        times = [0.0] * len(requests) if trace is None else arrivals(trace, 1.0)
+        rows = list(compared(requests, found, sizes, settings.eviction, times))
         report |= {"eviction": settings.eviction, "compared": [
             {"units": size, **{name: ratios.of(pages) for name, pages in row.items()}}
             for size, row in zip(sizes, rows, strict=True)
@@ -71,15 +73,16 @@ def _evenly(shown: Sequence[int], i: int) -> int:
 
 
 def compared(
-    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str
+    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> Iterator[dict[str, int]]:
     """For each of ``sizes``: pages that are found by ``lru``, by the ``policy`` in use and by the ``optimum``. LRU is
-    the curve's, also where it is the policy in use: one figure for one thing."""
+    the curve's, also where it is the policy in use: one figure for one thing. ``times``: seconds at which the requests
+    come."""
     uses = next_uses(requests)
     for size in sizes:
         lru = found.found(size)
         evicts = size < found.pages and eviction != "lru"
-        policy = policies.found(requests, size, eviction) if evicts else lru
+        policy = policies.found(requests, size, eviction, times) if evicts else lru
         yield {"lru": lru, "policy": policy, "optimum": optimum(requests, uses, size)}
 
 

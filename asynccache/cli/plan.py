@@ -23,7 +23,7 @@ from asynccache.cli.output import check_writable, dump
 from asynccache.cli.progress import Progress
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import HIT_RATIO, number, percent
-from asynccache.cli.trace import TraceRequest, read_trace
+from asynccache.cli.trace import TraceRequest, arrivals, read_trace
 from asynccache.config import EVICTION_POLICIES, CacheConfig
 from asynccache.errors import ConfigError
 
@@ -139,7 +139,8 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
     found = curve(requests)
     tokens = sum(request.input_length for request in trace)
     steps = list(_steps(args, model))
-    hits = _hits(requests, found, sorted({step.tokens // BLOCK_TOKENS for step in steps}), args.eviction)
+    units = sorted({step.tokens // BLOCK_TOKENS for step in steps})
+    hits = _hits(requests, found, units, args.eviction, arrivals(trace, 1.0))
     seconds = (trace[-1].timestamp - trace[0].timestamp) / 1000
     prefill = tokens / model.prefill_tokens_per_s
     return {
@@ -154,13 +155,13 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
 
 
 def _hits(
-    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str
+    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> dict[int, dict[str, int]]:
     """What ``compared`` says of each size, in blocks; tells those who wait how far it is."""
     hits: dict[int, dict[str, int]] = {}
     progress = Progress(sys.stderr)
     try:
-        for size, row in zip(sizes, compared(requests, found, sizes, eviction), strict=True):
+        for size, row in zip(sizes, compared(requests, found, sizes, eviction, times), strict=True):
             hits[size] = row
             progress.tell(f"plan: {len(hits)} of {len(sizes)} sizes")
     finally:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asynccache.cli.curve import Request, blocks, curve
 from asynccache.cli.optimum import NEVER, next_uses, optimum
 from asynccache.cli.policies import found
-from asynccache.cli.trace import read_trace
+from asynccache.cli.trace import arrivals, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}
@@ -65,13 +65,13 @@ def test_it_bounds_the_core_and_lru_and_all_find_everything_where_all_fits() -> 
     rng = random.Random(5)
     shapes = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(400)]
     requests, parents = tree_of(shapes, [len(shape) for shape in shapes])
-    uses, lru = next_uses(requests), curve(requests)
+    uses, lru, times = next_uses(requests), curve(requests), [0.5 * i for i in range(len(requests))]
     before = 0
     for capacity in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         most = optimum(requests, uses, capacity)
-        assert max(before, lru.found(capacity), found(requests, capacity, "lru")) <= most
+        assert max(before, lru.found(capacity), found(requests, capacity, "lru", times)) <= most
         before = most
-    assert optimum(requests, uses, len(parents)) == int(lru.hits[-1]) == found(requests, len(parents), "lru")
+    assert optimum(requests, uses, len(parents)) == int(lru.hits[-1]) == found(requests, len(parents), "lru", times)
 
 
 def test_what_is_used_again_without_a_lookup_needs_not_be_held() -> None:
@@ -87,3 +87,14 @@ def test_the_recorded_trace_gives_the_published_figures() -> None:
     uses = next_uses(requests)
     for capacity, ratio in PUBLISHED.items():
         assert optimum(requests, uses, capacity) / 276_491 == pytest.approx(ratio, abs=0.0005)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not REAL.is_file(), reason="ASYNCCACHE_TRACE names no file")
+def test_p2c_closes_the_gap_from_lru_to_the_optimum_on_the_recorded_trace() -> None:
+    trace = asyncio.run(read_trace(str(REAL)))
+    requests = list(blocks(trace))
+    uses, lru, times = next_uses(requests), curve(requests), arrivals(trace, 1.0)
+    for capacity, share in {1_000: 0.22, 3_000: 0.26, 10_000: 0.09, 30_000: 0.03}.items():
+        least, most = lru.found(capacity), optimum(requests, uses, capacity)
+        assert found(requests, capacity, "p2c", times) >= least + share * (most - least), capacity
