@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from asynccache.cli.curve import Request
-from asynccache.cli.trace import BLOCK_TOKENS
+from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.core.cache import Ask, CacheCore, Grant, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
 from asynccache.errors import InvariantViolation

@@ -72,7 +72,8 @@ def test_the_policy_in_use_is_played_through_the_core(tmp_path: Path) -> None:
     """Four blocks fit: a b c d hit once, and are gone when they come back. Eight fit: they hit again. A node goes
     whole."""
     requests = list(blocks(asyncio.run(read_trace(str(write_trace(tmp_path / "t.jsonl"))))))
-    assert [found(requests, size, "lru") for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
+    times = [float(i) for i in range(len(requests))]
+    assert [found(requests, size, "lru", times) for size in (0, 1, 3, 4, 6, 8)] == [0, 0, 0, 4, 4, 8]
 
 
 def test_a_policy_that_is_not_lru_has_a_column_of_its_own(tmp_path: Path) -> None:
