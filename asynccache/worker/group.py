@@ -649,8 +649,12 @@ class WorkerGroup:
 
     async def drop_store(self, number: int) -> None:
         """See ``Worker``."""
-        self._opened.pop(number, None)
+        self._forget_store(number)
         await self._call(lambda call: m.DropStore(call, number), m.Done)
+
+    def _forget_store(self, number: int) -> None:
+        self._opened.pop(number, None)
+        self._shared.pop(number, None)
 
     def leave_store(self, number: int) -> None:
         """See ``Worker``."""
@@ -660,7 +664,7 @@ class WorkerGroup:
 
     async def close_store(self, number: int) -> None:
         """See ``Worker``."""
-        self._opened.pop(number, None)
+        self._forget_store(number)
         await self._call(lambda call: m.CloseStore(call, number), m.Done)
 
     def watch_store(self, number: int) -> None:

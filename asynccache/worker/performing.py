@@ -67,6 +67,7 @@ class Performer:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message]] = {}
+        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, m.Effects] = {}
         self._begun: list[asyncio.Future[None]] = []
@@ -85,8 +86,8 @@ class Performer:
             m.Copy: self._effect,
             m.Forget: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.Store: lambda o: self._begin(o.call, self._store(o)),
-            m.GiveUp: lambda o: self._own.give_up(o.op),
+            m.Store: self._begin_store,
+            m.GiveUp: self._give_up,
             m.Ask: lambda o: self._begin(o.call, self._ask(o)),
             m.Fetch: lambda o: self._begin(o.call, self._fetch(o)),
             m.Delete: lambda o: self._begin(o.call, self._delete(o)),
@@ -318,6 +319,17 @@ class Performer:
     async def _done(self, call: int, work: Coroutine[Any, Any, None]) -> m.Message:
         await work
         return m.Done(call)
+
+    def _begin_store(self, order: m.Store) -> None:
+        first = order.batch[0].op
+        self._storing.add(first)  # at once: that it is given up may be heard in this turn
+        self._begin(order.call, self._store(order))
+        self._calls[order.call].add_done_callback(lambda _: self._storing.discard(first))
+
+    def _give_up(self, order: m.GiveUp) -> None:
+        """Others may still write a batch that this worker has written."""
+        if order.op in self._storing:
+            self._own.give_up(order.op)
 
     async def _store(self, order: m.Store) -> m.Message:
         stored = await self._own.store(order.batch)

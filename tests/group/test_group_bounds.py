@@ -7,7 +7,7 @@ from typing import Any
 from asynccache.core.plan import BackupHost
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
-from tests.group.group_kit import GroupWorld, play, settings, text
+from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
 
 
 def test_batches_that_commits_named_are_forgotten_when_they_are_over_also_without_a_host_tier() -> None:
@@ -44,6 +44,38 @@ def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None
             await cache.flush()
             assert after == [(number,)] * len(after)
             assert len(after) == 3
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgotten_by_the_others() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+        async with world.opened() as cache:
+            group = cache._opened().worker
+            for op in range(100):
+                group.give_up(op)
+            await world.serve(text(2))
+            await cache.flush()
+            for worker in (group.own.local, world.process(1).serving.performer.local):  # type: ignore[attr-defined]
+                assert not worker._writing._given_up
+        await world.aclose()
+
+    play(main)
+
+
+def test_of_a_store_that_was_detached_nothing_is_kept() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            for _ in range(3):
+                name = await cache.attach_storage(GUEST)
+                assert (len(group._opened), len(group._shared)) == (1, 1)
+                await cache.detach_storage(name)
+                assert not group._opened
+                assert not group._shared
         await world.aclose()
 
     play(main)
