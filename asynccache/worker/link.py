@@ -264,7 +264,7 @@ class StreamLink(asyncio.Protocol):
         self._came.set()
 
     def _deliver(self, data: bytes | bytearray) -> None:
-        """All frames that are whole; what remains waits for more."""
+        """All frames that are whole; what remains waits for more, and is not copied again for each piece of it."""
         heard = self._heard
         assert heard is not None
         if self._rest:
@@ -286,7 +286,10 @@ class StreamLink(asyncio.Protocol):
                 except Exception as error:
                     self._end(_raised(error))
                     return
-        self._rest = bytearray(data[start:])
+        if data is self._rest:
+            del self._rest[:start]
+        else:
+            self._rest = bytearray(data[start:])
 
     def eof_received(self) -> None:
         """See ``asyncio.Protocol``: the transport closes."""

@@ -356,3 +356,21 @@ async def test_nothing_of_an_ended_link_is_left() -> None:
             assert link._timer is not None
             assert link._timer.cancelled()
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.asyncio
+async def test_what_has_come_of_a_long_frame_is_not_copied_for_every_piece_that_comes() -> None:
+    async with connected() as (head, worker, _):
+        ear = Ear(worker)
+        await turns()
+        long = frame(bytes(range(256)) * 256)
+        worker.data_received(long[:1000])
+        kept = worker._rest
+        for at in range(1000, len(long), 1000):
+            worker.data_received(long[at : at + 1000] + (frame(b"next")[:-1] if at + 1000 >= len(long) else b""))
+            assert worker._rest is kept
+        worker.data_received(b"t")
+        assert ear.frames == [long[LENGTH:], b"next"]
+        assert not kept
+        head.send(b"behind it")
+        assert (await ear.hears(3))[-1] == b"behind it"
