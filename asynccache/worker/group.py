@@ -68,7 +68,7 @@ class GroupBatch:
         self.number = number
         self.left = ranks
         self.errors: dict[int, str] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[asyncio.Future[None], None] = {}
         self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
@@ -84,8 +84,11 @@ class GroupBatch:
             raise self._failed()
         if self.left:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            self._waiters[waiter] = None
+            try:
+                await waiter
+            finally:
+                del self._waiters[waiter]
 
     def over(self, rank: int, error: str) -> None:
         """It is over on ``rank``."""

@@ -70,7 +70,7 @@ class Performer:
         self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, m.Effects] = {}
-        self._begun: list[asyncio.Future[None]] = []
+        self._begun: dict[asyncio.Future[None], None] = {}
         self._loads: set[int] = set()
         self._failed: set[int] = set()
         self._shut = False
@@ -226,8 +226,7 @@ class Performer:
 
     def _wake_begun(self) -> None:
         """Some of what was held is so no more."""
-        begun, self._begun = self._begun, []
-        for future in begun:
+        for future in self._begun:
             if not future.done():
                 future.set_result(None)
 
@@ -269,8 +268,11 @@ class Performer:
         """See ``Worker.layer``. Raises ``RankFailure``: it is closed, and nobody knows what has arrived."""
         while op in self._held:
             future = self._loop.create_future()
-            self._begun.append(future)
-            await future
+            self._begun[future] = None
+            try:
+                await future
+            finally:
+                del self._begun[future]
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:

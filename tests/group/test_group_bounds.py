@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+import pytest
 
 from asynccache.core.plan import BackupHost
 from asynccache.testing.simulated_loop import SimulatedLoop
@@ -76,6 +80,34 @@ def test_of_a_store_that_was_detached_nothing_is_kept() -> None:
                 await cache.detach_storage(name)
                 assert not group._opened
                 assert not group._shared
+        await world.aclose()
+
+    play(main)
+
+
+def test_who_stops_waiting_for_a_batch_or_the_next_one_is_forgotten() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8))
+        world.begin()
+        async with world.cache as cache:
+            number = cache.send_batch()
+            group: Any = cache._opened().worker
+            face = world.process(1).face
+            (await anext(face)).end()
+            waits: list[Callable[[], Awaitable[Any]]] = [
+                lambda: cache.batch_ended(number), lambda: anext(face), lambda: face.heard(2),
+            ]  # fmt: skip
+            for wait in waits:
+                for _ in range(3):
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(wait(), 0.01)
+            assert not group._batches[number]._waiters
+            assert len(face._performer.batches._came) == 1, "its process waits for the end"
+            waiting = [asyncio.ensure_future(cache.batch_ended(number)) for _ in range(2)]
+            await asyncio.sleep(0)
+            group.own.batches.find(number).end()
+            await asyncio.gather(*waiting)
+        await world.group.ended()
         await world.aclose()
 
     play(main)
