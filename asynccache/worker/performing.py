@@ -95,7 +95,7 @@ class Performer:
             m.Flush: lambda o: self._begin(o.call, self._done(o.call, self._flush())),
             m.Probe: lambda o: self._probe(o.page_hash),
             m.OpenStore: lambda o: self._begin(o.call, self._open_store(o)),
-            m.UseStore: lambda o: self._own.use_store(o.number, o.position),
+            m.UseStore: self._use_store,
             m.DropStore: lambda o: self._begin(o.call, self._done(o.call, self._drop_store(o.number))),
             m.LeaveStore: self._leave_store,
             m.CloseStore: lambda o: self._begin(o.call, self._done(o.call, self._own.close_store(o.number))),
@@ -366,6 +366,10 @@ class Performer:
     async def _drop_store(self, number: int) -> None:
         if self._own.knows_store(number):
             await self._own.drop_store(number)
+
+    def _use_store(self, order: m.UseStore) -> None:
+        self._own.use_store(order.number, order.position)
+        self._note_health()
 
     def _leave_store(self, order: m.LeaveStore) -> None:
         self._own.leave_store(order.number)
