@@ -211,7 +211,11 @@ class WorkerGroup:
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
         opened = await self._call(lambda call: m.Open(call, m.settings_of(self._config)), m.Opened)
         first = next(iter(opened.values()))
+        pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
+            right = one.layers >= 0 and len(one.digest) in (0, HASH_BYTES) and pools.issuperset(one.weights)
+            if not right or min(one.weights.values(), default=1) < 1:
+                raise self._nonsense(rank, "opened other pools")
             if [(options.name, options.write) for options, _ in one.stores] != [
                 (options.name, options.write) for options, _ in first.stores
             ]:
@@ -522,7 +526,12 @@ class WorkerGroup:
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
         """See ``Worker``."""
-        done = fold.stored(list((await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)).values()))
+        said = await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)
+        ops = {effect.op for effect in batch}
+        for rank, one in said.items():
+            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
+                raise self._nonsense(rank, "wrote a batch of other operations")
+        done = fold.stored(list(said.values()))
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
@@ -713,4 +722,7 @@ class WorkerGroup:
         return fold.sums([part.storage for part in parts]), by_name
 
     def _counted(self, rank: int, news: m.Counters) -> None:
+        if not fold.are_counters([news.storage, *news.stores.values()]):
+            self._nonsense(rank, "counted what nobody can")
+            return
         self._counters[rank] = news
