@@ -208,6 +208,8 @@ async def test_closing_takes_a_bounded_time_although_the_peer_reads_nothing(monk
 async def test_cancelling_a_close_aborts() -> None:
     async with connected() as (head, worker, _):
         Ear(head)
+        assert worker._transport is not None
+        worker._transport.pause_reading()              # it does not close, too
         closing = asyncio.create_task(head.aclose())
         await asyncio.sleep(0.01)
         closing.cancel()
