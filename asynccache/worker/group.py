@@ -179,6 +179,7 @@ class WorkerGroup:
         self._opened: dict[int, StoreEntry] = {}
         self._shared: dict[int, bool] = {}
         self._last_store = 0
+        self._opening = 0
         self._shut: set[int] = set()
         self._counters: dict[int, m.Counters] = {}
         self._meters = {"backup_host": Meter(), "load_back": Meter()}
@@ -636,7 +637,11 @@ class WorkerGroup:
             return m.OpenStore(call, number, storage, dict(options), position)
 
         try:
-            opened = await self._call(order, m.StoreOpened)
+            self._wait_for_stores(1)
+            try:
+                opened = await self._call(order, m.StoreOpened)
+            finally:
+                self._wait_for_stores(-1)
             first = next(iter(opened.values()))
             for rank, one in opened.items():
                 if (one.options.name, one.options.write) != (first.options.name, first.options.write):
@@ -648,6 +653,12 @@ class WorkerGroup:
         self._shared[number] = any(one.shared for one in opened.values())
         entry = self._opened[number] = StoreEntry(number, first.options)
         return entry
+
+    def _wait_for_stores(self, more: int) -> None:
+        """Be patient while a store is opened: it may pin the host's memory, as at the start."""
+        self._opening += more
+        for link in self._links.values():
+            link.patience(OPENING if self._opening else None)
 
     def use_store(self, number: int, position: int | None) -> None:
         """See ``Worker``."""
