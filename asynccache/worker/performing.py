@@ -221,7 +221,7 @@ class Performer:
             if self._must_wait(order):
                 self._held[op] = order
             else:
-                self.take_up(order)
+                self._take_up(order)
         self._wake_begun()
 
     def _wake_begun(self) -> None:
@@ -230,7 +230,7 @@ class Performer:
             if not future.done():
                 future.set_result(None)
 
-    def take_up(self, order: m.Effects) -> None:
+    def _take_up(self, order: m.Effects) -> None:
         """Perform what was held. What goes wrong is the end of the group, and not the affair of who ended a batch."""
         try:
             self._perform(order)

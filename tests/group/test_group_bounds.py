@@ -57,13 +57,13 @@ def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgott
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
         async with world.opened() as cache:
-            group = cache._opened().worker
+            group: Any = cache._opened().worker
             for op in range(100):
                 group.give_up(op)
             await world.serve(text(2))
             await cache.flush()
-            for worker in (group.own.local, world.process(1).serving.performer.local):  # type: ignore[attr-defined]
-                assert not worker._writing._given_up
+            performers: list[Any] = [group.own, world.process(1).serving.performer]
+            assert not any(performer.local._writing._given_up for performer in performers)
         await world.aclose()
 
     play(main)
