@@ -21,6 +21,9 @@ from asynccache.errors import ConfigError
 from asynccache.runtime.fences import Fences, not_over
 from asynccache.worker.contract import Batch, Work, Worker
 
+SWEEP = 64
+"""Batches beyond twice as many as were not over, before those that are over are forgotten."""
+
 
 class Engine:
     """Mutable state: the fences, and the batches that commits named (``ready``) and that may not be over."""
@@ -32,7 +35,8 @@ class Engine:
         kinds = {component.kind for component in core.config.components}
         self._tables = sorted(int(kind) for kind in kinds if kind is not ComponentKind.MAMBA)
         self._has_states = ComponentKind.MAMBA in kinds
-        self._ready: list[Batch] = []
+        self._ready: dict[int, Batch] = {}
+        self._sweep_at = SWEEP
 
     def __repr__(self) -> str:
         return f"Engine({self.fences!r}, {len(self._ready)} batches that commits named)"
@@ -70,13 +74,15 @@ class Engine:
     def expect(self, ready: Batch) -> None:
         """A commit is about to publish pages that ``ready`` writes."""
         if not ready.done():
-            self._ready.append(ready)
+            self._ready[ready.number] = ready
+            if len(self._ready) >= self._sweep_at:  # without a host tier nothing else looks through them
+                self._sweep_at = 2 * len(self.pending()) + SWEEP
 
     def pending(self) -> list[Batch]:
-        """What commits named and is not over."""
-        if self._ready:
-            self._ready = not_over(*self._ready)
-        return self._ready
+        """What commits named and is not over, each once."""
+        alive = not_over(*self._ready.values())
+        self._ready = {batch.number: batch for batch in alive}
+        return alive
 
     def begin(self, effect: BackupHost | LoadBack | Clone) -> None:
         """Hand the effect to the worker, with all that it has to wait for."""

@@ -57,6 +57,11 @@ class SimulatedLink:
     def __repr__(self) -> str:
         return f"SimulatedLink({self.frames} frames sent, {'ended' if self._ended else 'open'})"
 
+    @property
+    def ended(self) -> bool:
+        """See ``Link``."""
+        return self._ended
+
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """See ``Link``."""
         self._heard, self._lost = heard, lost

@@ -223,7 +223,6 @@ class Worker(Protocol):
         """Whether there is a host tier, which stores need."""
         ...
 
-
     @property
     def stores(self) -> tuple[StoreEntry, ...]:
         """Those that are used, nearest first."""

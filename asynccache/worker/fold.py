@@ -4,7 +4,8 @@ telling one is told."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
 from asynccache.storage.breaker import BreakerState
@@ -44,6 +45,14 @@ def stored(parts: Sequence[Written]) -> Stored:
     return Stored(
         failed, sum(part.pages for part in parts), max(part.full_pages for part in parts),
         sum(part.bytes for part in parts),
+    )  # fmt: skip
+
+
+def are_counters(parts: Iterable[Mapping[str, int | float]]) -> bool:
+    """Whether ``sums`` can add them up: finite numbers, and states of a breaker that there are."""
+    return all(
+        isfinite(value) and (name != "breaker" or value in _WORST_LAST)
+        for part in parts for name, value in part.items()
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Where the workers of a group come in: each once, of this version, and of a rank that there is.
 
-Law: who comes late, or a second time, or with another version is refused by name, and disturbs nobody.
+Law: who comes late, or a second time, or with another version is refused by name, and disturbs nobody. Until all have
+come, a worker whose link has ended has not come: another of its rank takes its place.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ class Workers:
         self.address = ""
         self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
-        self._taken = self._closed = False
+        self._taken = self._complete = self._closed = False
 
     def __repr__(self) -> str:
-        return f"Workers({self.topology}, {len(self._links)} of {len(self._missing()) + len(self._links)} have come)"
+        others = self.topology.ranks - (self.own is not None)
+        return f"Workers({self.topology}, {others - len(self._missing())} of {others} have come)"
 
     def _missing(self) -> list[int]:
-        return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in self._links]
+        here = {rank for rank, link in self._links.items() if not link.ended}
+        return [rank for rank in range(self.topology.ranks) if rank != self.own and rank not in here]
 
     def answer(self, hello: bytes, link: Link) -> bytes:
         """The welcome for who comes over ``link``. Raises ``RankFailure``: it is refused, with the reason."""
@@ -65,7 +68,7 @@ class Workers:
             raise RankFailure(f"rank {word.rank} is none of {self.topology}")
         if word.rank == self.own:
             raise RankFailure(f"rank {word.rank} is the head's own")
-        if word.rank in self._links:
+        if word.rank in self._links and (self._complete or not self._links[word.rank].ended):
             raise RankFailure(f"rank {word.rank} has come before")
         if self._closed:
             raise RankFailure("the group is closed")
@@ -93,6 +96,7 @@ class Workers:
             missing = self._missing()
             which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
             raise RankFailure(f"{which} did not come within {self.arrival:g} s", missing[0]) from None
+        self._complete = True
         return {rank: self._links[rank] for rank in sorted(self._links)}
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class GroupBatch:
         self.number = number
         self.left = ranks
         self.errors: dict[int, str] = {}
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: dict[asyncio.Future[None], None] = {}
         self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
@@ -84,8 +84,11 @@ class GroupBatch:
             raise self._failed()
         if self.left:
             waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            self._waiters[waiter] = None
+            try:
+                await waiter
+            finally:
+                del self._waiters[waiter]
 
     def over(self, rank: int, error: str) -> None:
         """It is over on ``rank``."""
@@ -176,6 +179,7 @@ class WorkerGroup:
         self._opened: dict[int, StoreEntry] = {}
         self._shared: dict[int, bool] = {}
         self._last_store = 0
+        self._opening = 0
         self._shut: set[int] = set()
         self._counters: dict[int, m.Counters] = {}
         self._meters = {"backup_host": Meter(), "load_back": Meter()}
@@ -208,7 +212,11 @@ class WorkerGroup:
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
         opened = await self._call(lambda call: m.Open(call, m.settings_of(self._config)), m.Opened)
         first = next(iter(opened.values()))
+        pools = {spec.name for spec in self._config.pools()}
         for rank, one in opened.items():
+            right = one.layers >= 0 and len(one.digest) in (0, HASH_BYTES) and pools.issuperset(one.weights)
+            if not right or min(one.weights.values(), default=1) < 1:
+                raise self._nonsense(rank, "opened other pools")
             if [(options.name, options.write) for options, _ in one.stores] != [
                 (options.name, options.write) for options, _ in first.stores
             ]:
@@ -519,7 +527,12 @@ class WorkerGroup:
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
         """See ``Worker``."""
-        done = fold.stored(list((await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)).values()))
+        said = await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)
+        ops = {effect.op for effect in batch}
+        for rank, one in said.items():
+            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
+                raise self._nonsense(rank, "wrote a batch of other operations")
+        done = fold.stored(list(said.values()))
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
@@ -624,7 +637,11 @@ class WorkerGroup:
             return m.OpenStore(call, number, storage, dict(options), position)
 
         try:
-            opened = await self._call(order, m.StoreOpened)
+            self._wait_for_stores(1)
+            try:
+                opened = await self._call(order, m.StoreOpened)
+            finally:
+                self._wait_for_stores(-1)
             first = next(iter(opened.values()))
             for rank, one in opened.items():
                 if (one.options.name, one.options.write) != (first.options.name, first.options.write):
@@ -636,6 +653,12 @@ class WorkerGroup:
         self._shared[number] = any(one.shared for one in opened.values())
         entry = self._opened[number] = StoreEntry(number, first.options)
         return entry
+
+    def _wait_for_stores(self, more: int) -> None:
+        """Be patient while a store is opened: it may pin the host's memory, as at the start."""
+        self._opening += more
+        for link in self._links.values():
+            link.patience(OPENING if self._opening else None)
 
     def use_store(self, number: int, position: int | None) -> None:
         """See ``Worker``."""
@@ -649,8 +672,12 @@ class WorkerGroup:
 
     async def drop_store(self, number: int) -> None:
         """See ``Worker``."""
-        self._opened.pop(number, None)
+        self._forget_store(number)
         await self._call(lambda call: m.DropStore(call, number), m.Done)
+
+    def _forget_store(self, number: int) -> None:
+        self._opened.pop(number, None)
+        self._shared.pop(number, None)
 
     def leave_store(self, number: int) -> None:
         """See ``Worker``."""
@@ -660,7 +687,7 @@ class WorkerGroup:
 
     async def close_store(self, number: int) -> None:
         """See ``Worker``."""
-        self._opened.pop(number, None)
+        self._forget_store(number)
         await self._call(lambda call: m.CloseStore(call, number), m.Done)
 
     def watch_store(self, number: int) -> None:
@@ -706,4 +733,7 @@ class WorkerGroup:
         return fold.sums([part.storage for part in parts]), by_name
 
     def _counted(self, rank: int, news: m.Counters) -> None:
+        if not fold.are_counters([news.storage, *news.stores.values()]):
+            self._nonsense(rank, "counted what nobody can")
+            return
         self._counters[rank] = news

@@ -62,7 +62,14 @@ class Holdings:
 
     def unwatch(self, store: int) -> bool:
         """They will be told no more. Whether they were."""
-        return self._stores.pop(store, None) is not None
+        own = self._stores.pop(store, None)
+        if not any(len(other.writers) > 1 for other in self._stores.values()):
+            self._named.clear()
+        elif own is not None:
+            for key in own.told:
+                if key in self._named:
+                    self._forget(self._named[key], key)
+        return own is not None
 
     def told(self, store: int, rank: int, there: bool, keys: Sequence[bytes]) -> None:
         """What ``rank`` says of this store."""
@@ -77,7 +84,10 @@ class Holdings:
         self._look(store, own, dict.fromkeys(self._named[key] for key in keys if key in self._named))
 
     def name(self, hashes: Iterable[bytes]) -> None:
-        """These pages, each of one or more hashes joined, are known to the head."""
+        """These pages, each of one or more hashes joined, are known to the head. Where every store has one writer, what
+        it tells is told on, and no page has to be known."""
+        if not any(len(own.writers) > 1 for own in self._stores.values()):
+            return
         pages = [
             some[at : at + HASH_BYTES] for some in hashes for at in range(0, len(some), HASH_BYTES)
         ]  # fmt: skip

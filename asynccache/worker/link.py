@@ -30,6 +30,8 @@ MOST_FRAME = 16 << 20
 """Bytes that a frame has at most."""
 MOST_UNSENT = 256 << 20
 """Bytes that are kept for a peer that does not read."""
+MOST_EARLY = 64 << 10
+"""Bytes, and one piece of the stream more, that are kept for who has not begun to listen."""
 GRACE = 2.0
 """Seconds in which ``aclose`` gets rid of what is unsent, and hears that the peer has closed, too."""
 DOUBT = 0.05
@@ -43,6 +45,11 @@ BYE = b"\xff" * LENGTH
 
 class Link(Protocol):
     """One authenticated connection. All calls belong to the thread of its loop."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes or goes any more, as far as is known here. Also true before ``lost`` is called."""
+        ...
 
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """From now on ``heard`` is called with every frame, in order, and ``lost`` at most once, after the last frame.
@@ -103,6 +110,11 @@ class StreamLink(asyncio.Protocol):
         state = str(self._failure or "closed") if self._ended else "opening" if self._heard is None else "open"
         return f"StreamLink({state})"
 
+    @property
+    def ended(self) -> bool:
+        """See ``Link``."""
+        return self._ended
+
     # the handshake
 
     async def take(self, count: int) -> bytes:
@@ -138,7 +150,8 @@ class StreamLink(asyncio.Protocol):
 
     def established(self, timeout: float) -> None:
         """The handshake is over: what was sent before goes out. ``timeout``: seconds of silence that are a failure, the
-        same at both ends. Frames that come before ``begin`` stay in the socket."""
+        same at both ends. Of what comes before ``begin`` the first ``MOST_EARLY`` bytes are kept here, so that a peer
+        that is gone is noticed; the rest stays in the socket."""
         self._timeout = self._patience = timeout
         if self._ended or self._transport is None:
             return
@@ -146,7 +159,7 @@ class StreamLink(asyncio.Protocol):
         for frame in self._early:
             self._write(frame)
         self._early.clear()
-        self._transport.pause_reading()
+        self._pause_early()
         self._beat_at = self._loop.time() + timeout / 4
         self._watch()
 
@@ -258,13 +271,19 @@ class StreamLink(asyncio.Protocol):
             self._deliver(data)
             return
         self._rest += data
-        if len(self._rest) > self.room:
+        if self._is_open:
+            self._pause_early()
+        elif len(self._rest) > self.room:
             self._rest.clear()
             self._end(RankFailure("sent more than belongs to a handshake"))
         self._came.set()
 
+    def _pause_early(self) -> None:
+        if self._transport is not None and len(self._rest) > MOST_EARLY:
+            self._transport.pause_reading()
+
     def _deliver(self, data: bytes | bytearray) -> None:
-        """All frames that are whole; what remains waits for more."""
+        """All frames that are whole; what remains waits for more, and is not copied again for each piece of it."""
         heard = self._heard
         assert heard is not None
         if self._rest:
@@ -286,7 +305,10 @@ class StreamLink(asyncio.Protocol):
                 except Exception as error:
                     self._end(_raised(error))
                     return
-        self._rest = bytearray(data[start:])
+        if data is self._rest:
+            del self._rest[:start]
+        else:
+            self._rest = bytearray(data[start:])
 
     def eof_received(self) -> None:
         """See ``asyncio.Protocol``: the transport closes."""

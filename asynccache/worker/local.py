@@ -204,7 +204,7 @@ class LocalWorker:
 
     async def batch_ended(self, number: int) -> None:
         """See ``Worker``."""
-        self.send_batch(b"", ())
+        raise ConfigError("batch_ended: a cache without workers= has one worker, in this process: wait for its events")
 
     def perform(self, work: Work) -> None:
         """See ``Worker``."""

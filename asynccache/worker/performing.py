@@ -67,9 +67,10 @@ class Performer:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message]] = {}
+        self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
         self._held: dict[int, m.Effects] = {}
-        self._begun: list[asyncio.Future[None]] = []
+        self._begun: dict[asyncio.Future[None], None] = {}
         self._loads: set[int] = set()
         self._failed: set[int] = set()
         self._shut = False
@@ -85,8 +86,8 @@ class Performer:
             m.Copy: self._effect,
             m.Forget: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.Store: lambda o: self._begin(o.call, self._store(o)),
-            m.GiveUp: lambda o: self._own.give_up(o.op),
+            m.Store: self._begin_store,
+            m.GiveUp: self._give_up,
             m.Ask: lambda o: self._begin(o.call, self._ask(o)),
             m.Fetch: lambda o: self._begin(o.call, self._fetch(o)),
             m.Delete: lambda o: self._begin(o.call, self._delete(o)),
@@ -94,7 +95,7 @@ class Performer:
             m.Flush: lambda o: self._begin(o.call, self._done(o.call, self._flush())),
             m.Probe: lambda o: self._probe(o.page_hash),
             m.OpenStore: lambda o: self._begin(o.call, self._open_store(o)),
-            m.UseStore: lambda o: self._own.use_store(o.number, o.position),
+            m.UseStore: self._use_store,
             m.DropStore: lambda o: self._begin(o.call, self._done(o.call, self._drop_store(o.number))),
             m.LeaveStore: self._leave_store,
             m.CloseStore: lambda o: self._begin(o.call, self._done(o.call, self._own.close_store(o.number))),
@@ -220,17 +221,16 @@ class Performer:
             if self._must_wait(order):
                 self._held[op] = order
             else:
-                self.take_up(order)
+                self._take_up(order)
         self._wake_begun()
 
     def _wake_begun(self) -> None:
         """Some of what was held is so no more."""
-        begun, self._begun = self._begun, []
-        for future in begun:
+        for future in self._begun:
             if not future.done():
                 future.set_result(None)
 
-    def take_up(self, order: m.Effects) -> None:
+    def _take_up(self, order: m.Effects) -> None:
         """Perform what was held. What goes wrong is the end of the group, and not the affair of who ended a batch."""
         try:
             self._perform(order)
@@ -268,8 +268,11 @@ class Performer:
         """See ``Worker.layer``. Raises ``RankFailure``: it is closed, and nobody knows what has arrived."""
         while op in self._held:
             future = self._loop.create_future()
-            self._begun.append(future)
-            await future
+            self._begun[future] = None
+            try:
+                await future
+            finally:
+                del self._begun[future]
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
@@ -319,6 +322,17 @@ class Performer:
         await work
         return m.Done(call)
 
+    def _begin_store(self, order: m.Store) -> None:
+        first = order.batch[0].op
+        self._storing.add(first)  # at once: that it is given up may be heard in this turn
+        self._begin(order.call, self._store(order))
+        self._calls[order.call].add_done_callback(lambda _: self._storing.discard(first))
+
+    def _give_up(self, order: m.GiveUp) -> None:
+        """Others may still write a batch that this worker has written."""
+        if order.op in self._storing:
+            self._own.give_up(order.op)
+
     async def _store(self, order: m.Store) -> m.Message:
         stored = await self._own.store(order.batch)
         return m.Written(order.call, tuple(stored.failed), stored.pages, stored.full_pages, stored.bytes)
@@ -352,6 +366,10 @@ class Performer:
     async def _drop_store(self, number: int) -> None:
         if self._own.knows_store(number):
             await self._own.drop_store(number)
+
+    def _use_store(self, order: m.UseStore) -> None:
+        self._own.use_store(order.number, order.position)
+        self._note_health()
 
     def _leave_store(self, order: m.LeaveStore) -> None:
         self._own.leave_store(order.number)

@@ -68,7 +68,7 @@ class SentBatches:
         self._unended: dict[int, EngineBatch] = {}
         self._events: dict[int, Event] = {}
         self._unread: dict[int, EngineBatch] = {}
-        self._came: list[asyncio.Future[None]] = []
+        self._came: dict[asyncio.Future[None], None] = {}
         self._watching: set[asyncio.Task[None]] = set()
         self._finished = False
         self._failure: RankFailure | None = None
@@ -93,8 +93,7 @@ class SentBatches:
             self._wake()
 
     def _wake(self) -> None:
-        came, self._came = self._came, []
-        for future in came:
+        for future in self._came:
             if not future.done():
                 future.set_result(None)
 
@@ -136,8 +135,11 @@ class SentBatches:
 
     async def _change(self) -> None:
         future = asyncio.get_running_loop().create_future()
-        self._came.append(future)
-        await future
+        self._came[future] = None
+        try:
+            await future
+        finally:
+            del self._came[future]
 
     def find(self, number: int) -> EngineBatch:
         """The batch of this number, which is sent and was not ended. Raises ``ConfigError``: it was, or is not here."""

@@ -45,6 +45,7 @@ class Serving:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._counting: asyncio.TimerHandle | None = None
         self._last_call = 0
+        self._opening: set[int] = set()
 
     def __repr__(self) -> str:
         return f"Serving({self.performer!r})"
@@ -83,8 +84,15 @@ class Serving:
             else:
                 if isinstance(order, m.Close):
                     self._last_call = order.call
+                elif isinstance(order, (m.OpenStore, m.UseStore, m.DropStore)):
+                    self._wait_for_stores(order)
                 self.performer.take(order)
         self._wire.flush()
+
+    def _wait_for_stores(self, order: m.OpenStore | m.UseStore | m.DropStore) -> None:
+        """Be patient until the head has done with opening a store: its own worker may pin the host's memory."""
+        (self._opening.add if isinstance(order, m.OpenStore) else self._opening.discard)(order.number)
+        self._link.patience(OPENING if self._opening else None)
 
     def _tell(self, message: m.Message) -> None:
         self._wire.put(message)

@@ -18,6 +18,8 @@ import asyncio
 import hmac
 import os
 import secrets
+import socket
+import stat
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -214,8 +216,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         if where.path:
             await _unused(where.path)
-            self._server = await loop.create_unix_server(self._connection, where.path)
-            Path(where.path).chmod(0o600)              # noqa: ASYNC240  a socket, and once
+            self._server = await loop.create_unix_server(self._connection, sock=_private(where.path))
             self.address = str(where)
             return
         server = await loop.create_server(self._connection, where.host, where.port)
@@ -294,6 +295,25 @@ async def _unused(path: str) -> None:
         return
     writer.close()
     raise OSError("somebody listens there")
+
+
+def _private(path: str) -> socket.socket:
+    """A Unix socket at ``path`` that nobody but this user may connect to, at no moment. Raises ``OSError``: it cannot
+    be there."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)                        # of a head that was killed
+        before = os.umask(0o177)
+        try:
+            made.bind(path)
+        finally:
+            os.umask(before)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 async def open_listener(address: str, secret: bytes | None, answer: Answer, *, timeout: float) -> Listener:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from asynccache import checks
 from asynccache.errors import ConfigError
 
 
@@ -29,8 +30,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+            object.__setattr__(self, name, checks.integer(name, getattr(self, name), 1))
 
     @property
     def ranks(self) -> int:

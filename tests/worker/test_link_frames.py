@@ -208,6 +208,8 @@ async def test_closing_takes_a_bounded_time_although_the_peer_reads_nothing(monk
 async def test_cancelling_a_close_aborts() -> None:
     async with connected() as (head, worker, _):
         Ear(head)
+        assert worker._transport is not None
+        worker._transport.pause_reading()              # it does not close, too
         closing = asyncio.create_task(head.aclose())
         await asyncio.sleep(0.01)
         closing.cancel()
@@ -356,3 +358,21 @@ async def test_nothing_of_an_ended_link_is_left() -> None:
             assert link._timer is not None
             assert link._timer.cancelled()
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.asyncio
+async def test_what_has_come_of_a_long_frame_is_not_copied_for_every_piece_that_comes() -> None:
+    async with connected() as (head, worker, _):
+        ear = Ear(worker)
+        await turns()
+        long = frame(bytes(range(256)) * 256)
+        worker.data_received(long[:1000])
+        kept = worker._rest
+        for at in range(1000, len(long), 1000):
+            worker.data_received(long[at : at + 1000] + (frame(b"next")[:-1] if at + 1000 >= len(long) else b""))
+            assert worker._rest is kept
+        worker.data_received(b"t")
+        assert ear.frames == [long[LENGTH:], b"next"]
+        assert not kept
+        head.send(b"behind it")
+        assert (await ear.hears(3))[-1] == b"behind it"

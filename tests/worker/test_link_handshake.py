@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import socket
@@ -386,6 +387,23 @@ async def test_the_socket_of_a_head_that_was_killed_is_no_obstacle(tmp_path: Pat
     listener = await head.open(f"unix:{path}")
     assert path.stat().st_mode & 0o077 == 0
     await head.aclose(listener)
+
+
+@pytest.mark.asyncio
+async def test_a_unix_socket_is_private_from_the_moment_that_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to close it to others afterwards."""
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    before = os.umask(0)
+    try:
+        head = Head()
+        listener = await head.open(f"unix:{tmp_path}/socket")
+        assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
+        await head.aclose(listener)
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.asyncio

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from asynccache import CacheConfig, Full, Replicated, Sidecar
+from asynccache import CacheConfig, ConfigError, Full, Replicated, Sidecar
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupStorage, StoredPages
 from asynccache.memory.cpu import CpuDevice
 from asynccache.storage import PageKey, Result
+from asynccache.worker import Topology
 from asynccache.worker.batches import SWEEP, LocalBatches
 from asynccache.worker.contract import Asked, Read, Stored
 from asynccache.worker.poolmap import PoolMap
@@ -181,3 +182,11 @@ async def test_an_event_is_one_batch_until_it_is_over_and_a_number_is_never_used
     assert batches.events([two.number]) == [second]
     second.open()
     await device.aclose()
+
+
+@pytest.mark.parametrize("odd", [1.5, True, "2", 0, -1, None])
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_a_topology_takes_whole_numbers_from_one_on(name: str, odd: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        Topology(**{name: odd})  # type: ignore[arg-type]
+    assert Topology(**{name: np.int64(3)}) == Topology(**{name: 3})  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""What a group keeps of what is over has a bound: batches, those who waited for them, stores, pages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from asynccache.core.plan import BackupHost
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import Topology
+from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
+
+
+def test_batches_that_commits_named_are_forgotten_when_they_are_over_also_without_a_host_tier() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8), lag=0.001)
+        async with world.opened() as cache:
+            for seed in range(100):
+                await world.serve(text(1, seed=seed))
+                await cache.batch_ended(seed + 1)
+            assert len(cache._opened().engine._ready) < 70
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
+        async with world.opened() as cache:
+            worker = cache._opened().worker
+            plain, after = worker.perform, list[tuple[int, ...]]()
+
+            def perform(work: Any) -> None:
+                if isinstance(work.effect, BackupHost):
+                    after.append(work.after)
+                plain(work)
+
+            worker.perform = perform  # type: ignore[method-assign]
+            async with cache.lease(text(3)) as lease:
+                number = world.compute(lease, text(3))
+                for pages in (1, 2, 3):
+                    await lease.commit(text(pages), ready=number)
+                lease.release(after=number)
+            await cache.flush()
+            assert after == [(number,)] * len(after)
+            assert len(after) == 3
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgotten_by_the_others() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            for op in range(100):
+                group.give_up(op)
+            await world.serve(text(2))
+            await cache.flush()
+            performers: list[Any] = [group.own, world.process(1).serving.performer]
+            assert not any(performer.local._writing._given_up for performer in performers)
+        await world.aclose()
+
+    play(main)
+
+
+def test_of_a_store_that_was_detached_nothing_is_kept() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
+        async with world.opened() as cache:
+            group: Any = cache._opened().worker
+            for _ in range(3):
+                name = await cache.attach_storage(GUEST)
+                assert (len(group._opened), len(group._shared)) == (1, 1)
+                await cache.detach_storage(name)
+                assert not group._opened
+                assert not group._shared
+        await world.aclose()
+
+    play(main)
+
+
+def test_who_stops_waiting_for_a_batch_or_the_next_one_is_forgotten() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8))
+        world.begin()
+        async with world.cache as cache:
+            number = cache.send_batch()
+            group: Any = cache._opened().worker
+            face = world.process(1).face
+            (await anext(face)).end()
+            waits: list[Callable[[], Awaitable[Any]]] = [
+                lambda: cache.batch_ended(number), lambda: anext(face), lambda: face.heard(2),
+            ]  # fmt: skip
+            for wait in waits:
+                for _ in range(3):
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(wait(), 0.01)
+            assert not group._batches[number]._waiters
+            assert len(face._performer.batches._came) == 1, "its process waits for the end"
+            waiting = [asyncio.ensure_future(cache.batch_ended(number)) for _ in range(2)]
+            await asyncio.sleep(0)
+            group.own.batches.find(number).end()
+            await asyncio.gather(*waiting)
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)

@@ -1,0 +1,85 @@
+"""A worker that tells what cannot be is the end of the group, when it tells it and not when somebody looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asynccache import RankFailure
+from asynccache.core.plan import BackupStorage, StoredPages
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import Topology
+from asynccache.worker import messages as m
+from tests.group.group_kit import GroupWorld, play, settings
+
+Lie = Callable[[Any], m.Message]
+
+OPENED: dict[str, dict[str, Any]] = {
+    "layers that are fewer than none": {"layers": -1}, "a pool that nobody named": {"weights": {"nobody's": 4}},
+    "a page without bytes": {"weights": {"full": 0}}, "no digest": {"digest": b"short"},
+}  # fmt: skip
+WRITTEN: dict[str, tuple[Any, ...]] = {
+    "an operation of another batch": ((8,), 1, 1, 64), "fewer pages than none": ((), -1, 0, 64),
+}  # fmt: skip
+COUNTED: dict[str, tuple[Any, Any]] = {
+    "a breaker's state": ({"breaker": 99}, {}), "no number": ({}, {"sim": {"puts": float("nan")}}),
+}  # fmt: skip
+
+
+def told_by_name(tell: Callable[[GroupWorld], None], why: str) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))
+        world.begin()
+        try:
+            tell(world)
+            async with world.cache as cache:
+                group: Any = cache._opened().worker
+                await group.store([BackupStorage(7, (StoredPages(0, bytes(32), bytes(4)),))])
+                await world.process(1).ended()
+                cache.statistics()
+        finally:
+            await world.group.ended()
+
+    with pytest.raises(RankFailure, match=f"rank 1.*{why}"):
+        play(main)
+
+
+def answers(world: GroupWorld, name: str, lie: Lie) -> None:
+    """Rank 1 answers a call with what ``lie`` makes of its answer."""
+    performer: Any = world.process(1).serving.performer
+    plain = getattr(performer, name)
+
+    async def answer(order: Any) -> m.Message:
+        return lie(await plain(order))
+
+    setattr(performer, name, answer)
+
+
+@pytest.mark.parametrize("lie", OPENED)
+def test_pools_that_cannot_be_end_the_opening(lie: str) -> None:
+    def lying(said: Any) -> m.Message:
+        return m.Opened(**{name: getattr(said, name) for name in said.__struct_fields__} | OPENED[lie])
+
+    told_by_name(lambda world: answers(world, "_open", lying), "opened other pools")
+
+
+@pytest.mark.parametrize("lie", WRITTEN)
+def test_pages_that_cannot_have_been_written_end_the_group(lie: str) -> None:
+    told_by_name(
+        lambda world: answers(world, "_store", lambda said: m.Written(said.call, *WRITTEN[lie])),
+        "wrote a batch of other operations",
+    )
+
+
+@pytest.mark.parametrize("lie", COUNTED)
+def test_counters_that_cannot_be_end_the_group(lie: str) -> None:
+    def tell(world: GroupWorld) -> None:
+        def lying(said: Any) -> m.Message:
+            world.process(1).serving._tell(m.Counters(*COUNTED[lie]))
+            return said  # type: ignore[no-any-return]
+
+        answers(world, "_store", lying)
+
+    told_by_name(tell, "counted what nobody can")

@@ -1,0 +1,45 @@
+"""Who is of a group: each rank once, until all have come; one that went again has not come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccache.errors import RankFailure
+from asynccache.version import VERSION
+from asynccache.worker import Topology, listen
+from asynccache.worker.link import Link
+from asynccache.worker.messages import Hello, encode
+from asynccache.worker.sockets import open_link
+from tests.waiting import until
+from tests.worker.link_kit import ANYWHERE, SECRET
+
+
+async def come(address: str, rank: int) -> Link:
+    link, _ = await open_link(address, SECRET, encode(Hello(VERSION, rank)), timeout=30.0)
+    return link
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_restarts_before_all_have_come_takes_its_place_and_nobody_does_afterwards() -> None:
+    async with listen(ANYWHERE, Topology(tp=3), secret=SECRET) as workers:
+        arriving = asyncio.create_task(workers.arrived())
+        first = await come(workers.address, 1)
+        with pytest.raises(RankFailure, match="rank 1 has come before"):
+            await come(workers.address, 1)
+        first.abort()
+        await until(lambda: "0 of 2 have come" in repr(workers), "nobody noticed that rank 1 went")
+        others = [await come(workers.address, 2)]
+        await asyncio.sleep(0.01)
+        assert not arriving.done(), "rank 1 is not there"
+        others.append(await come(workers.address, 1))
+        links = await arriving
+        assert sorted(links) == [1, 2]
+        assert not any(link.ended for link in links.values())
+        others[1].abort()
+        await until(lambda: links[1].ended, "nobody noticed that rank 1 went again")
+        with pytest.raises(RankFailure, match="rank 1 has come before"):
+            await come(workers.address, 1)
+        for link in (*others, *links.values()):
+            link.abort()

@@ -1,0 +1,46 @@
+"""Which pages the head keeps the names of: those that somebody may yet tell something of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asynccache.storage.records import storage_key
+from asynccache.worker.holdings import Holdings
+
+PAGE = bytes(range(32))
+ONE, TWO = b"d" * 32, b"e" * 32
+
+
+def ignore(store: int, there: bool, keys: Sequence[bytes]) -> None:
+    """Nobody asks what was reported."""
+
+
+def told_everywhere(holdings: Holdings, store: int) -> None:
+    for rank, digest in holdings.digests.items():
+        holdings.told(store, rank, True, [storage_key(PAGE, digest)])
+
+
+def test_pages_of_stores_that_one_worker_writes_are_not_named() -> None:
+    holdings = Holdings(ignore)
+    holdings.digests = {0: ONE, 1: ONE}
+    holdings.watch(1, shared=True)
+    holdings.name([PAGE])
+    assert not holdings._named
+
+
+def test_the_names_of_pages_go_with_the_last_store_that_has_them() -> None:
+    holdings = Holdings(ignore)
+    holdings.digests = {0: ONE, 1: TWO}
+    for store in (1, 2):
+        holdings.watch(store, shared=False)
+        told_everywhere(holdings, store)
+    holdings.name([PAGE])
+    holdings.watch(3, shared=False)
+    assert holdings.unwatch(1)
+    assert len(holdings._named) == 2, "the second store still has it"
+    assert holdings.unwatch(2)
+    assert not holdings._named
+    holdings.name([PAGE])
+    assert holdings.unwatch(3)
+    assert not holdings._named, "nobody is left who might have it"
+    assert not holdings.unwatch(3)
