@@ -47,6 +47,15 @@ def stored(parts: Sequence[Written]) -> Stored:
     )  # fmt: skip
 
 
+def stored_after(parts: Sequence[Stored]) -> Stored:
+    """What was stored in several messages, one after the other."""
+    failed = frozenset(op for part in parts for op in part.failed)
+    return Stored(
+        failed, sum(part.pages for part in parts), sum(part.full_pages for part in parts),
+        sum(part.bytes for part in parts),
+    )  # fmt: skip
+
+
 def sums(parts: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:
     """Counters added up; ``breaker``: as that of the worker that is worst off."""
     total: Counter[str] = Counter()

@@ -12,7 +12,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status, StoredPages
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.errors import BackendError, BatchFailed, ConfigError, RankFailure
 from asynccache.settle import settled
@@ -33,7 +33,7 @@ from asynccache.worker.layout import FULL
 from asynccache.worker.performing import Performer
 from asynccache.worker.rank import RankWorker
 from asynccache.worker.stats import Meter
-from asynccache.worker.wire import Wire
+from asynccache.worker.wire import Wire, slices
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import DevicePool
@@ -163,12 +163,13 @@ class WorkerGroup:
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
         self._links = dict(links)
-        self._wire = Wire(links.values())
+        self._wire = Wire(links.values(), self._unsendable)
         self._reports: Reports | None = None
         self._numbers = 0
         self._calls: dict[int, _Call] = {}
         self._open: dict[int, _Open] = {}
         self._to_forget: list[int] = []
+        self._given_up: set[int] = set()
         self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -371,6 +372,9 @@ class WorkerGroup:
     def _died(self, rank: int, news: m.Died) -> None:
         self._fail(RankFailure(news.reason, rank))
 
+    def _unsendable(self, failure: RankFailure) -> None:
+        self._fail(RankFailure(f"the head {failure.reason}", None if self.own is None else self.own.rank))
+
     def _nonsense(self, rank: int, what: str) -> RankFailure:
         failure = RankFailure(what, rank)
         self._fail(failure)
@@ -383,9 +387,9 @@ class WorkerGroup:
     def _fail(self, failure: RankFailure) -> None:
         if self.failure is not None:
             return
+        self.failure = failure
         self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
-        self.failure = failure
         for call in self._calls.values():
             if not call.done.done():
                 call.done.set_exception(self._again())
@@ -518,20 +522,42 @@ class WorkerGroup:
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
-        """See ``Worker``."""
-        done = fold.stored(list((await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)).values()))
+        """See ``Worker``. What is too long for one message is written a part after the other, until one fails."""
+        first = batch[0].op
+        parts: list[Stored] = []
+        try:
+            for part in _parts(batch):
+                if first in self._given_up or any(part[0].op in done.failed for done in parts):
+                    parts.append(Stored(frozenset(effect.op for effect in part), 0, 0, 0))
+                else:
+                    parts.append(await self._store(part))
+        finally:
+            self._given_up.discard(first)
+        done = parts[0] if len(parts) == 1 else fold.stored_after(parts)
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
                     self._holdings.name(pages.hashes for pages in effect.pages if pages.component == FULL)
         return done
 
+    async def _store(self, batch: Sequence[BackupStorage]) -> Stored:
+        return fold.stored(list((await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)).values()))
+
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
+        self._given_up.add(op)
         self._put(m.GiveUp(op))
 
     async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
         """See ``Worker``."""
+        answers = [b""] * len(asked)
+        for part in slices([len(question.hashes) // HASH_BYTES for question in asked]):
+            found = await self._ask([_cut(asked[at], begin, end) for at, begin, end in part])
+            for (at, _, _), answer in zip(part, found, strict=True):
+                answers[at] += answer
+        return answers
+
+    async def _ask(self, asked: Sequence[Asked]) -> list[bytes]:
         said = await self._call(lambda call: m.Ask(call, tuple(asked)), m.Answers)
         counts = [len(question.hashes) // HASH_BYTES for question in asked]
         for rank, one in said.items():
@@ -542,7 +568,17 @@ class WorkerGroup:
         return answers
 
     async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        """See ``Worker``."""
+        """See ``Worker``. A run fits one message."""
+        if run:
+            return await self._read(reads, run=True)
+        answers = [b""] * len(reads)
+        for part in slices([len(read.hashes) // HASH_BYTES for read in reads]):
+            found = await self._read([_cut(reads[at], begin, end) for at, begin, end in part], run=False)
+            for (at, _, _), answer in zip(part, found, strict=True):
+                answers[at] += answer
+        return answers
+
+    async def _read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
         said = await self._call(lambda call: m.Fetch(call, tuple(reads), run), m.Answers)
         counts = [len(read.hashes) // HASH_BYTES for read in reads]
         for rank, one in said.items():
@@ -707,3 +743,24 @@ class WorkerGroup:
 
     def _counted(self, rank: int, news: m.Counters) -> None:
         self._counters[rank] = news
+
+
+Pages = TypeVar("Pages", Asked, Read, StoredPages)
+
+
+def _cut(pages: Pages, begin: int, end: int) -> Pages:
+    """So many of these pages."""
+    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
+    if isinstance(pages, Asked):
+        return pages._replace(hashes=hashes)
+    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+
+
+def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
+    """``batch``, each part of which fits one message: the whole, or else a piece of one operation."""
+    if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
+        yield batch
+        return
+    for effect in batch:
+        for part in slices([len(pages.hashes) // HASH_BYTES for pages in effect.pages]):
+            yield [BackupStorage(effect.op, tuple(_cut(effect.pages[at], begin, end) for at, begin, end in part))]

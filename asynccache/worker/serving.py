@@ -39,7 +39,7 @@ class Serving:
         self.performer = Performer(rank, topology, given, shard, self._tell)
         self.worker = RankWorker(self.performer)
         self._link = link
-        self._wire = Wire([link])
+        self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._over: asyncio.Future[None] = self._loop.create_future()
