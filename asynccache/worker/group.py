@@ -22,7 +22,7 @@ from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status, StoredPages
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.errors import BackendError, BatchFailed, ConfigError, RankFailure
+from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.worker import fold
@@ -79,7 +79,12 @@ class GroupBatch:
         return not self.left
 
     async def wait(self) -> None:
-        """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``RankFailure``: the group is."""
+        """Return when it is over everywhere. Cancelling it stops the waiting.
+
+        Raises:
+            RankFailure: the group is.
+            CacheClosed: the cache was closed before.
+        """
         if self.left and self._failed is not None:
             raise self._failed()
         if self.left:
@@ -286,6 +291,8 @@ class WorkerGroup:
 
     async def _let_go(self, patience: float) -> None:
         self._wire.flush()
+        for batch in self._batches.values():
+            batch.fail(self._again if self.failure is not None else _closed)
         try:
             if self.own is not None:
                 await self.own.aclose(patience)
@@ -743,6 +750,10 @@ class WorkerGroup:
 
     def _counted(self, rank: int, news: m.Counters) -> None:
         self._counters[rank] = news
+
+
+def _closed() -> CacheClosed:
+    return CacheClosed("the cache was closed before the batch was over")
 
 
 Pages = TypeVar("Pages", Asked, Read, StoredPages)
