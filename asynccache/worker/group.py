@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -259,6 +260,7 @@ class WorkerGroup:
         """
         self._closing = True
         self.close_by(patience)
+        latest = asyncio.get_running_loop().time() + patience + LATE
         try:
             if self.failure is None:
                 await self._call(lambda call: m.Close(call, patience), m.Done)
@@ -268,16 +270,16 @@ class WorkerGroup:
         finally:
             for timer in self._timers:
                 timer.cancel()
-            await self._let_go(patience)
+            await self._let_go(patience, latest)
 
     def close_by(self, seconds: float) -> None:
         """See ``Worker``."""
         self._timers.append(asyncio.get_running_loop().call_later(max(seconds, 0.0) + LATE, self._give_up_late))
 
     def _give_up_late(self) -> None:
-        """Who has not answered by now may be stopped, and its link may take much longer to notice."""
-        own = None if self.own is None else self.own.rank
-        late = sorted({rank for call in self._calls.values() for rank in call.left} - {own})
+        """Who has not answered by now may be stopped, and its link may take much longer to notice; and a store may
+        hang, here as anywhere."""
+        late = sorted({rank for call in self._calls.values() for rank in call.left})
         if late:
             self._late = True
             self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
@@ -287,20 +289,32 @@ class WorkerGroup:
         reason = str(error) or type(error).__name__
         self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
         self._closing = True
-        await self._let_go(1.0)
+        await self._let_go(1.0, inf)
 
-    async def _let_go(self, patience: float) -> None:
+    async def _let_go(self, patience: float, latest: float) -> None:
+        """``latest``: by the loop's clock, when the head's own worker is waited for no longer; it goes on closing."""
         self._wire.flush()
         for batch in self._batches.values():
             batch.fail(self._again if self.failure is not None else _closed)
         try:
             if self.own is not None:
-                await self.own.aclose(patience)
+                await self._close_own(self.own, patience, latest)
         finally:
             if self.own is not None:
                 self.own.batches.finish(None)
             links, self._wire.links = self._wire.links, []
             await asyncio.gather(*(link.aclose() for link in links))
+
+    async def _close_own(self, own: Performer, patience: float, latest: float) -> None:
+        loop = asyncio.get_running_loop()
+        closing = loop.create_task(own.aclose(patience), name="asynccache-close-own")
+        await asyncio.wait([closing], timeout=None if latest == inf else max(latest - loop.time(), 0.0))
+        if closing.done():
+            closing.result()
+        else:
+            closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise BackendError(f"rank {own.rank}: had not closed when the cache was to be closed: it may have lost "
+                               "what it had stored last")
 
     # both ways
 
