@@ -189,7 +189,8 @@ class WorkerGroup:
         self._weights: dict[int, tuple[int, int]] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._holdings = Holdings(self._report_keys)
-        self._closing = self._late = False
+        self._closing = self._leaving = self._late = self._hurried = False
+        self._stirred = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
             m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
@@ -252,8 +253,9 @@ class WorkerGroup:
         return []
 
     async def aclose(self, patience: float) -> None:
-        """Have every worker close its stores, pools and device, and end the links. ``patience``: as for
-        ``LocalWorker.aclose``; see ``close_by``. Cancelling it may leave some of it open.
+        """Wait until no worker is at a batch any more, for ``patience`` seconds or as ``close_by`` has said; then have
+        every worker close its stores, pools and device, and end the links. ``patience``: as for ``LocalWorker.aclose``,
+        too. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly, or a worker did not say so in time; all the rest is closed.
@@ -261,6 +263,10 @@ class WorkerGroup:
         self._closing = True
         self.close_by(patience)
         latest = asyncio.get_running_loop().time() + patience + LATE
+        while self._batches and self.failure is None and not self._hurried:
+            self._stirred.clear()
+            await self._stirred.wait()
+        self._leaving = True
         try:
             if self.failure is None:
                 await self._call(lambda call: m.Close(call, patience), m.Done)
@@ -274,7 +280,13 @@ class WorkerGroup:
 
     def close_by(self, seconds: float) -> None:
         """See ``Worker``."""
-        self._timers.append(asyncio.get_running_loop().call_later(max(seconds, 0.0) + LATE, self._give_up_late))
+        loop, seconds = asyncio.get_running_loop(), max(seconds, 0.0)
+        self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
+
+    def _hurry(self) -> None:
+        """An engine that is still at a batch loses its pages."""
+        self._hurried = True
+        self._stirred.set()
 
     def _give_up_late(self) -> None:
         """Who has not answered by now may be stopped, and its link may take much longer to notice; and a store may
@@ -288,7 +300,7 @@ class WorkerGroup:
         """The cache does not open: nothing stays open anywhere."""
         reason = str(error) or type(error).__name__
         self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
-        self._closing = True
+        self._closing = self._leaving = True
         await self._let_go(1.0, inf)
 
     async def _let_go(self, patience: float, latest: float) -> None:
@@ -387,7 +399,7 @@ class WorkerGroup:
     # the end
 
     def _lost(self, rank: int, failure: RankFailure) -> None:
-        if not self._closing or any(rank in call.left for call in self._calls.values()):  # else it has closed
+        if not self._leaving or any(rank in call.left for call in self._calls.values()):  # else it has closed
             self._fail(RankFailure(failure.reason, rank))
 
     def _died(self, rank: int, news: m.Died) -> None:
@@ -409,6 +421,7 @@ class WorkerGroup:
         if self.failure is not None:
             return
         self.failure = failure
+        self._stirred.set()
         self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
         for call in self._calls.values():
@@ -473,6 +486,7 @@ class WorkerGroup:
         batch.over(rank, news.error)
         if batch.done():
             del self._batches[news.number]
+            self._stirred.set()
             if batch.errors:
                 self._unable[news.number] = batch.errors
                 if len(self._unable) > UNABLE:
