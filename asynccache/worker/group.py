@@ -313,7 +313,7 @@ class WorkerGroup:
                 await self._close_own(self.own, patience, latest)
         finally:
             if self.own is not None:
-                self.own.batches.finish(None)
+                self.own.finish(None)
             links, self._wire.links = self._wire.links, []
             await asyncio.gather(*(link.aclose() for link in links))
 
@@ -431,7 +431,7 @@ class WorkerGroup:
         for batch in self._batches.values():
             batch.fail(self._again)
         if self.own is not None:
-            self.own.batches.finish(self._again())
+            self.own.finish(self._again())
         if self._reports is not None and not self._closing:
             self._reports.failed(failure)
 

@@ -104,13 +104,13 @@ class SentBatches:
         """The next one that nobody has read. Cancelling it loses none.
 
         Raises:
-            StopAsyncIteration: the cache is closed.
-            RankFailure: the head is gone, or the group has failed.
+            StopAsyncIteration: the cache is closed; what was not read then nobody wants.
+            RankFailure: the head is gone, or the group has failed; likewise.
         """
-        while not self._unread:
-            if self._finished:
-                raise self._why() or StopAsyncIteration
+        while not self._finished and not self._unread:
             await self._change()
+        if self._finished:
+            raise self._why() or StopAsyncIteration
         return self._unread.pop(next(iter(self._unread)))
 
     async def heard(self, number: int) -> EngineBatch | None:
@@ -120,6 +120,7 @@ class SentBatches:
             if self._finished:
                 raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
             await self._change()
+        self.check()
         self._unread.pop(number, None)
         return self._unended.get(number)
 
@@ -127,6 +128,10 @@ class SentBatches:
         """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
         while not self._finished:
             await self._change()
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``RankFailure``: the head is gone, or the group has failed."""
         if (failure := self._why()) is not None:
             raise failure
 

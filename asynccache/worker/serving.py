@@ -69,7 +69,7 @@ class Serving:
         finally:
             self._wire.flush()
             self._wire.links = []
-            self.performer.batches.finish(None)
+            self.performer.finish(None)
             await self._link.aclose()
 
     def _heard(self, frame: bytes) -> None:
@@ -106,7 +106,7 @@ class Serving:
         if not self._opened.done():
             self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
             self._opened.exception()
-        self.performer.batches.finish(failure)
+        self.performer.finish(failure)
         if not self._over.done():
             self._over.set_result(None)
 
