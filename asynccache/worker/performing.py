@@ -61,7 +61,7 @@ class Performer:
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(m.Over(number, error)), self._try_held)
+        self.batches = SentBatches(lambda number, error: tell(m.Over(number, error)), self._try_held, self._die)
         self._given = given
         self._shard = shard
         self._tell = tell

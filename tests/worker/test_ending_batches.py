@@ -150,3 +150,25 @@ async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_
                 async with asyncio.timeout(10):
                     await asked
         first.end()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["done", "wait"])
+async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not_lost_in_silence(when: str) -> None:
+    class Broken:
+        def done(self) -> bool:
+            if when == "done":
+                raise OSError("an illegal memory access")
+            return False
+
+        async def wait(self) -> None:
+            raise OSError("an illegal memory access")
+
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        assert worker.performer.local is not None
+        worker.performer.local.engine_event = lambda event: event  # type: ignore[method-assign, assignment, return-value]
+        batch.end(Broken())
+        await asyncio.sleep(0.01)
+        assert [one for one in worker.told if isinstance(one, m.Died)] == [m.Died("OSError: an illegal memory access")]
+        assert not overs(worker)
