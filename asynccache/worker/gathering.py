@@ -48,7 +48,7 @@ class Workers:
         self.address = ""
         self._links: dict[int, Link] = {}
         self._came = asyncio.Event()
-        self._taken = self._closed = False
+        self._taken = self._handed_out = self._closed = False
 
     def __repr__(self) -> str:
         return f"Workers({self.topology}, {len(self._links)} of {len(self._missing()) + len(self._links)} have come)"
@@ -93,13 +93,15 @@ class Workers:
             missing = self._missing()
             which = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
             raise RankFailure(f"{which} did not come within {self.arrival:g} s", missing[0]) from None
+        self._handed_out = True
         return {rank: self._links[rank] for rank in sorted(self._links)}
 
     def close(self) -> None:
         """Nobody comes in any more, and links that no cache has taken end."""
         self._closed = True
-        for link in self._links.values():
-            link.abort()
+        if not self._handed_out:
+            for link in self._links.values():
+                link.abort()
 
 
 @asynccontextmanager

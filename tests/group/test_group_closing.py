@@ -149,3 +149,18 @@ def test_a_rank_that_is_lost_while_the_head_waits_for_its_batch_ends_the_waiting
         await world.aclose()
 
     play(main)
+
+
+def test_links_that_a_cache_has_taken_stay_when_nobody_may_come_in_any_more() -> None:
+    """``listen`` may end before its cache: that aborted what the cache uses, and neither end was told."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        async with world.opened():
+            world.group.workers.close()
+            async with asyncio.timeout(60.0):
+                assert await world.serve(text(3)) == 0
+                assert await world.serve(text(3, extra=1)) == 12
+        await world.aclose()
+
+    play(main)
