@@ -370,6 +370,7 @@ class AsyncCache:
             BatchFailed: an engine could not run it.
             ConfigError: ``number`` was not sent.
             RankFailure: a worker is gone; the cache is closed.
+            CacheClosed: the cache was closed before the batch was over.
         """
         parts = self._opened()
         parts.worker.engine_event(number)

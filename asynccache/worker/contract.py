@@ -148,8 +148,12 @@ class Worker(Protocol):
         ...
 
     async def batch_ended(self, number: int) -> None:
-        """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``BatchFailed``: an engine could
-        not run it."""
+        """Return when it is over everywhere. Cancelling it stops the waiting.
+
+        Raises:
+            BatchFailed: an engine could not run it.
+            CacheClosed: the cache was closed before it was over.
+        """
         ...
 
     def perform(self, work: Work) -> None:

@@ -53,6 +53,15 @@ def are_counters(parts: Iterable[Mapping[str, int | float]]) -> bool:
     return all(
         isfinite(value) and (name != "breaker" or value in _WORST_LAST)
         for part in parts for name, value in part.items()
+    )
+
+
+def stored_after(parts: Sequence[Stored]) -> Stored:
+    """What was stored in several messages, one after the other."""
+    failed = frozenset(op for part in parts for op in part.failed)
+    return Stored(
+        failed, sum(part.pages for part in parts), sum(part.full_pages for part in parts),
+        sum(part.bytes for part in parts),
     )  # fmt: skip
 
 

@@ -102,8 +102,9 @@ class Workers:
     def close(self) -> None:
         """Nobody comes in any more, and links that no cache has taken end."""
         self._closed = True
-        for link in self._links.values():
-            link.abort()
+        if not self._complete:
+            for link in self._links.values():
+                link.abort()
 
 
 @asynccontextmanager

@@ -12,17 +12,18 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from asynccache import checks
 from asynccache.config import CacheConfig
 from asynccache.core.keys import HASH_BYTES
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome, Status, StoredPages
 from asynccache.core.slots import SLOT_BYTES
-from asynccache.errors import BackendError, BatchFailed, ConfigError, RankFailure
+from asynccache.errors import BackendError, BatchFailed, CacheClosed, ConfigError, RankFailure
 from asynccache.settle import settled
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.worker import fold
@@ -33,7 +34,7 @@ from asynccache.worker.layout import FULL
 from asynccache.worker.performing import Performer
 from asynccache.worker.rank import RankWorker
 from asynccache.worker.stats import Meter
-from asynccache.worker.wire import Wire
+from asynccache.worker.wire import Wire, slices
 
 if TYPE_CHECKING:
     from asynccache.worker.contract import DevicePool
@@ -79,7 +80,12 @@ class GroupBatch:
         return not self.left
 
     async def wait(self) -> None:
-        """Return when it is over everywhere. Cancelling it stops the waiting. Raises ``RankFailure``: the group is."""
+        """Return when it is over everywhere. Cancelling it stops the waiting.
+
+        Raises:
+            RankFailure: the group is.
+            CacheClosed: the cache was closed before.
+        """
         if self.left and self._failed is not None:
             raise self._failed()
         if self.left:
@@ -166,12 +172,13 @@ class WorkerGroup:
         self._timeout = workers.timeout
         self._ranks = frozenset(range(workers.topology.ranks))
         self._links = dict(links)
-        self._wire = Wire(links.values())
+        self._wire = Wire(links.values(), self._unsendable)
         self._reports: Reports | None = None
         self._numbers = 0
         self._calls: dict[int, _Call] = {}
         self._open: dict[int, _Open] = {}
         self._to_forget: list[int] = []
+        self._given_up: set[int] = set()
         self._batches: dict[int, GroupBatch] = {}
         self._last_batch = 0
         self._unable: dict[int, Mapping[int, str]] = {}
@@ -186,7 +193,8 @@ class WorkerGroup:
         self._weights: dict[int, tuple[int, int]] = {}
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._holdings = Holdings(self._report_keys)
-        self._closing = self._late = False
+        self._closing = self._leaving = self._late = self._hurried = False
+        self._stirred = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
             m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
@@ -253,14 +261,20 @@ class WorkerGroup:
         return []
 
     async def aclose(self, patience: float) -> None:
-        """Have every worker close its stores, pools and device, and end the links. ``patience``: as for
-        ``LocalWorker.aclose``; see ``close_by``. Cancelling it may leave some of it open.
+        """Wait until no worker is at a batch any more, for ``patience`` seconds or as ``close_by`` has said; then have
+        every worker close its stores, pools and device, and end the links. ``patience``: as for ``LocalWorker.aclose``,
+        too. Cancelling it may leave some of it open.
 
         Raises:
             BackendError: a store could not close cleanly, or a worker did not say so in time; all the rest is closed.
         """
         self._closing = True
         self.close_by(patience)
+        latest = asyncio.get_running_loop().time() + patience + LATE
+        while self._batches and self.failure is None and not self._hurried:
+            self._stirred.clear()
+            await self._stirred.wait()
+        self._leaving = True
         try:
             if self.failure is None:
                 await self._call(lambda call: m.Close(call, patience), m.Done)
@@ -270,16 +284,22 @@ class WorkerGroup:
         finally:
             for timer in self._timers:
                 timer.cancel()
-            await self._let_go(patience)
+            await self._let_go(patience, latest)
 
     def close_by(self, seconds: float) -> None:
         """See ``Worker``."""
-        self._timers.append(asyncio.get_running_loop().call_later(max(seconds, 0.0) + LATE, self._give_up_late))
+        loop, seconds = asyncio.get_running_loop(), max(seconds, 0.0)
+        self._timers += [loop.call_later(seconds, self._hurry), loop.call_later(seconds + LATE, self._give_up_late)]
+
+    def _hurry(self) -> None:
+        """An engine that is still at a batch loses its pages."""
+        self._hurried = True
+        self._stirred.set()
 
     def _give_up_late(self) -> None:
-        """Who has not answered by now may be stopped, and its link may take much longer to notice."""
-        own = None if self.own is None else self.own.rank
-        late = sorted({rank for call in self._calls.values() for rank in call.left} - {own})
+        """Who has not answered by now may be stopped, and its link may take much longer to notice; and a store may
+        hang, here as anywhere."""
+        late = sorted({rank for call in self._calls.values() for rank in call.left})
         if late:
             self._late = True
             self._fail(RankFailure("had not answered when the cache was to be closed", late[0]))
@@ -288,19 +308,33 @@ class WorkerGroup:
         """The cache does not open: nothing stays open anywhere."""
         reason = str(error) or type(error).__name__
         self._wire.put(m.Lost(self.own.rank if self.own else -1, f"the cache was not opened: {reason}"))
-        self._closing = True
-        await self._let_go(1.0)
+        self._closing = self._leaving = True
+        await self._let_go(1.0, inf)
 
-    async def _let_go(self, patience: float) -> None:
+    async def _let_go(self, patience: float, latest: float) -> None:
+        """``latest``: by the loop's clock, when the head's own worker is waited for no longer; it goes on closing."""
         self._wire.flush()
+        for batch in self._batches.values():
+            batch.fail(self._again if self.failure is not None else _closed)
         try:
             if self.own is not None:
-                await self.own.aclose(patience)
+                await self._close_own(self.own, patience, latest)
         finally:
             if self.own is not None:
-                self.own.batches.finish(None)
+                self.own.finish(None)
             links, self._wire.links = self._wire.links, []
             await asyncio.gather(*(link.aclose() for link in links))
+
+    async def _close_own(self, own: Performer, patience: float, latest: float) -> None:
+        loop = asyncio.get_running_loop()
+        closing = loop.create_task(own.aclose(patience), name="asynccache-close-own")
+        await asyncio.wait([closing], timeout=None if latest == inf else max(latest - loop.time(), 0.0))
+        if closing.done():
+            closing.result()
+        else:
+            closing.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise BackendError(f"rank {own.rank}: had not closed when the cache was to be closed: it may have lost "
+                               "what it had stored last")
 
     # both ways
 
@@ -373,11 +407,14 @@ class WorkerGroup:
     # the end
 
     def _lost(self, rank: int, failure: RankFailure) -> None:
-        if not self._closing or any(rank in call.left for call in self._calls.values()):  # else it has closed
+        if not self._leaving or any(rank in call.left for call in self._calls.values()):  # else it has closed
             self._fail(RankFailure(failure.reason, rank))
 
     def _died(self, rank: int, news: m.Died) -> None:
         self._fail(RankFailure(news.reason, rank))
+
+    def _unsendable(self, failure: RankFailure) -> None:
+        self._fail(RankFailure(f"the head {failure.reason}", None if self.own is None else self.own.rank))
 
     def _nonsense(self, rank: int, what: str) -> RankFailure:
         failure = RankFailure(what, rank)
@@ -391,9 +428,10 @@ class WorkerGroup:
     def _fail(self, failure: RankFailure) -> None:
         if self.failure is not None:
             return
+        self.failure = failure
+        self._stirred.set()
         self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
-        self.failure = failure
         for call in self._calls.values():
             if not call.done.done():
                 call.done.set_exception(self._again())
@@ -401,7 +439,7 @@ class WorkerGroup:
         for batch in self._batches.values():
             batch.fail(self._again)
         if self.own is not None:
-            self.own.batches.finish(self._again())
+            self.own.finish(self._again())
         if self._reports is not None and not self._closing:
             self._reports.failed(failure)
 
@@ -456,6 +494,7 @@ class WorkerGroup:
         batch.over(rank, news.error)
         if batch.done():
             del self._batches[news.number]
+            self._stirred.set()
             if batch.errors:
                 self._unable[news.number] = batch.errors
                 if len(self._unable) > UNABLE:
@@ -526,25 +565,47 @@ class WorkerGroup:
     # pages and stores
 
     async def store(self, batch: Sequence[BackupStorage]) -> Stored:
-        """See ``Worker``."""
-        said = await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)
-        ops = {effect.op for effect in batch}
-        for rank, one in said.items():
-            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
-                raise self._nonsense(rank, "wrote a batch of other operations")
-        done = fold.stored(list(said.values()))
+        """See ``Worker``. What is too long for one message is written a part after the other, until one fails."""
+        first = batch[0].op
+        parts: list[Stored] = []
+        try:
+            for part in _parts(batch):
+                if first in self._given_up or any(part[0].op in done.failed for done in parts):
+                    parts.append(Stored(frozenset(effect.op for effect in part), 0, 0, 0))
+                else:
+                    parts.append(await self._store(part))
+        finally:
+            self._given_up.discard(first)
+        done = parts[0] if len(parts) == 1 else fold.stored_after(parts)
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
                     self._holdings.name(pages.hashes for pages in effect.pages if pages.component == FULL)
         return done
 
+    async def _store(self, batch: Sequence[BackupStorage]) -> Stored:
+        said = await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)
+        ops = {effect.op for effect in batch}
+        for rank, one in said.items():
+            if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
+                raise self._nonsense(rank, "wrote a batch of other operations")
+        return fold.stored(list(said.values()))
+
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
+        self._given_up.add(op)
         self._put(m.GiveUp(op))
 
     async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
         """See ``Worker``."""
+        answers = [b""] * len(asked)
+        for part in slices([len(question.hashes) // HASH_BYTES for question in asked]):
+            found = await self._ask([_cut(asked[at], begin, end) for at, begin, end in part])
+            for (at, _, _), answer in zip(part, found, strict=True):
+                answers[at] += answer
+        return answers
+
+    async def _ask(self, asked: Sequence[Asked]) -> list[bytes]:
         said = await self._call(lambda call: m.Ask(call, tuple(asked)), m.Answers)
         counts = [len(question.hashes) // HASH_BYTES for question in asked]
         for rank, one in said.items():
@@ -555,7 +616,17 @@ class WorkerGroup:
         return answers
 
     async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        """See ``Worker``."""
+        """See ``Worker``. A run fits one message."""
+        if run:
+            return await self._read(reads, run=True)
+        answers = [b""] * len(reads)
+        for part in slices([len(read.hashes) // HASH_BYTES for read in reads]):
+            found = await self._read([_cut(reads[at], begin, end) for at, begin, end in part], run=False)
+            for (at, _, _), answer in zip(part, found, strict=True):
+                answers[at] += answer
+        return answers
+
+    async def _read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
         said = await self._call(lambda call: m.Fetch(call, tuple(reads), run), m.Answers)
         counts = [len(read.hashes) // HASH_BYTES for read in reads]
         for rank, one in said.items():
@@ -737,3 +808,28 @@ class WorkerGroup:
             self._nonsense(rank, "counted what nobody can")
             return
         self._counters[rank] = news
+
+
+def _closed() -> CacheClosed:
+    return CacheClosed("the cache was closed before the batch was over")
+
+
+Pages = TypeVar("Pages", Asked, Read, StoredPages)
+
+
+def _cut(pages: Pages, begin: int, end: int) -> Pages:
+    """So many of these pages."""
+    hashes = pages.hashes[begin * HASH_BYTES : end * HASH_BYTES]
+    if isinstance(pages, Asked):
+        return pages._replace(hashes=hashes)
+    return pages._replace(hashes=hashes, slots=pages.slots[begin * SLOT_BYTES : end * SLOT_BYTES])
+
+
+def _parts(batch: Sequence[BackupStorage]) -> Iterator[Sequence[BackupStorage]]:
+    """``batch``, each part of which fits one message: the whole, or else a piece of one operation."""
+    if len(list(slices([len(pages.hashes) // HASH_BYTES for effect in batch for pages in effect.pages]))) <= 1:
+        yield batch
+        return
+    for effect in batch:
+        for part in slices([len(pages.hashes) // HASH_BYTES for pages in effect.pages]):
+            yield [BackupStorage(effect.op, tuple(_cut(effect.pages[at], begin, end) for at, begin, end in part))]

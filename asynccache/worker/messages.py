@@ -6,6 +6,8 @@ Laws:
 * Everything is checked while it is read: a frame that holds anything else raises ``RankFailure``, which ends the link,
   and none of its messages is acted on.
 * All that the head says is for every worker alike, and is encoded once.
+* A reason, which may be anybody's text, can always be sent: it is cut off at ``MOST_REASON``, and what has no UTF-8 in
+  it is replaced.
 
 ``call``: a number of the head's; the answer to a message that has one carries the same number, and comes exactly once.
 """
@@ -25,6 +27,10 @@ from asynccache.storage.options import StoreOptions
 from asynccache.worker.contract import Asked, Read
 
 Places = tuple[int, int, int]
+
+
+MOST_REASON = 4096
+"""Bytes of a reason."""
 
 
 class Message(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -220,6 +226,9 @@ class Lost(Message, tag=24):
     rank: int
     reason: str
 
+    def __post_init__(self) -> None:
+        self.reason = _sendable(self.reason)
+
 
 Effects = Backup | Load | Copy
 Orders = (
@@ -244,6 +253,9 @@ class Over(Message, tag=2):
     number: int
     error: str = ""
 
+    def __post_init__(self) -> None:
+        self.error = _sendable(self.error)
+
 
 class Done(Message, tag=3):
     """A call without a result went well."""
@@ -257,6 +269,9 @@ class Failed(Message, tag=4):
     call: int
     kind: str
     reason: str
+
+    def __post_init__(self) -> None:
+        self.reason = _sendable(self.reason)
 
 
 class Opened(Message, tag=5):
@@ -322,10 +337,20 @@ class Died(Message, tag=12):
 
     reason: str
 
+    def __post_init__(self) -> None:
+        self.reason = _sendable(self.reason)
+
 
 Reply = Done | Failed | Opened | Answers | Written | StoreOpened
 News = Ended | Over | Keys | Health | Counters | Died | Reply
 """What a worker says."""
+
+
+def _sendable(reason: str) -> str:
+    if len(reason) * 4 <= MOST_REASON and reason.isascii():
+        return reason
+    return reason.encode(errors="replace")[:MOST_REASON].decode(errors="ignore")
+
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(list[Orders])

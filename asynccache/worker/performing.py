@@ -61,7 +61,7 @@ class Performer:
         self.topology = topology
         self.config: CacheConfig | None = None
         self.local: LocalWorker | None = None
-        self.batches = SentBatches(lambda number, error: tell(m.Over(number, error)), self._try_held)
+        self.batches = SentBatches(lambda number, error: tell(m.Over(number, error)), self._try_held, self._die)
         self._given = given
         self._shard = shard
         self._tell = tell
@@ -117,6 +117,7 @@ class Performer:
     @property
     def _own(self) -> LocalWorker:
         if self.local is None:
+            self.batches.check()
             raise RankFailure("was told to work before it was open" if self._closing is None else CLOSED)
         return self.local
 
@@ -193,6 +194,12 @@ class Performer:
             self._count(local)
             await local.aclose(patience)
 
+    def finish(self, failure: RankFailure | None) -> None:
+        """Nothing more comes from the head. ``failure``: what the engine is told, whatever it asks; None: that the
+        worker is closed."""
+        self.batches.finish(failure)
+        self._wake_begun()
+
     # effects
 
     def _effect(self, order: m.Effects) -> None:
@@ -265,8 +272,10 @@ class Performer:
             raise RankFailure(LOOP_ENDED) from None
 
     async def layer(self, op: int, i: int) -> None:
-        """See ``Worker.layer``. Raises ``RankFailure``: it is closed, and nobody knows what has arrived."""
+        """See ``Worker.layer``. Raises ``RankFailure``: it is closed, or the group has failed, and nobody knows what
+        has arrived."""
         while op in self._held:
+            self.batches.check()
             future = self._loop.create_future()
             self._begun[future] = None
             try:

@@ -81,7 +81,7 @@ class RankWorker:
 
         Raises:
             ConfigError: it was not sent, or was ended before; or the device cannot wait for ``event``.
-            RankFailure: the worker is closed, or its loop has ended.
+            RankFailure: the worker is closed, the group has failed, or its loop has ended.
         """
         self._performer.batches.find(checks.integer("number", number, 1)).end(event)
 
@@ -93,7 +93,7 @@ class RankWorker:
         Raises:
             ConfigError: ``stream`` is no stream, the model has no layer ``i``, or a load of the batch waits for a batch
                 that was not ended.
-            RankFailure: the worker is closed, or its loop has ended.
+            RankFailure: the worker is closed, the group has failed, or its loop has ended.
         """
         batch = checks.instance("batch", batch, EngineBatch)
         i = checks.integer("i", i, 0, self._performer.layers - 1)
@@ -106,7 +106,7 @@ class RankWorker:
         Raises:
             CopyFailed: a load failed, and the head, which hears of it, takes nothing that the batch computes.
             ConfigError: the model has no layer ``i``.
-            RankFailure: the worker is closed.
+            RankFailure: the worker is closed, or the group has failed.
         """
         batch = checks.instance("batch", batch, EngineBatch)
         i = checks.integer("i", i, 0, self._performer.layers - 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
@@ -59,10 +58,13 @@ class EngineBatch:
 
 class SentBatches:
     """Mutable state: the batches that are sent, unread, and not over. ``over``: told of each that is; ``ended``: called
-    when one has got its event, so that copies may be submitted which waited for that. A thread that ends a batch takes
-    it out of ``_unended`` at once; the rest is done in a turn of the loop."""
+    when one has got its event, so that copies may be submitted which waited for that; ``failed``: told of an event that
+    raises, so that nobody can know when its batch is over. A thread that ends a batch takes it out of ``_unended`` at
+    once; the rest is done in a turn of the loop."""
 
-    def __init__(self, over: Callable[[int, str], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, over: Callable[[int, str], None], ended: Callable[[], None], failed: Callable[[BaseException], None]
+    ) -> None:  # fmt: skip
         self.last = 0
         self._sent: dict[int, EngineBatch] = {}
         self._unended: dict[int, EngineBatch] = {}
@@ -74,6 +76,7 @@ class SentBatches:
         self._failure: RankFailure | None = None
         self._over = over
         self._ended = ended
+        self._failed = failed
 
     def __repr__(self) -> str:
         return f"SentBatches({len(self._sent)} sent, {len(self._events)} with an event, {len(self._unread)} unread)"
@@ -103,13 +106,13 @@ class SentBatches:
         """The next one that nobody has read. Cancelling it loses none.
 
         Raises:
-            StopAsyncIteration: the cache is closed.
-            RankFailure: the head is gone, or the group has failed.
+            StopAsyncIteration: the cache is closed; what was not read then nobody wants.
+            RankFailure: the head is gone, or the group has failed; likewise.
         """
-        while not self._unread:
-            if self._finished:
-                raise self._why() or StopAsyncIteration
+        while not self._finished and not self._unread:
             await self._change()
+        if self._finished:
+            raise self._why() or StopAsyncIteration
         return self._unread.pop(next(iter(self._unread)))
 
     async def heard(self, number: int) -> EngineBatch | None:
@@ -119,6 +122,7 @@ class SentBatches:
             if self._finished:
                 raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
             await self._change()
+        self.check()
         self._unread.pop(number, None)
         return self._unended.get(number)
 
@@ -126,6 +130,10 @@ class SentBatches:
         """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
         while not self._finished:
             await self._change()
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``RankFailure``: the head is gone, or the group has failed."""
         if (failure := self._why()) is not None:
             raise failure
 
@@ -165,8 +173,13 @@ class SentBatches:
     def end(self, number: int, event: Event | None, error: str) -> None:
         """The engine has done with it, or will have when ``event`` has fired."""
         self._unread.pop(number, None)
+        try:
+            over = event is None or event.done()
+        except Exception as failure:
+            self._failed(failure)
+            return
         del self._sent[number]
-        if event is None or event.done():
+        if event is None or over:
             self._over(number, error)
         else:
             self._events[number] = event
@@ -176,8 +189,13 @@ class SentBatches:
         self._ended()
 
     async def _watch(self, number: int, event: Event) -> None:
-        with suppress(CopyFailed):  # over, though not well
+        try:
             await event.wait()
+        except CopyFailed:
+            pass  # over, though not well
+        except Exception as error:
+            self._failed(error)
+            return
         self._events.pop(number, None)
         self._over(number, "")
 

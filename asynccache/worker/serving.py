@@ -39,7 +39,7 @@ class Serving:
         self.performer = Performer(rank, topology, given, shard, self._tell)
         self.worker = RankWorker(self.performer)
         self._link = link
-        self._wire = Wire([link])
+        self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._over: asyncio.Future[None] = self._loop.create_future()
@@ -70,7 +70,7 @@ class Serving:
         finally:
             self._wire.flush()
             self._wire.links = []
-            self.performer.batches.finish(None)
+            self.performer.finish(None)
             await self._link.aclose()
 
     def _heard(self, frame: bytes) -> None:
@@ -114,7 +114,7 @@ class Serving:
         if not self._opened.done():
             self._opened.set_exception(failure or RankFailure("the cache was closed while it was opened"))
             self._opened.exception()
-        self.performer.batches.finish(failure)
+        self.performer.finish(failure)
         if not self._over.done():
             self._over.set_result(None)
 

@@ -1,13 +1,15 @@
 """Messages over links: those of one turn of the loop travel in one frame, the same for every link.
 
-Law: what is put is sent in the order in which it was put, over each link. Putting never waits and never fails; a frame
-that would be too long is sent as several.
+Laws:
+* What is put is sent in the order in which it was put, over each link. Putting never waits and never fails; a frame
+  that would be too long is sent as several.
+* A message that cannot be sent takes no other one along, and is never lost in silence: ``failed`` hears of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccache.errors import RankFailure
 from asynccache.worker.link import MOST_FRAME, Link
@@ -15,14 +17,36 @@ from asynccache.worker.messages import Message, encode
 
 SLICE = 1024
 """Messages in a frame at most, so that a long plan is performed while its end is still being encoded."""
+BYTES_PER_PAGE = 256
+"""More than a page takes in any message: its hash and a slot or two."""
+
+
+def slices(counts: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Lists of pages, of so many pages each, cut into parts that fit a frame: of each part, which of the lists, and
+    from which to which of its pages."""
+    most = room = max(1, MOST_FRAME // BYTES_PER_PAGE)
+    part: list[tuple[int, int, int]] = []
+    for at, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            end = min(count, begin + room)
+            part.append((at, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part
 
 
 class Wire:
     """What one process says over its links. ``links``: may become fewer at any time; the end of one is the business of
-    whoever listens to it."""
+    whoever listens to it. ``failed``: told of a message that cannot be sent, which is the end of the group."""
 
-    def __init__(self, links: Iterable[Link]) -> None:
+    def __init__(self, links: Iterable[Link], failed: Callable[[RankFailure], None]) -> None:
         self.links = list(links)
+        self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._unsent: list[Message] = []
 
@@ -44,8 +68,12 @@ class Wire:
     def _send(self, messages: Sequence[Message]) -> None:
         if not self.links:
             return
-        frame = encode(messages)
-        if len(frame) <= MOST_FRAME:
+        try:
+            frame = encode(messages)
+            why = f"it has {len(frame)} bytes, and a frame {MOST_FRAME} at most"
+        except (ValueError, OverflowError, TypeError) as error:  # text without UTF-8, a number of more than 64 bits
+            frame, why = b"", str(error)
+        if 0 < len(frame) <= MOST_FRAME:
             for link in self.links:
                 link.send(frame)
         elif len(messages) > 1:
@@ -53,4 +81,4 @@ class Wire:
             self._send(messages[:middle])
             self._send(messages[middle:])
         else:
-            raise RankFailure(f"a message of {len(frame)} bytes does not fit a frame of {MOST_FRAME}")
+            self._failed(RankFailure(f"cannot send its {type(messages[0]).__name__}: {why}"))

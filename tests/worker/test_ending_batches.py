@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -108,3 +108,67 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
         performer.take(m.SendBatch(10, b"", (7,)))
         await worker.face.layer(performer.batches.find(10), 0)
         assert all(message.status is Status.DONE for message in worker.told if isinstance(message, m.Ended))
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks() -> None:
+    """And hands out no batch, though one was not read: nobody wants it any more."""
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        assert await anext(worker.face) is batch
+        worker.loaded(2)
+        worker.performer.finish(RankFailure("closed the connection", 3))
+        asked: list[Callable[[], Awaitable[object]]] = [
+            lambda: anext(worker.face), lambda: worker.face.heard(2), worker.face.ended,
+        ]  # fmt: skip
+        for ask in asked:
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                await ask()
+        await worker.performer.aclose(1.0)
+        for ask in (*asked, lambda: worker.face.layer(batch, 0)):
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                await ask()
+        calls: list[Callable[[], None]] = [
+            lambda: worker.face.wait_layers(worker.stream, batch, 0), lambda: batch.end(worker.stream.record()),
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                call()
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_load_that_is_held_is_told_at_once_when_the_group_fails() -> None:
+    """Not only when the worker has closed, which may take as long as a store does."""
+    async with opened() as worker:
+        first = worker.loaded(1)
+        second = worker.loaded(2, after=(1,))
+        waiting = asyncio.create_task(worker.face.layer(second, 0))
+        await asyncio.sleep(0.01)
+        worker.performer.finish(RankFailure("closed the connection", 3))
+        for asked in (waiting, worker.face.layer(second, 0)):
+            with pytest.raises(RankFailure, match="rank 3: closed the connection"):
+                async with asyncio.timeout(10):
+                    await asked
+        first.end()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["done", "wait"])
+async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not_lost_in_silence(when: str) -> None:
+    class Broken:
+        def done(self) -> bool:
+            if when == "done":
+                raise OSError("an illegal memory access")
+            return False
+
+        async def wait(self) -> None:
+            raise OSError("an illegal memory access")
+
+    async with opened() as worker:
+        batch = worker.loaded(1)
+        assert worker.performer.local is not None
+        worker.performer.local.engine_event = lambda event: event  # type: ignore[method-assign, assignment, return-value]
+        batch.end(Broken())
+        await asyncio.sleep(0.01)
+        assert [one for one in worker.told if isinstance(one, m.Died)] == [m.Died("OSError: an illegal memory access")]
+        assert not overs(worker)

@@ -1,0 +1,166 @@
+"""How a cache with workers closes: who waits is told, a worker that lags may finish, and all ends in its time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccache import CacheClosed, RankFailure
+from asynccache.errors import BackendError
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import RankWorker, Topology
+from asynccache.worker.group import LATE
+from tests.group.group_kit import GroupWorld, play, settings, text
+
+
+def test_who_waits_for_a_batch_when_the_cache_closes_is_told_and_who_asks_later_too() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16))
+        world.begin()
+        async with world.cache as cache:
+            number = cache.send_batch()
+            waiting = asyncio.create_task(cache.batch_ended(number))
+            await asyncio.sleep(0.1)
+            await cache.aclose(1.0)
+        async with asyncio.timeout(60.0):
+            with pytest.raises(CacheClosed, match="closed before the batch was over"):
+                await waiting
+            with pytest.raises(CacheClosed, match="closed before the batch was over"):
+                await cache.batch_ended(number)
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_store_that_hangs_when_it_is_closed_delays_the_cache_no_longer_than_its_deadline(
+    rank: int, gone: bool
+) -> None:
+    """The head's own store, too; also where the group has failed meanwhile."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
+        world.begin()
+        cache = await world.cache.__aenter__()
+        assert cache.worker is not None
+        face = cache.worker if rank == 0 else world.process(rank).face
+        local = face._performer.local
+        assert local is not None
+        go, close = asyncio.Event(), local._tiers.aclose
+
+        async def hang() -> None:
+            await go.wait()
+            await close()
+
+        local._tiers.aclose = hang  # type: ignore[method-assign]
+        if gone:
+            world.process(2).kill()
+            await asyncio.sleep(1.0)
+        begun = loop.time()
+        said = ""
+        try:
+            async with asyncio.timeout(120.0):
+                said = str((await cache.aclose(deadline=5.0)).error)
+        except BackendError as error:
+            said = str(error)
+        assert loop.time() - begun <= 5.0 + 2 * LATE + 1.0
+        assert f"rank {2 if gone and rank else rank}: " in said
+        if not gone:
+            assert "when the cache was to be closed: it may have lost what it had stored last" in said
+        go.set()
+        await world.group.ended()
+        await asyncio.sleep(1.0)
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("host", [0, 40])
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_worker_that_lags_finishes_its_batches_before_the_cache_takes_its_pages_away(
+    host: int, patient: bool
+) -> None:
+    """For as long as closing may take, and no longer."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, host))
+        world.begin()
+        own_done: list[int] = []
+        other_done: list[int] = []
+
+        async def engine(face: RankWorker, lag: float, done: list[int]) -> None:
+            async for batch in face:
+                await asyncio.sleep(lag)
+                await face.layer(batch, 0)
+                gate = world.devices[face.rank].gate()
+                loop.call_later(lag, gate.open)
+                batch.end(gate)
+                done.append(batch.number)
+
+        async with world.cache as cache:
+            assert cache.worker is not None
+            own = loop.create_task(engine(cache.worker, 0.0, own_done))
+            other = loop.create_task(engine(world.process(1).face, 2.0, other_done))
+            for _ in range(3):
+                async with cache.lease(text(2)) as lease:
+                    number = cache.send_batch(b"", [lease])
+                    await lease.commit(text(2), ready=number)
+                    lease.release(after=number)
+            begun = loop.time()
+            await cache.aclose(30.0 if patient else 1.0)
+        if patient:
+            await other
+            assert other_done == [1, 2, 3]
+            assert 8.0 <= loop.time() - begun <= 9.0, "no longer than the batches take"
+        else:
+            with pytest.raises(RankFailure, match="the worker is closed"):
+                await other
+            assert loop.time() - begun <= 1.0 + LATE
+        await own
+        assert own_done == [1, 2, 3]
+        await world.group.ended()
+        assert world.process(1).failure is None
+        await asyncio.sleep(10.0)
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_rank_that_is_lost_while_the_head_waits_for_its_batch_ends_the_waiting() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16))
+        world.begin()
+        cache = await world.cache.__aenter__()
+        number = cache.send_batch()
+        waiting = asyncio.create_task(cache.batch_ended(number))
+        closing = asyncio.create_task(cache.aclose(30.0))
+        await asyncio.sleep(1.0)
+        assert not closing.done()
+        begun = loop.time()
+        world.process(1).kill()
+        await closing
+        assert loop.time() - begun < 1.0
+        with pytest.raises(RankFailure, match="rank 1"):
+            await waiting
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_links_that_a_cache_has_taken_stay_when_nobody_may_come_in_any_more() -> None:
+    """``listen`` may end before its cache: that aborted what the cache uses, and neither end was told."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        async with world.opened():
+            world.group.workers.close()
+            async with asyncio.timeout(60.0):
+                assert await world.serve(text(3)) == 0
+                assert await world.serve(text(3, extra=1)) == 12
+        await world.aclose()
+
+    play(main)

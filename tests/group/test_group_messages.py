@@ -1,0 +1,106 @@
+"""What a group says to its workers, however long and odd it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccache import BatchFailed, RankFailure
+from asynccache.core.plan import BackupStorage, StoredPages
+from asynccache.testing.simulated_loop import SimulatedLoop
+from asynccache.worker import Topology, wire
+from asynccache.worker import messages as m
+from asynccache.worker.group import WorkerGroup
+from tests.group.group_kit import GroupWorld, play, settings, text
+
+PAGES = 300
+
+
+@pytest.mark.parametrize("reason", ["bad file \udcff", "x" * (17 << 20)])
+def test_a_batch_fails_alone_whatever_the_reason_says(reason: str) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        async with world.cache as cache:
+            assert cache.worker is not None
+            number = cache.send_batch()
+            (await anext(cache.worker)).end()
+            (await anext(world.process(1).face)).fail(reason)
+            with pytest.raises(BatchFailed) as raised:
+                async with asyncio.timeout(60.0):
+                    await cache.batch_ended(number)
+            assert raised.value.reasons[1][:8] == reason[:8]
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+def test_no_message_is_too_long_for_a_frame_however_many_pages_it_is_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked about, read and written, in windows and in full."""
+    monkeypatch.setattr(wire, "MOST_FRAME", 10_000)  # 39 pages in a message
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(PAGES, 2 * PAGES, swa=PAGES, window=4 * 100, stored=True))
+        long = text(PAGES - 2)
+        async with world.opened() as cache:
+            await world.serve(long)
+            unsaved = await cache.flush()
+            assert unsaved.storage == 0
+            told = await cache.explain(long)
+            assert told.storage == len(long)
+        async with world.opened() as cache:
+            async with asyncio.timeout(60.0):
+                assert await world.serve([*long, 1], prefetch=cache.prefetch([*long, 1])) == len(long)
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_long_operation_that_is_given_up_is_written_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_FRAME", 3000)
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True))
+        async with world.opened() as cache:
+            group = cache._opened().worker
+            assert isinstance(group, WorkerGroup)
+            hashes = b"".join(page.to_bytes(32, "big") for page in range(40))
+            slots = b"".join(page.to_bytes(4, "little") for page in range(40))
+            effect = BackupStorage(10**6, (StoredPages(0, hashes, slots),))
+            whole = await group.store([effect])
+            assert (whole.failed, whole.full_pages, whole.pages) == (frozenset(), 40, 80)
+            storing = asyncio.create_task(group.store([effect._replace(op=10**6 + 1)]))
+            await asyncio.sleep(0)
+            group.give_up(10**6 + 1)
+            given_up = await storing
+            assert given_up.failed == {10**6 + 1}
+            assert given_up.full_pages <= 11, "no more than what was under way"
+            assert not group._given_up
+        await world.aclose()
+
+    play(main)
+
+
+def test_a_head_that_cannot_say_something_ends_the_group_and_all_are_told() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40))
+        world.begin()
+        told: list[BaseException] = []
+        try:
+            async with world.cache as cache:
+                group = cache._opened().worker
+                assert isinstance(group, WorkerGroup)
+                waiting = asyncio.create_task(cache.batch_ended(cache.send_batch()))
+                group._put(m.Delete(12345, bytes(17 << 20)))
+                async with asyncio.timeout(60.0):
+                    told += filter(None, await asyncio.gather(waiting, return_exceptions=True))
+        except RankFailure as failure:
+            told.append(failure)
+        assert [str(one)[:43] for one in told] == ["rank 0: the head cannot send its Delete: it"] * 2
+        await world.group.ended()
+        assert "the head cannot send its Delete" in str(world.process(1).failure)
+        await world.aclose()
+
+    play(main)

@@ -1,0 +1,70 @@
+"""Whatever is put on a wire: what can be sent is, in order, and of what cannot somebody hears."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asynccache.errors import RankFailure
+from asynccache.testing.simulated_links import simulated_links
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from asynccache.worker import messages as m
+from asynccache.worker.link import MOST_FRAME
+from asynccache.worker.wire import Wire, slices
+
+
+def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
+    """Which of them are sent, and what is told of the others."""
+    sent: list[m.Message] = []
+    told: list[RankFailure] = []
+
+    async def main(loop: SimulatedLoop) -> None:
+        link = simulated_links(loop.entropy("links"))[0]
+        frames: list[bytes] = []
+        link.send = frames.append  # type: ignore[method-assign,assignment]
+        one = Wire([link], told.append)
+        for order in orders:
+            one.put(order)
+        await asyncio.sleep(1)
+        for frame in frames:
+            assert len(frame) <= MOST_FRAME
+            sent.extend(m.decode_orders(frame))
+
+    simulate(main, 1)
+    return sent, [failure.reason for failure in told]
+
+
+def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MOST_FRAME", 100)
+    good: list[m.Message] = [m.Flush(call) for call in range(100)]
+    odd: list[m.Message] = [m.Delete(7, bytes(200)), m.OpenStore(8, 1, "file:\udcff", {}, None), m.Flush(1 << 70)]
+    sent, told = sent_of([*good[:40], odd[0], *good[40:70], odd[1], odd[2], *good[70:]])
+    assert sent == good
+    assert len(told) == 3
+    for one, why in zip(told, ("Delete: it has 20", "OpenStore: 'utf-8' codec", "Flush: "), strict=True):
+        assert one.startswith(f"cannot send its {why}")
+
+
+def test_a_reason_can_be_sent_whatever_it_says() -> None:
+    for reason in ("bad file \udcff", "\udcff" * 5000, "é" * 5000, "x" * (17 << 20)):
+        for said in (m.Over(1, reason), m.Died(reason), m.Failed(1, "OSError", reason)):
+            (heard,) = m.decode_news(m.encode([said]))
+            assert heard == said
+            assert len(m.encode([said])) < 2 * m.MOST_REASON
+        lost = m.Lost(0, reason)
+        assert m.decode_orders(m.encode([lost])) == [lost]
+    assert m.Over(1, "out of memory: é").error == "out of memory: é"
+
+
+def test_lists_of_pages_are_cut_into_parts_that_fit_a_frame_and_nothing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "MOST_FRAME", 10 * wire.BYTES_PER_PAGE)
+    for counts in ([], [0, 0], [3], [10], [11], [4, 0, 25, 1, 1, 9], [10, 10]):
+        parts = list(slices(counts))
+        assert all(0 < sum(end - begin for _, begin, end in part) <= 10 for part in parts)
+        pages = [(at, page) for part in parts for at, begin, end in part for page in range(begin, end)]
+        assert pages == [(at, page) for at, count in enumerate(counts) for page in range(count)]
