@@ -10,7 +10,7 @@ from asynccache.errors import RankFailure
 from asynccache.testing.simulated_links import simulated_links
 from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import messages as m
-from asynccache.worker.link import MOST_FRAME
+from asynccache.worker import wire
 from asynccache.worker.wire import Wire, slices
 
 
@@ -28,7 +28,7 @@ def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:
             one.put(order)
         await asyncio.sleep(1)
         for frame in frames:
-            assert len(frame) <= MOST_FRAME
+            assert len(frame) <= wire.MOST_FRAME  # type: ignore[attr-defined]
             sent.extend(m.decode_orders(frame))
 
     simulate(main, 1)
