@@ -31,12 +31,14 @@ def ids(*rows: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def cached() -> Iterator[PrefixCache]:
-    """Whatever a test does with it: nothing is held afterwards, and its thread has ended."""
+    """Whatever a test does with it: nothing is held afterwards, and its threads have ended."""
+    before = set(threading.enumerate())                # other tests of this process may have left some
     with PrefixCache(model_of("llama"), **SIZES) as opened:
         yield opened
         opened._loop.call(settled(opened._cache))
         check(opened._cache.core, idle=True)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asynccache")]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name.startswith("asynccache")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
