@@ -4,7 +4,7 @@ telling one is told."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 
 from asynccache.errors import BackendError, ConfigError, RankFailure, Timeout, Unavailable
@@ -39,11 +39,14 @@ def are_results(answers: Sequence[bytes]) -> bool:
     return all(max(answer, default=0) < len(_ORDER) for answer in answers)
 
 
-def stored(parts: Sequence[Written]) -> Stored:
-    """An operation is stored when every worker has stored its part. Pages and bytes add up; tokens count once."""
+def stored(parts: Sequence[Written] | Sequence[Stored], *, full_pages: Callable[[Iterable[int]], int]) -> Stored:
+    """What ``parts`` come to. An operation is stored when every part of it is; pages and bytes add up.
+
+    ``full_pages`` is ``max`` where the parts are those of several workers, whose pages hold the same tokens, and
+    ``sum`` where they are those of messages that follow each other."""
     failed = frozenset(op for part in parts for op in part.failed)
     return Stored(
-        failed, sum(part.pages for part in parts), max(part.full_pages for part in parts),
+        failed, sum(part.pages for part in parts), full_pages(part.full_pages for part in parts),
         sum(part.bytes for part in parts),
     )  # fmt: skip
 
@@ -54,15 +57,6 @@ def are_counters(parts: Iterable[Mapping[str, int | float]]) -> bool:
         isfinite(value) and (name != "breaker" or value in _WORST_LAST)
         for part in parts for name, value in part.items()
     )
-
-
-def stored_after(parts: Sequence[Stored]) -> Stored:
-    """What was stored in several messages, one after the other."""
-    failed = frozenset(op for part in parts for op in part.failed)
-    return Stored(
-        failed, sum(part.pages for part in parts), sum(part.full_pages for part in parts),
-        sum(part.bytes for part in parts),
-    )  # fmt: skip
 
 
 def sums(parts: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:

@@ -12,7 +12,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -576,7 +576,7 @@ class WorkerGroup:
                     parts.append(await self._store(part))
         finally:
             self._given_up.discard(first)
-        done = parts[0] if len(parts) == 1 else fold.stored_after(parts)
+        done = parts[0] if len(parts) == 1 else fold.stored(parts, full_pages=sum)
         if self._holdings.watches:
             for effect in batch:
                 if effect.op not in done.failed:
@@ -589,7 +589,7 @@ class WorkerGroup:
         for rank, one in said.items():
             if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:
                 raise self._nonsense(rank, "wrote a batch of other operations")
-        return fold.stored(list(said.values()))
+        return fold.stored(list(said.values()), full_pages=max)
 
     def give_up(self, op: int) -> None:
         """See ``Worker``."""
@@ -598,44 +598,46 @@ class WorkerGroup:
 
     async def ask(self, asked: Sequence[Asked]) -> list[bytes]:
         """See ``Worker``."""
-        answers = [b""] * len(asked)
-        for part in slices([len(question.hashes) // HASH_BYTES for question in asked]):
-            found = await self._ask([_cut(asked[at], begin, end) for at, begin, end in part])
+        return await self._in_parts(asked, self._ask)
+
+    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
+        """See ``Worker``. A run fits one message."""
+        read = partial(self._read, run=run)
+        return await read(reads) if run else await self._in_parts(reads, read)
+
+    async def _in_parts(
+        self, wanted: Sequence[Pages], call: Callable[[Sequence[Pages]], Awaitable[list[bytes]]]
+    ) -> list[bytes]:
+        """What ``call`` answers to as many of these pages at a time as fit one message."""
+        answers = [b""] * len(wanted)
+        for part in slices([len(pages.hashes) // HASH_BYTES for pages in wanted]):
+            found = await call([_cut(wanted[at], begin, end) for at, begin, end in part])
             for (at, _, _), answer in zip(part, found, strict=True):
                 answers[at] += answer
         return answers
 
     async def _ask(self, asked: Sequence[Asked]) -> list[bytes]:
         said = await self._call(lambda call: m.Ask(call, tuple(asked)), m.Answers)
-        counts = [len(question.hashes) // HASH_BYTES for question in asked]
-        for rank, one in said.items():
-            if [len(answer) for answer in one.answers] != counts or not fold.are_results(one.answers):
-                raise self._nonsense(rank, "answered a question of other pages")
-        answers = fold.all_worst([one.answers for one in said.values()])
-        self._name([(question.pool, question.hashes) for question in asked], answers)
-        return answers
-
-    async def read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
-        """See ``Worker``. A run fits one message."""
-        if run:
-            return await self._read(reads, run=True)
-        answers = [b""] * len(reads)
-        for part in slices([len(read.hashes) // HASH_BYTES for read in reads]):
-            found = await self._read([_cut(reads[at], begin, end) for at, begin, end in part], run=False)
-            for (at, _, _), answer in zip(part, found, strict=True):
-                answers[at] += answer
-        return answers
+        return self._folded(said, asked, int.__eq__, "answered a question of other pages")
 
     async def _read(self, reads: Sequence[Read], *, run: bool) -> list[bytes]:
         said = await self._call(lambda call: m.Fetch(call, tuple(reads), run), m.Answers)
-        counts = [len(read.hashes) // HASH_BYTES for read in reads]
+        return self._folded(said, reads, int.__le__ if run else int.__eq__, "read other pages")
+
+    def _folded(
+        self, said: Mapping[int, m.Answers], wanted: Sequence[Asked] | Sequence[Read],
+        fits: Callable[[int, int], bool], nonsense: str,
+    ) -> list[bytes]:  # fmt: skip
+        """The worst result of each page. ``fits``: whether so many answers can be those to so many pages; where they
+        cannot, a worker has spoken ``nonsense``."""
+        counts = [len(pages.hashes) // HASH_BYTES for pages in wanted]
         for rank, one in said.items():
             sizes = [len(answer) for answer in one.answers]
-            right = len(sizes) == len(counts) and all(map(int.__le__ if run else int.__eq__, sizes, counts))
+            right = len(sizes) == len(counts) and all(map(fits, sizes, counts))
             if not right or not fold.are_results(one.answers):
-                raise self._nonsense(rank, "read other pages")
+                raise self._nonsense(rank, nonsense)
         answers = fold.all_worst([one.answers for one in said.values()])
-        self._name([(read.pool, read.hashes) for read in reads], answers)
+        self._name([(pages.pool, pages.hashes) for pages in wanted], answers)
         return answers
 
     def _name(self, asked: Sequence[tuple[str, bytes]], answers: Sequence[bytes]) -> None:
