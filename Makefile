@@ -28,6 +28,9 @@ SPREAD   := -n $(JOBS) --dist worksteal
 # The programs of `make soak`: each takes --seconds, prints its seed, and its status says whether all was well.
 SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test_%,$(wildcard tests/soak/*.py)))
 
+# Compiled once, whatever the caller's environment says: tests start some two hundred processes that import the sources.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 

@@ -21,6 +21,8 @@ from asynccache.cli.request import BLOCK_TOKENS
 from tests import warm
 from tests.cli.trace_kit import made_trace
 
+pytestmark = pytest.mark.slow(5)
+
 ROOT = Path(__file__).parents[2]
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}

@@ -19,6 +19,8 @@ from asynccache.cli.serving import Server
 from asynccache.worker.stages.backup_host import BackupHostStage
 from tests.cli.trace_kit import made_trace
 
+pytestmark = pytest.mark.slow(0.7)
+
 REAL = os.environ.get("ASYNCCACHE_TRACE", "")
 SMALL = ["--rate", "0", "--concurrency", "8", "--bytes-per-token", "64", "--mamba-bytes", "1024", "--window", "256",
          "--device-tokens", "12288", "--host-tokens", "24576", "--quiet"]
@@ -254,7 +256,7 @@ def test_an_interrupt_after_the_run_costs_only_what_is_worked_out_then(monkeypat
     assert "<svg" in page.read_text()
 
 
-@pytest.mark.slow(16)
+@pytest.mark.soak
 @pytest.mark.skipif(not Path(REAL).is_file(), reason="ASYNCCACHE_TRACE names no file")
 def test_the_real_trace_hits_all_that_it_implies(out: tuple[str, Path]) -> None:
     report = run("replay", REAL, "--device-tokens", "all", "--host-tokens", "none", "--concurrency", "1", "--quiet",

@@ -20,6 +20,8 @@ from asynccache.cli.serving import Server
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
 
+pytestmark = pytest.mark.slow(0.3)
+
 ENDS_WITHIN = 180.0
 TRACE = "{trace}"
 PLACES = {

@@ -13,6 +13,8 @@ from asynccache.core.tree import Node
 from asynccache.core.world import EARLY, LATE, World
 from tests.core import test_core_eviction as laws
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 Rule = Callable[[Patch], None]
 

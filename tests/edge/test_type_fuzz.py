@@ -19,6 +19,8 @@ from tests.edge.edge_kit import Case, Kind, Unchecked, World, problem_of, public
 from tests.edge.odd_values import ODD
 from tests.edge.public_calls import CALLS, NOT_CALLED
 
+pytestmark = pytest.mark.slow(0.4)
+
 PACKAGES = ("asynccache", "asynccache_shim", "asynccache.storage", "asynccache.events", "asynccache.metrics")
 
 

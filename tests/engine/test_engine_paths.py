@@ -14,6 +14,8 @@ from tests.engine.engine_kit import PAGE, Served, prompt, served, settled
 from tests.engine.engine_models import FAMILIES, WINDOW
 from tests.waiting import turns
 
+pytestmark = pytest.mark.slow(0.7)
+
 WINDOWED = ("gemma3", "deepseek_v4")
 RECURRENT = ("falcon_h1", "qwen3_next")
 

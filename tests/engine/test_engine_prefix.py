@@ -17,6 +17,8 @@ from asynccache.errors import CacheClosed, ConfigError
 from tests.engine.engine_kit import model_of, prompt, settled
 from tests.engine.engine_models import make
 
+pytestmark = pytest.mark.slow(0.3)
+
 FAMILIES = (
     "llama", "mamba", "gemma2", "mixtral", "deepseek_v3", "qwen3_5", "granitemoehybrid", "jamba", "mamba2", "bamba",
     "gpt_oss", "lfm2", "deepseek_v4", "llama4", "minimax",

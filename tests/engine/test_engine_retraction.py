@@ -10,6 +10,8 @@ from asynccache_shim import Limits, Request, Sampling, Scheduler, Settings
 from tests.engine.engine_kit import PAGE, judged, prompt, served
 from tests.engine.engine_models import FAMILIES
 
+pytestmark = pytest.mark.slow(2)
+
 NEW = 5 * PAGE
 
 

@@ -26,6 +26,8 @@ from asynccache.worker.sent import SentBatches
 from asynccache.worker.stages import writing
 from tests.group.random_worlds import Climate, draw, play
 
+pytestmark = pytest.mark.slow(2)
+
 Patch = pytest.MonkeyPatch
 MOST = 60
 

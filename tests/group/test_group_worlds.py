@@ -14,6 +14,8 @@ import pytest
 from tests.group.random_worlds import Report, play
 from tests.group.striking import FATES
 
+pytestmark = pytest.mark.slow(15)
+
 ALL, CHUNK = 520, 130
 
 KINDS = (

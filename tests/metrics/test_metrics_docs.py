@@ -11,6 +11,8 @@ import pytest
 
 from asynccache.runtime.lookups import Miss
 
+pytestmark = pytest.mark.slow(2)
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

@@ -73,9 +73,8 @@ def violations(chosen: Iterable[tuple[int, str]]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow(15)) for part in range(1, PARTS))]
-)  # fmt: skip
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_a_core_that_raises_at_any_statement_has_changed_nothing_or_closes_the_cache(
     part: int, first: dict[int, str]
 ) -> None:

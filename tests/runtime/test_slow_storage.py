@@ -24,6 +24,8 @@ from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import local, parts, settings, text
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 12
 AT_ONCE = Hostility(delay=0.0)
 

@@ -29,6 +29,8 @@ from asynccache.worker import Topology
 from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, serving
 from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, draw_asks, draw_config, look_closely
 
+pytestmark = pytest.mark.slow(0.5)
+
 TP2, PP2, TP2_PP2 = Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2)
 SHAPES = [TP2, PP2, TP2_PP2]
 

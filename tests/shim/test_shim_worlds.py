@@ -28,6 +28,8 @@ from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from tests.shim.shim_kit import PAGE, config, continuation, serving
 
+pytestmark = pytest.mark.slow(3)
+
 
 class Ask(NamedTuple):
     """A prompt is a walk through a tree of segments: ``path`` chooses at each fork. ``after``: steps of the scheduler

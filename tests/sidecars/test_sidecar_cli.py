@@ -16,6 +16,8 @@ from asynccache.errors import ConfigError
 from asynccache.memory import mover
 from asynccache.runtime.fetching import Fetch
 
+pytestmark = pytest.mark.slow(0.6)
+
 SMALL = ["--rate", "0", "--concurrency", "6", "--bytes-per-token", "64", "--window", "128", "--requests", "80",
          "--device-tokens", "12288", "--host-tokens", "24576", "--components", "full,swa", "--quiet"]
 

@@ -33,6 +33,8 @@ from tests.sidecars.sidecar_kit import (
     verify,
 )
 
+pytestmark = pytest.mark.slow(0.4)
+
 PAGES = 6
 Place = tuple[str, int]
 

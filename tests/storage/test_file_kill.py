@@ -15,6 +15,8 @@ from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, PageKey, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, content, page_key
 
+pytestmark = pytest.mark.slow(2)
+
 CHILD = Path(__file__).parent / "file_store_child.py"
 ROOT = CHILD.parents[2]
 BATCH = 30

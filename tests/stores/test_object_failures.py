@@ -28,6 +28,8 @@ from tests.stores.full_proxy import DISKS, QUOTA, FullProxy, Refusal
 from tests.stores.object_store_kit import bare, open_at, opened, some_keys, until_hit
 from tests.stores.s3_server import MotoServer
 
+pytestmark = pytest.mark.slow
+
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED
 LARGE = StoreLayout({"full": 256 << 10}, RECORD_SCHEMA)            # sent from where it lies
 SMALL = StoreLayout({"full": 8 << 10}, RECORD_SCHEMA)              # copied first

@@ -15,6 +15,8 @@ import pytest
 from asynccache.storage import HEADER_BYTES
 from asynccache.testing.backend_suite import LAYOUT, page_key
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CHILD = Path(__file__).with_name("store_commands_child.py")
 
