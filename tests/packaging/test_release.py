@@ -180,7 +180,7 @@ def test_without_its_dependencies_it_can_be_asked(clean: Clean, tmp_path: Path) 
     """Help, versions and configuration need nothing but Python."""
     folder = tmp_path
     tool = clean.bare / "bin" / "asynccache"
-    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}\n"
+    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}, pure core\n"
     assert "usage: asynccache" in run(tool, "--help", cwd=folder).stdout
     (folder / "kv.toml").write_text('model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
     assert "can be used" in run(tool, "config", "check", "kv.toml", cwd=folder).stdout
