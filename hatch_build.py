@@ -10,6 +10,7 @@ every interpreter and has none.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -84,18 +85,24 @@ def modules() -> list[str]:
 
 
 def build() -> Path:
-    """The folder with the extension modules, which is complete or as it was before.
+    """The folder with the extension modules, which is complete or as it was before. One process builds at a time.
 
     Raises:
         CannotBuild: there is no mypyc or no C compiler, or one of them refused.
     """
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)               # until the file is closed
+        return _build()
+
+
+def _build() -> Path:
     here, names = compiled(), modules()
     folder = Path(here.FOLDER)
     stated, built_by = f"{here.digest(names)}\n{' '.join(names)}\n", _builder()
     if _text(folder / here.SOURCE) == stated and _text(folder / "builder") == built_by:
         return folder
     folder.parent.mkdir(exist_ok=True)
-    CACHE.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="new-", dir=CACHE))
     try:
         made = work / "made"

@@ -24,7 +24,7 @@ from asynccache.core.tree import Node, Root
 from asynccache.errors import ConfigError, InvariantViolation
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(compiled.PACKAGE).parent
 
 
 def runtime(**options: Any) -> SynchronousRuntime:
