@@ -17,6 +17,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Mapping
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -35,6 +36,9 @@ CORE = {"torch", "numpy", "msgspec", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+NOTHING: Mapping[str, str] = {}
+
+
 class Built(NamedTuple):
     sdist: Path
     wheel: Path
@@ -47,8 +51,10 @@ class Clean(NamedTuple):
     lent: Path
 
 
-def run(*command: object, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run it to its end. Which core runs is not what these tests run with, but what there is."""
+def run(
+    *command: object, cwd: Path, check: bool = True, environment: Mapping[str, str] = NOTHING
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, on the core that it chooses by itself. ``environment``: what that has besides."""
     words = [str(word) for word in command]
     own = {name: value for name, value in os.environ.items() if name != "ASYNCCACHE_PURE"}
     done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=500, check=False,
@@ -57,8 +63,8 @@ def run(*command: object, cwd: Path, check: bool = True, **environment: str) -> 
     return done
 
 
-def build(source: Path, target: str, folder: Path, **environment: str) -> Path:
-    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, **environment)
+def build(source: Path, target: str, folder: Path, environment: Mapping[str, str] = NOTHING) -> Path:
+    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, environment=environment)
     (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
     return made
 
@@ -104,7 +110,7 @@ def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
 
 def build_compiled(folder: Path) -> None:
     """The wheel with a compiled core, which is built only if none lies in place, and environments with it."""
-    wheel = build(ROOT, "wheel", folder / "wheel", ASYNCCACHE_COMPILE="1")
+    wheel = build(ROOT, "wheel", folder / "wheel", {"ASYNCCACHE_COMPILE": "1"})
     install_both(wheel, folder)
 
 
@@ -245,7 +251,7 @@ def test_the_compiled_wheel_is_for_this_interpreter_and_runs_what_it_has(compile
     assert {"asynccache/core/world.py", "asynccache/compiled.py"} <= set(names)
     said = f"asynccache {asynccache.__version__}, {{}} core\n".format
     assert run(tool, "--version", cwd=tmp_path).stdout == said("compiled")
-    assert run(tool, "--version", cwd=tmp_path, ASYNCCACHE_PURE="1").stdout == said("pure")
+    assert run(tool, "--version", cwd=tmp_path, environment={"ASYNCCACHE_PURE": "1"}).stdout == said("pure")
     assert run(compiled_clean.bare / "bin" / "asynccache", "--version", cwd=tmp_path).stdout == said("compiled")
     done = run(tool, "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
                "--storage", f"file:{tmp_path}/kv?capacity=256MiB", cwd=tmp_path)
