@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asynccache import compiled
+from asynccache import Full, compiled, load_config
 
 ROOT = Path(__file__).parents[2]
 SAYS = "from asynccache import compiled as c; import asynccache.core.world; print(c.CORE, c.WHY, sep=': ')"
@@ -52,6 +52,11 @@ def test_source_that_was_changed_since_runs_itself(copy: Path) -> None:
 def test_a_variable_chooses_the_source(copy: Path, value: str, pure: bool) -> None:
     done = run(copy, "-c", SAYS, ASYNCCACHE_PURE=value)
     assert (done.stdout == "pure: ASYNCCACHE_PURE is set\n") == pure
+
+
+def test_the_variables_of_a_build_are_no_settings() -> None:
+    env = {"ASYNCCACHE_PURE": "1", "ASYNCCACHE_COMPILE": "1"}
+    assert load_config(env=env, model="m", components=(Full(bytes_per_token=64, device_tokens=160),)).model == "m"
 
 
 @pytest.mark.parametrize("lacking", ["the folder", "the library", "what it was made from"])
