@@ -20,7 +20,7 @@ VLLM_NEXT ?= 0.33.0
 VENV     := .venv
 BIN      := $(VENV)/bin
 INSTALL  := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
-SOURCES  := asynccache backends scheduler_shim tests $(wildcard benchmarks examples)
+SOURCES  := asynccache backends scheduler_shim tests hatch_build.py $(wildcard benchmarks examples)
 BENCH    := build/bench
 PYTEST   := $(BIN)/python -m pytest -q --durations=20 --durations-min=1
 # Every core; a process that has finished takes tests from another. Slow tests are dealt out first: tests/workers.py.
@@ -31,12 +31,14 @@ SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test
 # Compiled once, whatever the caller's environment says: tests start some two hundred processes that import the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-compiled soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    install into $(VENV), then run the stress tool on a file store in a temporary folder"
 	@echo "make test    install the dev extra, then the full gate: ruff, mypy, import contract, tests on every core"
+	@echo "make compiled   the core, compiled with mypyc and a C compiler: runs from then on, ASYNCCACHE_PURE=1 is without"
+	@echo "make test-compiled   the core's tests on the compiled core; part of make test"
 	@echo "make check   the same without the tests marked slow: before a commit"
 	@echo "make soak    whole recorded traces, ranks at length, then random worlds by new seeds for SECONDS=600; prints what plays a failure again"
 	@echo "make test-gpu     on a machine with a GPU: the tests marked gpu, the runtime's on the device, stress"
@@ -55,8 +57,21 @@ demo: $(VENV)/.installed-cli
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	    $(BIN)/asynccache stress --storage "file:$$folder/store"
 
+# The source, with extension modules beside it that are made from it: hatch_build.py builds only what has changed.
+compiled: $(VENV)/.installed-dev
+	$(BIN)/python hatch_build.py
+
+# The compiled core's tests run beside the others in the time that these wait, and are told of when both are over.
 test: lint
-	$(PYTEST) $(SPREAD) -m "not soak"
+	@mkdir -p build
+	@nice -n 19 make --no-print-directory test-compiled >build/test-compiled.log 2>&1 & beside=$$!; status=0; \
+	    $(PYTEST) $(SPREAD) -m "not soak" || status=1; \
+	    wait $$beside || status=1; sed 's/^/compiled core: /' build/test-compiled.log; exit $$status
+
+# Where there is no compiler there is nothing to test. One process: there is no hurry.
+test-compiled: $(VENV)/.installed-dev
+	@status=0; $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
+	    [ $$status = 0 ] && $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds
 
 check: lint
 	$(PYTEST) $(SPREAD) -m "not slow and not soak"
@@ -121,7 +136,7 @@ stores-report: $(VENV)/.installed-dev
 
 clean:
 	-@$(PYTHON) tests/stores/up.py down
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist asynccache/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps, so that a second run installs nothing. They are touched last: an interrupted install is done again.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache import compiled
 from asynccache.version import VERSION
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from asynccache.runtime.prefetch import PrefetchHandle, PrefetchResult, PrefetchStatus
 
 __version__ = VERSION
+compiled.choose()                                      # before anything of the core is imported
 
 __all__ = [
     "Adapter",

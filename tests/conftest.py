@@ -1,12 +1,16 @@
 """``pytest --device cuda:0`` runs every test that makes a CPU device on a GPU; ``--device simulated-cuda`` on the CUDA
 device with a simulated driver, which needs none, and looks for races besides.
 
+``pytest --core compiled`` runs every test on the compiled core; without it, all of them run on the source, whatever is
+compiled. Tests that change what is inside the core are marked ``source``: they have no part in the former.
+
 The name ``CpuDevice`` stands for the other device then, wherever a test or the cache itself makes one.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,13 @@ _FILE = pytest.StashKey[Path]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", metavar="cpu|cuda:N|simulated-cuda",
                      help="what stands behind the devices that tests make")  # fmt: skip
+    parser.addoption("--core", default="pure", choices=("pure", "compiled"), help="which core runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("gate", derandomize=True, database=None)     # make soak has seeds that nobody has tried
     settings.load_profile("gate")
+    _choose_core(config.getoption("--core"))
     name: str = config.getoption("--device")
     if name != "cpu":
         from asynccache.errors import ConfigError
@@ -37,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(cpu, "CpuDevice", device_class(name))  # noqa: B010  before anybody imports it
         except ConfigError as error:
             raise pytest.UsageError(f"--device {name}: {error}") from None
+
+
+def _choose_core(name: str) -> None:
+    """Before anybody imports asynccache, here and in all processes that tests start."""
+    os.environ["ASYNCCACHE_PURE"] = "01"[name == "pure"]
+    from asynccache import compiled
+
+    if name != compiled.CORE:
+        raise pytest.UsageError(f"--core {name}: {compiled.WHY}; make compiled builds it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -51,6 +66,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)                         # after -m and -k have left out what is not wanted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers begin with the slow tests, so that none is left for the end, when the others have nothing to do."""
+    if config.getoption("--core") == "compiled":
+        left_out = [item for item in items if item.get_closest_marker("source")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("source")]
     workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
         items[:] = dealt(items, _seconds, lambda item: item.path, workers)

@@ -3,14 +3,19 @@
 Two workloads, to be laid beside other systems. *shared*: 200 prompts of 2,048 tokens with 20 continuations of 512 each,
 shuffled. *turns*: 40 conversations of 40 turns of 64 tokens, a path of 40 nodes each. Every operation is timed alone,
 wall and CPU; what lies between two timings (completing backups, making keys) is not in any figure. Hashes are given, as
-the runtime gives them. Imports no torch.
+the runtime gives them. Imports no torch. Where the compiled core runs, the same is measured with the pure one, too, in
+a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from array import array
@@ -20,6 +25,7 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
+from asynccache import compiled
 from asynccache.core.cache import Ask, CacheCore, Grant, Lease
 from asynccache.core.holds import drop_hold, take_hold
 from asynccache.core.plan import Cleared, More, Outcome, Plan, Publish, Status, Wait
@@ -55,6 +61,11 @@ GOALS = {
     "full": {"match": 10, "insert": 20, "pin": 3, "match_path": 35, "pin_path": 12, "evict": 120, "evict_node": 8},
     "all": {"match": 14, "insert": 45, "pin": 5, "match_path": 42, "pin_path": 15, "evict": 300, "evict_node": 12},
 }
+COMPILED_GOALS = {
+    "full": {"match": 5, "insert": 18, "pin": 1, "match_path": 20, "pin_path": 2.5, "evict": 60},
+    "all": {"match": 10, "insert": 30, "pin": 3.2, "match_path": 28, "pin_path": 5, "evict": 110},
+}
+"""Of the compiled core, for p50; of ``GOALS``, which are the pure one's, for the mean."""
 SHAPES = {"full p16": ("full", 16), "full,swa,mamba p64": ("all", 64), "full,swa,mamba p16": ("all", 16)}
 
 
@@ -277,8 +288,9 @@ def measure_shape(kind: str, page: int) -> Figures:
         timers |= part(kind, page)
         gc.unfreeze()
         gc.collect()
+    goals = COMPILED_GOALS if compiled.CORE == "compiled" else GOALS
     return {
-        name: timers[name].figures() | {"what": what, "goal_us": GOALS[kind][name]}
+        name: timers[name].figures() | {"what": what, "goal_us": goals[kind].get(name)}
         for name, what in OPERATIONS.items()
     }
 
@@ -479,11 +491,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="which of " + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
     parser.add_argument("--metrics", type=int, default=0, metavar="N",
                         help="measure what counting for metrics adds instead, in N rounds with and without it")
+    parser.add_argument("--this-core", action="store_true",
+                        help="measure the core that runs, and not the pure one as well where that is the compiled one")
     parser.add_argument("--quiet", action="store_true", help="print no progress and no table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the table, return the figures (microseconds unless the name says otherwise).
+    """Measure, print the table, return the figures (microseconds unless the name says otherwise). ``pure``: those of
+    the pure core, where this is the compiled one.
 
     Raises:
         ConfigError: a list of numbers is none.
@@ -505,9 +520,27 @@ def run(args: argparse.Namespace) -> Figures:
         shapes[name] = measure_shape(kind, page)
     growth = {kind: measure_growth(kind, sizes, progress) for kind in ("full", "all")} if sizes else {}
     memory = {kind: measure_memory(kind) for kind in ("full", "all")}
-    for line in lines(shapes):
+    found = {"bench": "tree", "core": compiled.CORE, "python": sys.version.split()[0], "shapes": shapes,
+             "growth": growth, "memory": memory}  # fmt: skip
+    pure = None
+    if compiled.CORE == "compiled" and not args.this_core:
+        progress("the pure core")
+        pure = found["pure"] = _measured_pure(args)
+    for line in lines(shapes, None if pure is None else pure["shapes"]):
         progress(line)
-    return {"bench": "tree", "python": sys.version.split()[0], "shapes": shapes, "growth": growth, "memory": memory}
+    return found
+
+
+def _measured_pure(args: argparse.Namespace) -> Figures:
+    """The figures of the pure core."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "tree.json")
+        command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", args.nodes, "--shapes",
+                   args.shapes, "--quiet", "--json", path]  # fmt: skip
+        subprocess.run(command, env={**os.environ, "ASYNCCACHE_PURE": "1"}, check=True)
+        with open(path) as file:
+            figures: Figures = json.load(file)
+    return figures
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -517,11 +550,14 @@ def _numbers(name: str, text: str) -> list[int]:
         raise ConfigError(f"{name}: {text!r} is no list of numbers") from None
 
 
-def lines(shapes: Figures) -> Iterator[str]:
-    """Mean CPU against the goals."""
+def lines(shapes: Figures, pure: Figures | None = None) -> Iterator[str]:
+    """CPU against the goals, those of the compiled core for p50. ``pure``: the rows of the pure one, beside it."""
+    judged = "p50" if compiled.CORE == "compiled" else "mean"
     for name, rows in shapes.items():
-        yield f"{name:<22} CPU µs: mean    p50    p99   goal"
-        for row in rows.values():
+        yield f"{name + ', ' + compiled.CORE:<29} CPU µs: mean    p50    p99   goal{'   pure p50' if pure else ''}"
+        for operation, row in rows.items():
             cpu, goal = row["cpu"], row["goal_us"]
-            figures = f"{cpu['mean']:8.1f} {cpu['p50']:6.1f} {cpu['p99']:6.1f} {goal:5}"
-            yield f"  {row['what'][:44]:<44} {figures}{'' if cpu['mean'] <= goal else '  missed'}"
+            figures = f"{cpu['mean']:8.1f} {cpu['p50']:6.1f} {cpu['p99']:6.1f} {'' if goal is None else goal:>6}"
+            beside = f" {pure[name][operation]['cpu']['p50']:10.1f}" if pure else ""
+            missed = "" if goal is None or cpu[judged] <= goal else "  missed"
+            yield f"  {row['what'][:44]:<44} {figures}{beside}{missed}"

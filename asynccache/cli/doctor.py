@@ -1,4 +1,4 @@
-"""``asynccache doctor``: what there is for a CUDA device here, how fast it is, and what will be used and why.
+"""``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast it is, and what will be used.
 
 Law: it never fails for what is missing. Without a GPU it says so in a sentence and what the cache does then; with one
 it measures in some seconds what ``device="cuda:0"`` measures when it opens, and the wake-up besides.
@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path as FilePath
 from typing import Any
 
+from asynccache import compiled
 from asynccache.cli.cuda_why import SIZES, Choice, gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
@@ -51,8 +52,8 @@ def examine(name: str) -> Report:
     from asynccache.memory.cuda.cupy_driver import find
 
     found = find()
-    report: Report = {"command": "doctor", "cupy": found.cupy, "cupy_cuda": found.cupy_cuda,
-                      "torch_cuda": found.torch_cuda,
+    report: Report = {"command": "doctor", "core": compiled.CORE, "core_why": compiled.WHY or None,
+                      "cupy": found.cupy, "cupy_cuda": found.cupy_cuda, "torch_cuda": found.torch_cuda,
                       "driver": found.driver, "devices": found.devices, "missing": found.missing or None,
                       "nvrtc": nvrtc() if found.cupy else None, "limits": limits()}  # fmt: skip
     if not found.missing:
@@ -169,6 +170,7 @@ def _software(report: Report) -> Iterator[str]:
     from asynccache.memory.cuda.cupy_driver import spelled_version
 
     cupy_cuda = spelled_version(report["cupy_cuda"]) if report["cupy_cuda"] else None
+    yield f"core      {report['core']}{': ' + report['core_why'] if report['core_why'] else ''}"
     yield f"cupy      {report['cupy'] or 'not installed'}{f', for CUDA {cupy_cuda}' if cupy_cuda else ''}"
     yield f"torch     {'for CUDA ' + report['torch_cuda'] if report['torch_cuda'] else 'for the CPU'}"
     yield from _needed([version for version in (cupy_cuda, report["torch_cuda"]) if version])

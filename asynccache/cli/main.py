@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Literal, NoReturn
 
-from asynccache import __version__
+from asynccache import __version__, compiled
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.options import add_arguments, settle, suggest
 from asynccache.cli.output import debugging
@@ -121,7 +121,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="asynccache", description="A hierarchical KV cache for LLM serving: its tools.")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (or ASYNCCACHE_DEBUG=1)")
-    parser.add_argument("--version", action="version", version=f"asynccache {__version__}")
+    parser.add_argument("--version", action="version", version=f"asynccache {__version__}, {compiled.CORE} core")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in _COMMANDS.items():
         _fill(commands.add_parser(name, help=text, description=text), name)
@@ -214,6 +214,7 @@ def _bench(arguments: list[str]) -> int:
         check_writable(options.report, "--report")
     figures = module.run(options)
     if table is not None and path != "-":
+        print(f"the {compiled.CORE} core runs")
         print(table(figures))
     if path is not None:
         dump(figures, path)

@@ -19,7 +19,7 @@ from asynccache.errors import ConfigError
 PREFIX = "ASYNCCACHE_"
 SECTIONS = ("stress", "replay")
 BACKENDS = "asynccache.backends"
-NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM")
+NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORES", "VLLM", "PURE", "COMPILE")
 
 
 class Value(NamedTuple):

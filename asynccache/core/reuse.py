@@ -256,8 +256,8 @@ class P2c(EvictionPolicy):
         for kind, queue in enumerate(queues):
             if not queue.slices:
                 continue
-            ends: _Ends = queue.note
-            if queue.changed or ends[3] != version or now >= ends[2]:
+            ends: _Ends | None = queue.note
+            if ends is None or queue.changed or ends[3] != version or now >= ends[2]:
                 ends = self._look(queue, self.curves.worth[kind], now)
             if found is None or ends[0] < found[0] or (ends[0] == found[0] and _is_older(queue, best)):
                 best, found = queue, ends

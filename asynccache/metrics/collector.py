@@ -12,15 +12,17 @@ from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
+    InfoMetricFamily,
     Metric,
     StateSetMetricFamily,
 )
 from prometheus_client.registry import Collector
 
-from asynccache import checks
+from asynccache import checks, compiled
 from asynccache.metrics.lag import LoopLag
 from asynccache.metrics.server import a_cache
 from asynccache.storage import BreakerState
+from asynccache.version import VERSION
 from asynccache.worker.stats import Histogram
 
 if TYPE_CHECKING:
@@ -73,6 +75,9 @@ class CacheCollector(Collector):
         why = self._cache.closed
         yield self._gauge("closed", "1 if no requests are taken, and why; 0 if they are.", ("reason",),
                           [((why or "",), why is not None)])  # fmt: skip
+        build = InfoMetricFamily(f"{_PREFIX}_build", "The version, and which core runs.", labels=("cache",))
+        build.add_metric((self._name,), {"version": VERSION, "core": compiled.CORE})
+        yield build
         yield from self._lookups(statistics)
         yield from self._tiers(statistics)
         yield from self._stages(statistics)

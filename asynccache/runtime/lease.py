@@ -165,8 +165,9 @@ class Lease:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        task = asyncio.current_task()
-        self._parts.door.holders[grant.lease] = None if task is None else weakref.ref(task)
+        parts = self._parts
+        task = asyncio.current_task(parts.loop)
+        parts.door.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -263,9 +264,12 @@ class Lease:
     @property
     def hits(self) -> Hits:
         """Where the cached tokens were when the request arrived."""
-        cached, arrival = self._core.cached, self._arrival
+        core, arrival = self._core, self._arrival
+        cached = core.cached
         if arrival is None:
-            loaded = min(cached, self._core.loaded_tokens)
+            loaded = core.loaded_tokens
+            if loaded > cached:
+                loaded = cached
             return Hits(cached - loaded, loaded, 0)
         device = min(cached, arrival.device)
         host = max(0, min(cached, arrival.host) - device)

@@ -24,6 +24,7 @@ class Namespaces:
         self._config = config
         self._names = names
         self._epochs: Counter[str | bytes | None] = Counter()
+        self._plain = namespace_digest(config.model, config.page_size)
 
     def __repr__(self) -> str:
         return f"Namespaces({len(self._epochs)} invalidated, {self.resets} resets)"
@@ -34,7 +35,10 @@ class Namespaces:
         Raises:
             ConfigError: ``extra_key`` is neither text nor bytes nor None.
         """
-        if extra_key is not None:
+        if extra_key is None:
+            if not self._epochs:                       # what most requests ask for
+                return self._plain
+        else:
             checks.namespace("extra_key", extra_key)
         epoch = self._epochs[extra_key] if self._epochs else 0
         space = namespace_digest(self._config.model, self._config.page_size, extra_key, epoch)

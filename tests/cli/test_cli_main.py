@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import asynccache
+from asynccache import compiled
 from asynccache.cli.main import main
 from asynccache.cli.options import settle
 from asynccache.cli.sizing import configure, tokens_needed
@@ -26,7 +27,7 @@ def ends_with(*arguments: str) -> int:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with("--version") == 0
-    assert capsys.readouterr().out == f"asynccache {asynccache.__version__}\n"
+    assert capsys.readouterr().out == f"asynccache {asynccache.__version__}, {compiled.CORE} core\n"
     for arguments in ((), ("--help",), ("replay", "--help"), ("stress", "--help"), ("bench", "--help")):
         assert ends_with(*arguments) == 0
         assert "usage: asynccache" in capsys.readouterr().out
@@ -52,7 +53,7 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
     module.run = lambda args: {"nodes": args.nodes}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "asynccache.cli.bench_tree", module)
     assert main(["bench", "tree", "--nodes", "7"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"nodes": 7}
+    assert json.loads(capsys.readouterr().out) == {"core": compiled.CORE, "nodes": 7}
 
 
 def test_room_for_all_counts_every_page_once() -> None:

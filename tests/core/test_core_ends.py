@@ -107,6 +107,7 @@ def everything_is_private(patch: pytest.MonkeyPatch) -> None:
 RULES = (what_is_said_is_not_heard, everything_is_private)
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_that_is_left_out_is_noticed(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)

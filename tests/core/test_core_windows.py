@@ -139,6 +139,7 @@ RULES = (new_cells_count_as_used, ends_are_not_told_when_a_request_is_over, what
          forks_are_no_ends, the_end_is_stamped_first)  # fmt: skip
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_that_is_left_out_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

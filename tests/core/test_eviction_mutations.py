@@ -133,6 +133,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@pytest.mark.source
 @pytest.mark.parametrize("broken", RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_that_is_left_out_is_noticed(broken: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)

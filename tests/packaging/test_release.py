@@ -7,7 +7,9 @@ tests run in. That one has asynccache too, but behind the clean one on the path,
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +17,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Mapping
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -33,6 +36,9 @@ CORE = {"torch", "numpy", "msgspec", "aiofiles", "xxhash", "uvloop"}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+NOTHING: Mapping[str, str] = {}
+
+
 class Built(NamedTuple):
     sdist: Path
     wheel: Path
@@ -45,15 +51,20 @@ class Clean(NamedTuple):
     lent: Path
 
 
-def run(*command: object, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, cwd: Path, check: bool = True, environment: Mapping[str, str] = NOTHING
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, on the core that it chooses by itself. ``environment``: what that has besides."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    own = {name: value for name, value in os.environ.items() if name != "ASYNCCACHE_PURE"}
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=500, check=False,
+                          env={**own, **environment})  # fmt: skip
     assert done.returncode == 0 or not check, done.stderr[-2000:] + done.stdout[-2000:]
     return done
 
 
-def build(source: Path, target: str, folder: Path) -> Path:
-    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source)
+def build(source: Path, target: str, folder: Path, environment: Mapping[str, str] = NOTHING) -> Path:
+    run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder, cwd=source, environment=environment)
     (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
     return made
 
@@ -94,6 +105,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def clean(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Clean:
     """The environments, made once for all workers of a run."""
     place = made_once(tmp_path_factory, "clean", lambda folder: install_both(built.wheel, folder))
+    return Clean(*(place / name / "venv" for name in Clean._fields))
+
+
+def build_compiled(folder: Path) -> None:
+    """The wheel with a compiled core, which is built only if none lies in place, and environments with it."""
+    wheel = build(ROOT, "wheel", folder / "wheel", {"ASYNCCACHE_COMPILE": "1"})
+    install_both(wheel, folder)
+
+
+@pytest.fixture(scope="session")
+def compiled_clean(tmp_path_factory: pytest.TempPathFactory) -> Clean:
+    """The same with the compiled core."""
+    for tool in ("hatchling", "mypyc", "setuptools"):
+        pytest.importorskip(tool)
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler")
+    place = made_once(tmp_path_factory, "compiled", build_compiled)
     return Clean(*(place / name / "venv" for name in Clean._fields))
 
 
@@ -180,7 +208,7 @@ def test_without_its_dependencies_it_can_be_asked(clean: Clean, tmp_path: Path) 
     """Help, versions and configuration need nothing but Python."""
     folder = tmp_path
     tool = clean.bare / "bin" / "asynccache"
-    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}\n"
+    assert run(tool, "--version", cwd=folder).stdout == f"asynccache {asynccache.__version__}, pure core\n"
     assert "usage: asynccache" in run(tool, "--help", cwd=folder).stdout
     (folder / "kv.toml").write_text('model = "m"\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
     assert "can be used" in run(tool, "config", "check", "kv.toml", cwd=folder).stdout
@@ -211,6 +239,41 @@ def test_a_run_on_a_file_store_from_the_wheel_verifies_every_page(clean: Clean, 
     assert report["verify"]["pages"] > 0
     stat = run(clean.lent / "bin" / "asynccache", "store", "stat", f"file:{folder}/kv", "--json", "-", cwd=folder)
     assert json.loads(stat.stdout)["pages"] > 0
+
+
+@pytest.mark.slow(60)
+def test_the_compiled_wheel_is_for_this_interpreter_and_runs_what_it_has(compiled_clean: Clean, tmp_path: Path) -> None:
+    tool = compiled_clean.lent / "bin" / "asynccache"
+    (wheel,) = (compiled_clean.bare.parents[1] / "wheel").glob("*.whl")
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"asynccache-[\d.]+-{version}-{version}-linux_\w+\.whl", wheel.name)
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"asynccache/core/world.py", "asynccache/compiled.py"} <= set(names)
+    said = f"asynccache {asynccache.__version__}, {{}} core\n".format
+    assert run(tool, "--version", cwd=tmp_path).stdout == said("compiled")
+    assert run(tool, "--version", cwd=tmp_path, environment={"ASYNCCACHE_PURE": "1"}).stdout == said("pure")
+    assert run(compiled_clean.bare / "bin" / "asynccache", "--version", cwd=tmp_path).stdout == said("compiled")
+    done = run(tool, "stress", "--requests", "10", "--rate", "0", "--quiet", "--json", "-",
+               "--storage", f"file:{tmp_path}/kv?capacity=256MiB", cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["served"], report["core"]) == (True, 10, "compiled")
+
+
+def run_tests(clean: Clean, folder: Path, *tests: str) -> str:
+    """Run tests of the core on what is installed: with no source of ours but theirs on the path."""
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return run(clean.lent / "bin" / "python", "-m", "pytest", "-q", "--core", "compiled", *tests, cwd=folder).stdout
+
+
+@pytest.mark.slow(10)
+def test_what_a_compiler_could_change_holds_in_the_wheel(compiled_clean: Clean, tmp_path: Path) -> None:
+    assert " passed" in run_tests(compiled_clean, tmp_path, "tests/core/test_core_compiled.py")
+
+
+@pytest.mark.soak
+def test_the_tests_of_the_core_pass_in_the_wheel(compiled_clean: Clean, tmp_path: Path) -> None:
+    assert " passed" in run_tests(compiled_clean, tmp_path, "tests/core")
 
 
 TYPED = """\

@@ -102,6 +102,7 @@ async def test_dropped_pages_wait_for_the_events_that_the_lease_has_been_told() 
     await device.aclose()
 
 
+@pytest.mark.source
 async def test_garbage_that_another_thread_finds_is_given_back_by_the_loop() -> None:
     async with opened(settings(device=8)) as cache:
         leases = [await cache.lease(text(8)).__aenter__()]

@@ -24,6 +24,8 @@ from tests.runtime.runtime_kit import parts, settings, turns
 
 PARTS = 4
 
+pytestmark = pytest.mark.source                          # it puts a call behind each statement
+
 UNREACHED = {
     r"raise (InvariantViolation|illegal)\(": "a law of the core is broken, which the audit would find; it closes the "
                                              "cache as any other error does",

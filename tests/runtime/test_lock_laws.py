@@ -64,6 +64,7 @@ async def look(cache: AsyncCache) -> None:
     await cache.match(text(4))
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("use", "call"), [(enter, "lease"), (look, "match")])
 async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
@@ -80,6 +81,7 @@ async def test_whoever_gets_the_lock_applies_what_waits_before_asking_the_core(
         assert seen[0] == 0
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call", ["commit", "extend"])
 async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: str) -> None:
@@ -96,6 +98,7 @@ async def test_calls_of_a_lease_apply_what_waits_before_asking_the_core(call: st
             assert seen[0] == 0
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
     async with with_an_outcome_that_waits() as (cache, outcome):
@@ -108,6 +111,7 @@ async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
         entered.value.value.release()
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_between_two_slices_what_waits_is_applied() -> None:
     async with opened(settings(device=2404, host=2404)) as cache:
@@ -175,6 +179,7 @@ async def contend(lock: TreeLock) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_what_the_core_decides_is_in_the_queues_before_anybody_else_runs() -> None:
     storage = MemoryBackend()

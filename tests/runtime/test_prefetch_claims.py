@@ -180,6 +180,7 @@ async def test_the_head_of_the_line_waits_for_room_only_so_long(monkeypatch: pyt
         lease.release()
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_who_waits_for_the_quota_is_served_in_turn() -> None:
     storage = HeldBackend()

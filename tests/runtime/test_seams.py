@@ -27,6 +27,7 @@ async def test_whoever_takes_the_lock_first_applies_what_waits() -> None:
             assert cache.statistics().core.operations["backup_host"] == 0
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_the_ack_task_drains_everything_at_once() -> None:
     async with opened(settings(device=64, host=64)) as cache:

@@ -58,6 +58,7 @@ async def test_a_call_that_may_split_is_refused_while_nobody_holds_the_tree_lock
     await device.aclose()
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_every_split_happens_while_the_lock_is_held_also_when_nobody_contends(
     monkeypatch: pytest.MonkeyPatch,

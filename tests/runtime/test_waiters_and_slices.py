@@ -77,6 +77,7 @@ class Sliced:
         return self.call(*args, **terms)
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_cancelled() -> None:
     async with opened(settings(device=8)) as cache:
@@ -94,6 +95,7 @@ async def test_an_extend_that_is_cancelled_between_slices_is_finished_and_then_c
             assert cache.statistics().device["full"].free == 8
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_prefetch_ends_there() -> None:
     storage = MemoryBackend()
@@ -126,6 +128,7 @@ async def test_a_lease_cancelled_while_it_asks_in_slices_whether_to_stop_its_pre
     await storage.aclose()
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
     async with opened(settings(device=8)) as cache:
@@ -141,6 +144,7 @@ async def test_a_keep_that_is_cancelled_between_slices_keeps_nothing() -> None:
         assert cache.statistics().leases == 0
 
 
+@pytest.mark.source
 @pytest.mark.asyncio
 async def test_a_commit_that_must_wait_asks_the_core_again_only_when_what_it_waits_for_has_ended() -> None:
     async with opened(settings(device=8)) as cache:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from asynccache import __version__
+from asynccache import __version__, compiled
 from asynccache.cli.reports import bench, run, svg
 from asynccache.cli.reports.figures import NARROW, WIDE, Figure, Table
 from asynccache.cli.reports.style import STYLE
@@ -30,7 +30,7 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1>{lead}</header>{body}{_settings(report)}"
-        f"<footer>asynccache {__version__}</footer></main>{_data(report)}</body></html>\n"
+        f"<footer>asynccache {__version__}, {compiled.CORE} core</footer></main>{_data(report)}</body></html>\n"
     )
 
 
