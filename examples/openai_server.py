@@ -10,7 +10,7 @@ share a prefix share its KV, ``usage`` says how much of a prompt came from the c
 what was there.
 """
 
-# ruff: noqa: T201
+# ruff: noqa: T201, E402
 from __future__ import annotations
 
 import argparse
@@ -20,27 +20,31 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
 from types import FrameType
 from typing import Any
 
-try:
-    import torch
-    import uvicorn
-    import uvloop
-    from asynccache_shim import Settings
-    from openai_serving.app import build
-    from openai_serving.arrival import Punctual
-    from openai_serving.models import FAMILIES, checkpoint, random
-    from openai_serving.paths import PATHS, Means, OnEvent
-    from openai_serving.service import Plan, Service
+NEEDS = ("asynccache", "jinja2", "prometheus_client", "starlette", "torch", "transformers", "uvicorn", "uvloop")
+"""What is looked for at once: the extra [server] brings all of it."""
 
-    from asynccache import AsyncCacheError
-    from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
-except ModuleNotFoundError as error:
-    HERE = Path(__file__).resolve().parents[1]
-    sys.exit(f"openai_server: {error.name} is not installed: pip install -e '{HERE}[server]'")
+if _missing := [name for name in NEEDS if find_spec(name) is None]:
+    _root = Path(__file__).resolve().parents[1]
+    sys.exit(f"openai_server: {', '.join(_missing)} is not installed: pip install -e '{_root}[server]'")
+
+import torch
+import uvicorn
+import uvloop
+from asynccache_shim import Settings
+from openai_serving.app import build
+from openai_serving.arrival import Punctual
+from openai_serving.models import FAMILIES, checkpoint, random
+from openai_serving.paths import PATHS, Means, OnEvent
+from openai_serving.service import Plan, Service
+
+from asynccache import AsyncCacheError
+from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
 
 SPARE_CONNECTIONS = 64
 """Connections beyond one for each request: for clients that keep theirs, and for whoever looks at the figures."""
@@ -135,7 +139,6 @@ def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
             publisher = stack.enter_context(
                 ZmqPublisher(args.kv_events, args.kv_events_replay, topic=args.kv_events_topic)
             )
-            print(f"KV events: {publisher.endpoint}", file=sys.stderr, flush=True)
         yield publisher
 
 

@@ -105,17 +105,23 @@ class Incremental:
 
     def __init__(self, words: Checkpoint, before: Sequence[int]) -> None:
         self._decode = words.decode
-        self._window = list(before[-BEFORE:])
-        text = self._decode(self._window) if self._window else ""
-        if text.endswith(DAMAGED):
-            self._window, text = [], ""
+        self._window, text = self._begun(before)
         self._known = len(self._window)
         self._shown = len(text)
+
+    def _begun(self, before: Sequence[int]) -> tuple[list[int], str]:
+        """The last of the tokens before, from a character's beginning on if they end with one's end, and their text."""
+        for count in range(BEFORE, BEFORE + OPEN + 1):
+            window = list(before[-count:])
+            text = self._decode(window) if window else ""
+            if not text.endswith(DAMAGED):
+                return window, text
+        return [], ""
 
     def put(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        end = _settled(text)
+        end = _settled(text, len(self._window) - self._known)
         fresh = text[self._shown : end]
         if fresh and end == len(text):
             self._forget(self._known)
@@ -144,9 +150,11 @@ class Incremental:
                 return
 
 
-def _settled(text: str) -> int:
-    """How much of ``text`` no later token can change."""
+def _settled(text: str, fresh: int) -> int:
+    """How much of ``text`` no later token can change. ``fresh``: tokens that nothing was shown of yet. While there may
+    be a character in them that is not whole, a tokenizer may show the bytes before it as damaged, too."""
+    most = len(text) if fresh <= OPEN + 1 else OPEN
     end = len(text)
-    while end > max(0, len(text) - OPEN) and text[end - 1] == DAMAGED:
+    while end > max(0, len(text) - most) and text[end - 1] == DAMAGED:
         end -= 1
     return end

@@ -51,7 +51,8 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>",
+    begin, end, pad = MARKS
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin, eos_token=end, pad_token=pad,
                                    chat_template=TEMPLATE)  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Tokens of a checkpoint's tokenizer into text, piece by piece: what ``tokenizer.decode`` makes of all of them, and never
-a part of a character."""
+"""Tokens of a checkpoint's tokenizer into text, piece by piece: what ``tokenizer.decode`` makes of all of them, and
+never a part of a character."""
 
 from __future__ import annotations
 
