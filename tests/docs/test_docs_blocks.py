@@ -51,6 +51,7 @@ EXCEPTIONS = {
     ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; brings no SGLang. "
                                "From a clone: '.[sglang]'"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
+    ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("README.md", "pip install '.[vllm]'                 # in the environment of the vLLM that is there"),
     ("README.md", "pip install '.[sglang]'               # in the environment of the SGLang that is there"),
 }
