@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache.extras import install
+
 if TYPE_CHECKING:
     from asynccache_hf.describing import describe
     from asynccache_hf.generation import Generated, Generator
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache", "describe"]
 
-INSTALL = "pip install 'transformers>=5.23,<6'"
+INSTALL = install("hf")
 """What the extra ``hf`` brings, by a command that does so in a clone too."""
 
 _LAZY = {
