@@ -103,11 +103,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages speak of: settings, a trace, a prompt, a store; and their programs."""
+    """A folder with what the pages speak of: settings, traces, a store; and their programs."""
     monkeypatch.chdir(tmp_path)
     Path("kv").symlink_to(store)
-    Path("prompt.txt").write_text(",".join(map(str, range(700))))
     Path("trace.jsonl").write_text(_trace())
+    Path("examples").symlink_to(ROOT / "examples")
+    Path(".venv/bin").mkdir(parents=True)
+    Path(".venv/bin/activate").write_text("")              # as `make demo` left it
     Path("bin").mkdir()
     for name in ("asynccache", "python", "make"):
         program = Path("bin", name)
