@@ -83,7 +83,7 @@ class PrefixCache:
         )
         self._loop = LoopThread("asynccache-prefix")
         try:
-            self._cache: AsyncCache = self._loop.call(_opened(config))
+            self._cache: AsyncCache = self._loop.call(open_cache(config))
         except BaseException:
             self._loop.close()
             raise
@@ -239,7 +239,7 @@ class PrefixCache:
 # in the cache's thread
 
 
-async def _opened(config: Any) -> AsyncCache:
+async def open_cache(config: Any) -> AsyncCache:
     cache = AsyncCache(config)
     await cache.__aenter__()
     return cache
