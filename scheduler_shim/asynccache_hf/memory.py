@@ -149,8 +149,22 @@ class Slots:
 
     def take(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
         """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field."""
-        count = len(places)
-        return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in self._track.fields}
+        count, fields = len(places), self._track.fields
+        if self._whole is None:
+            return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in fields}
+        found, item = self._whole.index_select(0, places), fields[0].dtype.itemsize
+        return {f.name: found[:, f.offset // item : (f.offset + f.size) // item].view(count, *f.shape) for f in fields}
+
+    @cached_property
+    def _whole(self) -> torch.Tensor | None:
+        """All units as rows of numbers, so that one pass copies what they have; None where their fields differ in
+        dtype, or there is no more than one."""
+        dtypes = {field.dtype for field in self._track.fields}
+        if len(dtypes) > 1 or len(self._track.fields) == 1 or not self.is_flat:
+            return None
+        pages = self._memory[:, : self._per_page * self._track.unit_bytes].view(dtypes.pop())
+        width = pages.shape[1] // self._per_page
+        return pages.as_strided((len(pages) * self._per_page, width), (width, 1), pages.storage_offset())
 
     def copy(self, source: int, target: int) -> None:
         """Everything in one slot to another."""
