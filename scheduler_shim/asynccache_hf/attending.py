@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as functional
 
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import Scratch, Slots
 
 PADDED = 2
 """A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
@@ -64,15 +64,17 @@ def planned(rows: Sequence[Row], component: str, window: int | None) -> Plan:
 
 def attend(
     plan: Plan, slots: Slots, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-    softcap: float | None = None, sinks: torch.Tensor | None = None,
+    softcap: float | None = None, sinks: torch.Tensor | None = None, scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """Keep ``key`` and ``value`` (``[1, heads, tokens, width]``) in the pages; what ``query`` makes of all that it
-    attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have them."""
+    attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have
+    them. ``scratch``: for what is read."""
     slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
     made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
     for group in plan.groups:
-        asks = query[0].index_select(1, group.tokens).unflatten(1, (group.rows, -1)).transpose(0, 1)
-        keys, values = _read(group, slots, key, value)
+        asks = query[0].index_select(1, group.tokens)
+        asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
+        keys, values = _read(group, slots, key, value, scratch)
         out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
         made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
     return made.unsqueeze(0)
@@ -131,14 +133,20 @@ def _together(rows: Sequence[Row], at: Sequence[int], component: str, window: in
 # computing
 
 
-def _read(group: Group, slots: Slots, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(
+    group: Group, slots: Slots, key: torch.Tensor, value: torch.Tensor, scratch: Scratch | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``[rows, heads, seen, width]``."""
     if group.read is None:
         first, last = int(group.tokens[0]), int(group.tokens[-1]) + 1
         return key[:, :, first:last], value[:, :, first:last]
-    found = slots.take(group.read)
+    found = slots.take(group.read, scratch)
     keys, values = found["keys"], found.get("values", found["keys"])
-    return (keys.unflatten(0, (group.rows, -1)).transpose(1, 2), values.unflatten(0, (group.rows, -1)).transpose(1, 2))
+    return _by_row(keys, group.rows), _by_row(values, group.rows)
+
+
+def _by_row(units: torch.Tensor, rows: int) -> torch.Tensor:
+    return units.view(rows, -1, *units.shape[1:]).transpose(1, 2)
 
 
 def _computed(

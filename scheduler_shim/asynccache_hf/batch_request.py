@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -88,7 +88,8 @@ class BatchRequest:
         at = 0
         while True:
             with self._news:
-                self._news.wait_for(lambda at=at: self.finish is not None or len(self.output) > at)
+                while self.finish is None and len(self.output) <= at:
+                    self._news.wait()
             if at == len(self.output):
                 self._ended()
                 return
@@ -116,7 +117,7 @@ class BatchRequest:
         return self.output
 
     @contextmanager
-    def _heard(self) -> Iterator[Callable[[], object]]:
+    def _heard(self) -> Iterator[Callable[[], Awaitable[None]]]:
         """A function whose result, awaited, says that there is something new since it was awaited last."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 

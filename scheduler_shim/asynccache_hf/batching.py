@@ -22,7 +22,6 @@ import numpy as np
 from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
-from asynccache.runtime.cache import CacheStatistics
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
 from asynccache_hf.loop import LoopThread
@@ -31,10 +30,10 @@ from asynccache_hf.prefix import USUAL_LENGTH, Counts, open_cache
 try:
     from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract, take_part
     from asynccache_hf.trial_together import places_of, slots_of, tried_together, wanted_of
-except ImportError as error:
-    if (error.name or "").partition(".")[0] != "transformers":
+except (ImportError, AttributeError) as error:
+    if (error.name or "").partition(".")[0] == "asynccache_hf":
         raise
-    raise ConfigError(f"this version of transformers has no continuous batching as it is known here: {error}") from error
+    raise ConfigError(f"this version of transformers has another continuous batching than is known: {error}") from error
 
 NAME = "asynccache-batching"
 
@@ -156,8 +155,8 @@ class ContinuousBatching:
         """What prompts found so far, of requests that were granted room."""
         return self._counts
 
-    def statistics(self) -> CacheStatistics:
-        """All that the cache counts, as of now.
+    def statistics(self) -> Any:
+        """What ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
 
         Raises:
             CacheClosed: this is closed.
@@ -243,7 +242,7 @@ class ContinuousBatching:
         served.aborted = True
         if served.handed:
             self._manager.cancel_request(request_id)
-        elif served.task is not None:
+        elif served.task is not None and served.begun:  # a task that is cancelled before it begins does nothing at all
             served.task.cancel()
 
     async def _end_all(self) -> None:
@@ -255,8 +254,9 @@ class ContinuousBatching:
 
     async def _serve(self, served: _Served) -> None:
         finish, error = Finish.FAILED, None
+        served.begun = True
         try:
-            finish = await self._leased(served)
+            finish = Finish.ABORTED if served.aborted else await self._leased(served)
         except asyncio.CancelledError:
             finish = Finish.ABORTED
         except Exception as failed:
@@ -287,6 +287,7 @@ class ContinuousBatching:
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
         served.handed = True
+        asyncio.get_running_loop().call_soon(self._manager.wake)  # behind the others that got their leases in this turn
         await served.next_news()
         failed = await self._prompt_published(served, lease) if served.computed else None
         while not served.ended:
@@ -327,7 +328,7 @@ class _Served:
     def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.task: asyncio.Task[None] | None = None
-        self.handed = self.aborted = self.closed = False
+        self.begun = self.handed = self.aborted = self.closed = False
         self.computed = self.ended = False
         self.answer: Told | None = None
         self._loop = loop
@@ -369,5 +370,5 @@ def _generation(model: Any, given: Any) -> Any:
     return settings
 
 
-async def _statistics(cache: AsyncCache) -> CacheStatistics:
+async def _statistics(cache: AsyncCache) -> Any:
     return cache.statistics()

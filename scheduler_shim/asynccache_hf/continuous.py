@@ -34,11 +34,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from asynccache import ConfigError
 from asynccache_hf.attending import Plan, Row, attend, options_of, planned
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Slots
+from asynccache_hf.memory import Scratch, Slots
 from asynccache_hf.parts import Attention
-
-PagedAttentionCache = paging.PagedAttentionCache
-"""What a model's attention function is given to keep keys and values."""
 
 IMPLEMENTATIONS = ("sdpa", "paged|eager")
 """Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while it is served."""
@@ -56,8 +53,6 @@ ELSEWHERE = "PrefixCache serves such a model one request at a time, and Schedule
 
 USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (api.ContinuousBatchingManager, "__init__", ("model", "generation_config", "continuous_batching_config")),
-    (api.ContinuousBatchingManager, "add_request", ("input_ids", "request_id", "max_new_tokens", "streaming",
-                                                    "eos_token_id")),
     (api.ContinuousBatchingManager, "cancel_request", ("request_id",)),
     (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", ("model",)),
     (api.ContinuousBatchingManager, "is_running", ()),
@@ -94,7 +89,8 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (paging.PagedAttentionCache, "evict_cached_blocks", ()),
     (paging.PagedAttentionCache, "compute_free_capacity", ()),
     (paging.PagedAttentionCache, "extend_read_and_write_indices", ("request_id", "past_length", "query_length")),
-    (RequestState, "__init__", ("request_id", "initial_tokens", "max_new_tokens", "eos_token_id")),
+    (RequestState, "__init__", ("request_id", "initial_tokens", "max_new_tokens", "eos_token_id", "streaming",
+                                "logit_processor_kwargs")),
     (GenerationOutput, "is_finished", ()),
     (AttentionInterface, "register", ()),
 )  # fmt: skip
@@ -154,8 +150,8 @@ def check_model(model: Any, layout: Layout) -> None:
 
 
 def _kept(part: Any) -> str:
-    return {"Attention": "keys and values", "Recurrent": "recurrent states"}.get(type(part).__name__,
-                                                                                 f"{type(part).__name__} data")  # fmt: skip
+    known = {"Attention": "keys and values", "Recurrent": "recurrent states"}
+    return known.get(type(part).__name__, f"{type(part).__name__} data")
 
 
 def _attention(parts: Sequence[Any]) -> Attention:
@@ -179,7 +175,8 @@ class Held:
     over: Callable[[], None]
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Kind:
     """What transformers asks of one kind of layers."""
 
     index: int
@@ -197,7 +194,7 @@ class _NoSectors:
     def try_to_free_sectors(self) -> None: ...
 
 
-class PageCache(PagedAttentionCache):  # type: ignore[misc]
+class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
     """What transformers takes for its cache. Its own constructor is not called: it would allocate memory. ``held`` may
     be added to by any thread; all else belongs to the one that generates."""
 
@@ -223,6 +220,7 @@ class PageCache(PagedAttentionCache):  # type: ignore[misc]
         self.num_blocks = tokens // layout.page_size
         self.held: dict[str, Held] = {}
         self._rows: list[Row] = []
+        self._scratch = Scratch()
         self._plans: Mapping[str, Plan] = {}
 
     # a request
@@ -283,7 +281,8 @@ class PageCache(PagedAttentionCache):  # type: ignore[misc]
         """One layer's attention: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
         layer = module.layer_idx
         plan = self._plans[self._components[layer]]
-        return attend(plan, self._slots[layer], query, key, value, scaling, **options_of(given, module))
+        options = options_of(given, module)
+        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -327,10 +326,14 @@ def take_part() -> None:
 
 
 class _Scheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
+    """Tells who was cancelled. A cancellation may come before its request, from another queue: it waits for it."""
+
     def clear_cancelled_requests(self) -> list[Any]:
+        asked = set(self._requests_to_cancel)
         gone: list[Any] = super().clear_cancelled_requests()
         for state in gone:
             self.cache.over(state.request_id)
+        self._requests_to_cancel |= asked & self.cache.held.keys()
         return gone
 
 
@@ -429,7 +432,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
 
     def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool, held: Held,
                options: Mapping[str, Any]) -> None:  # fmt: skip
-        """
+        """A request for the next step. ``wake`` has to follow, when all are there that are to be computed together.
+
         Raises:
             RuntimeError: the thread that generates has ended; says of what.
         """
@@ -438,16 +442,24 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
         denied = self.background_thread_status.can_accept_new_requests()
         if denied is not None or not self.is_running():
             self.page_cache.held.pop(request_id, None)
-            raise RuntimeError(denied or "the thread that generates has ended") from self.background_thread_status.fatal_error
-        self.add_request(tokens, request_id=request_id, max_new_tokens=most, eos_token_id=ends, streaming=streaming,
-                         **options)  # fmt: skip
+            cause = self.background_thread_status.fatal_error
+            raise RuntimeError(denied or "the thread that generates has ended") from cause
+        self.input_queue.put(RequestState(
+            request_id=request_id, initial_tokens=list(tokens), max_new_tokens=most, eos_token_id=ends,
+            streaming=streaming, logit_processor_kwargs=dict(options),
+        ))  # fmt: skip
+
+    def wake(self) -> None:
+        """The thread that generates looks for requests now, if it is asleep."""
+        self._wake_up_loop.set()
 
     def end(self) -> None:
         """End the thread, fail what it has, and give the model its attention implementation back."""
         if self._generation_thread is not None:
             self.stop(block=True, hard_stop=True)
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
+        usual: str | None = self._original_attn_impl
+        if usual is not None:
+            self.model.set_attn_implementation(usual)
             self._original_attn_impl = None
 
     def _create_batch_processor(self) -> Processor:

@@ -1,4 +1,4 @@
-"""``ContinuousBatching`` makes the tokens that ``model.generate`` makes, whatever is cached, waits or fails beside it."""
+"""``ContinuousBatching`` makes the tokens that ``model.generate`` makes, whatever is cached, waits or fails beside."""
 
 from __future__ import annotations
 
@@ -221,15 +221,18 @@ def test_event_loops_read_them_too(llama: ContinuousBatching) -> None:
         streams = await asyncio.gather(*(collected(each) for each in requests))
         assert streams == all_wanted("llama", texts())
         assert await requests[0].done() == streams[0]
+        long = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await llama.add_request(prompt(45), max_new_tokens=60, eos_token_id=-1).done()
+                await long.done()
+        assert long.finish is None                         # its reader was cancelled, and no more
+        long.abort()
+        await long.done()
 
     async def collected(request: Any) -> list[int]:
         return [token async for token in request]
 
     asyncio.run(read())
-    assert llama.generate_batch([prompt(3)], max_new_tokens=1)[0].error is None
 
 
 def test_an_end_token_ends_an_answer(llama: ContinuousBatching) -> None:
@@ -270,6 +273,32 @@ def test_sampling_is_of_a_request() -> None:
 # ends
 
 
+def test_a_request_may_be_aborted_at_any_moment(llama: ContinuousBatching) -> None:
+    for moment in range(12):
+        request = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
+        time.sleep(moment / 4000)
+        request.abort()
+        request.wait(20)
+        assert request.finish is Finish.ABORTED
+        assert request.error is None
+
+
+def test_a_cancellation_that_overtakes_its_request_waits_for_it(llama: ContinuousBatching) -> None:
+    """transformers takes requests and cancellations from two queues, one after the other."""
+    made(llama, [prompt(9)])                               # its thread has begun
+    processor = llama._manager.batch_processor
+    assert processor is not None
+    planner = processor.scheduler
+    with llama._manager.pause():
+        planner.set_request_cancellation("request-9")
+        llama._pages.held["request-9"] = continuous.Held(0, {}, 0, lambda: None, lambda: None)
+        assert planner.clear_cancelled_requests() == []
+        planner.add_waiting_request(continuous.waiting("request-9", [1]))
+        assert [state.request_id for state in planner.clear_cancelled_requests()] == ["request-9"]
+        assert not planner._requests_to_cancel
+        assert not llama._pages.held
+
+
 def test_one_is_aborted_and_the_others_are_not(llama: ContinuousBatching) -> None:
     running = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
     next(iter(running))
@@ -278,9 +307,10 @@ def test_one_is_aborted_and_the_others_are_not(llama: ContinuousBatching) -> Non
     other = llama.add_request(prompt(46), max_new_tokens=NEW, eos_token_id=-1)
     waiting.abort()
     assert other.result(20) == wanted("llama", tuple(prompt(46)))
-    assert running.result(20) == wanted("llama", tuple(prompt(45)), 400)[: len(running.output)]
+    assert running.result(20) == wanted("llama", tuple(prompt(45)), 60)[: len(running.output)]
+    waiting.wait(20)
     assert (running.finish, waiting.finish) == (Finish.ABORTED, Finish.ABORTED)
-    assert 0 < len(running.output) < 400
+    assert 0 < len(running.output) < 60
     running.abort()
     assert running.finish is Finish.ABORTED
 
@@ -301,7 +331,7 @@ def test_an_error_of_the_model_fails_a_step_and_not_the_next(llama: ContinuousBa
 
 
 def test_if_the_thread_that_generates_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any) -> bool:
+    def broken(self: Any) -> Any:
         if self.scheduler.has_pending_requests():
             raise MemoryError("no more")
         return usual(self)
