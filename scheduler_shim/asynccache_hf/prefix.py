@@ -86,7 +86,7 @@ class PrefixCache:
         )
         self._loop = LoopThread("asynccache-prefix")
         try:
-            self._cache: AsyncCache = self._loop.call(_opened(config, on_event))
+            self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
         except BaseException:
             self._loop.close()
             raise
@@ -121,7 +121,7 @@ class PrefixCache:
         Raises:
             CacheClosed: the cache is closed.
         """
-        return self._loop.call(_asked(question, self._cache))
+        return self._loop.call(asked_of(question, self._cache))
 
     def close(self) -> None:
         """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
@@ -256,13 +256,13 @@ class PrefixCache:
 # in the cache's thread
 
 
-async def _opened(config: Any, on_event: Callable[[Any], None] | None) -> AsyncCache:
+async def open_cache(config: Any, on_event: Callable[[Any], None] | None) -> AsyncCache:
     cache = AsyncCache(config, on_event=on_event)
     await cache.__aenter__()
     return cache
 
 
-async def _asked(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncCache) -> R:
+async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncCache) -> R:
     return await question(cache)
 
 
