@@ -8,6 +8,7 @@ of ``asynccache_shim`` is a ``Run`` as it is; whatever computes in a thread of i
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
-from asynccache_hf import Layout, PagedModel, PrefixCache, describe
+from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, Settings
 from asynccache_shim.thread import returned
 
@@ -26,6 +27,9 @@ OnEvent = Callable[[Any], None]
 
 GREEDY_BELOW = 1e-5
 """transformers divides by the temperature; below this it is none."""
+
+LEAST_P = 1e-6
+"""transformers takes no ``top_p`` of zero; this leaves the likeliest token, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,11 +286,74 @@ class PrefixPath:
         return made
 
 
+class BatchingPath:
+    """``ContinuousBatching``: transformers' own continuous batching, many requests in each step. It draws for all of
+    them together, so a request has no seed."""
+
+    limit: int | None = None
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._vocabulary = int(means.model.get_input_embeddings().num_embeddings)
+        self._batching: ContinuousBatching | None = None
+        config = copy.deepcopy(means.model.generation_config)
+        config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request says its own
+        self._generation = config
+
+    async def __aenter__(self) -> Self:
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
+        cancelled = await returned(opening)
+        self._batching = opening.result()
+        if cancelled is not None:
+            await self.__aexit__()
+            raise cancelled
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        batching, self._batching = self._batching, None
+        if batching is not None:
+            await returned(asyncio.get_running_loop().run_in_executor(None, batching.close))
+
+    def _open(self) -> ContinuousBatching:
+        means = self._means
+        return ContinuousBatching(
+            means.model, page_size=means.page_size, on_event=means.on_event, generation_config=self._generation,
+            step_tokens=means.scheduler.step_tokens, **means.cache,
+        )  # fmt: skip
+
+    def start(self, wanted: Wanted) -> BatchRequest:
+        if self._batching is None:
+            raise CacheClosed("the cache is closed")
+        if wanted.priority:
+            raise ConfigError(f"priority={wanted.priority}: --path batching serves in the order of arrival")
+        sampling = wanted.sampling
+        if sampling.seed is not None and sampling.temperature >= GREEDY_BELOW:
+            raise ConfigError(f"seed={sampling.seed}: --path batching draws for all requests together")
+        return self._batching.add_request(
+            wanted.tokens, max_new_tokens=wanted.most, eos_token_id=sorted(wanted.ends) or -1, extra_key=wanted.salt,
+            **self._sampled(sampling),
+        )  # fmt: skip
+
+    def _sampled(self, sampling: Sampling) -> dict[str, Any]:
+        if sampling.temperature < GREEDY_BELOW:
+            return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+        return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        if self._batching is None:
+            raise CacheClosed("the cache is closed")
+        return await asyncio.to_thread(self._batching.ask, question)
+
+    @property
+    def failure(self) -> str | None:
+        return "the cache is closed" if self._batching is None else self._batching.closed
+
+
 def _sampled(sampling: Sampling) -> dict[str, Any]:
     """In transformers' words."""
     if sampling.temperature < GREEDY_BELOW:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": max(sampling.top_p, LEAST_P), "top_k": 0}
 
 
 class _Streamer:
@@ -316,5 +383,7 @@ class _Aborted:
         return torch.full((len(input_ids),), self._run.aborted, dtype=torch.bool, device=input_ids.device)
 
 
-PATHS: Mapping[str, Callable[[Means], Path]] = {"scheduler": SchedulerPath, "prefix": PrefixPath}
+PATHS: Mapping[str, Callable[[Means], Path]] = {
+    "scheduler": SchedulerPath, "prefix": PrefixPath, "batching": BatchingPath,
+}  # fmt: skip
 """By what ``--path`` says."""

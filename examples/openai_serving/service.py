@@ -41,15 +41,18 @@ class Plan:
 
 
 class Generation:
-    """An answer in the making: iterate over its text, once; afterwards ``reason`` says why it ended."""
+    """An answer in the making: iterate over its text, once. ``made``: its tokens so far. Afterwards ``reason`` says why
+    it ended."""
 
     def __init__(self, service: Service, run: Run, ask: Ask, tokens: Sequence[int]) -> None:
         self._service = service
         self._run = run
+        self._ask = ask
         self._stops = StopStrings(ask.stops)
         self._ends = service.plan.words.ends
         self._reader = service.plan.words.reader(() if ask.chat else tokens)
         self.reason = ""
+        self.made = 0
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Pieces of text, none of them empty.
@@ -59,11 +62,14 @@ class Generation:
         """
         try:
             async for token in self._run:
+                self.made += 1
                 if token not in self._ends and (text := self._stops.put(self._reader.put(token))):
                     yield text
                 if self._stops.hit:
                     self._run.abort()  # its usage does not grow any more
                     break
+        except CacheFull as error:
+            raise _too_long(str(error), self._ask) from error
         except Exception as error:
             raise ApiError(500, f"the engine failed: {error!r}", kind="server_error") from error
         self._ended()
@@ -82,11 +88,6 @@ class Generation:
     def hits(self) -> Mapping[str, int]:
         """Cached tokens of the prompt by the tier that they came from."""
         return self._run.hits._asdict() if self._run.hits is not None else {}
-
-    @property
-    def made(self) -> int:
-        """Tokens so far."""
-        return len(self._run.output)
 
     def abort(self) -> None:
         """Nobody reads it any more, or nobody will be waited for. Idempotent; nothing is lost if it has ended."""

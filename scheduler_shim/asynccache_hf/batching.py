@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
 from asynccache_hf.loop import LoopThread
-from asynccache_hf.prefix import USUAL_LENGTH, Counts, open_cache
+from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, open_cache
 
 try:
     from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract, take_part
@@ -53,14 +53,16 @@ class ContinuousBatching:
         generation_config: Any = None,
         seed: int | None = None,
         name: str | None = None,
+        on_event: Callable[[Any], None] | None = None,
         **settings: Any,
     ) -> None:
         """Describes the model (which runs it a few times), opens a cache and starts the thread that generates.
 
         ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most that one step computes, of
         all requests. ``generation_config``: of transformers, for all requests; the model's own if there is none.
-        ``seed``: of sampling. ``name`` names the weights, which are digested without it; ``settings`` go to
-        ``Layout.cache_config``. A model with ``eager`` attention is ``model.generate``'s again when this is closed.
+        ``seed``: of sampling. ``name`` names the weights, which are digested without it; ``on_event`` is the
+        ``AsyncCache``'s, and is called in the cache's thread; ``settings`` go to ``Layout.cache_config``. A model with
+        ``eager`` attention is ``model.generate``'s again when this is closed.
 
         Raises:
             ConfigError: the model cannot be served like this, or a setting is unusable. Nothing is left open.
@@ -83,7 +85,7 @@ class ContinuousBatching:
             tried_together(self._manager, model, layout, wanted)
             self._loop = LoopThread(NAME)
             try:
-                self._cache: AsyncCache = self._loop.call(open_cache(config))
+                self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
             except BaseException:
                 self._loop.close()
                 raise
@@ -154,6 +156,20 @@ class ContinuousBatching:
     def counts(self) -> Counts:
         """What prompts found so far, of requests that were granted room."""
         return self._counts
+
+    @property
+    def closed(self) -> str | None:
+        """Why no requests are taken any more; None while they are."""
+        return self._cache.closed if self._loop.alive and not self._closing else "the cache is closed"
+
+    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        """What ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called in the
+        cache's thread. Blocks the thread of whoever calls.
+
+        Raises:
+            CacheClosed: this is closed.
+        """
+        return self._loop.call(asked_of(question, self._cache))
 
     def statistics(self) -> Any:
         """What ``AsyncCache.statistics`` returns: all that the cache counts, as of now.

@@ -89,7 +89,10 @@ async def test_a_stop_string_ends_it_wherever_tokens_do(client: openai.AsyncOpen
 
 
 @pytest.mark.asyncio
-async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI) -> None:
+async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI, server: Server) -> None:
+    if server.path == "batching":
+        await without_seeds(client)
+        return
     asked: dict[str, Any] = {"model": NAME, "temperature": 1.2, "prompt": STORY, "max_tokens": 12}
     many = await client.completions.create(**asked, n=3, seed=5)
     assert [choice.index for choice in many.choices] == [0, 1, 2]
@@ -105,11 +108,21 @@ async def test_several_answers_have_several_seeds(client: openai.AsyncOpenAI) ->
     assert texts == [choice.text for choice in many.choices]
 
 
+async def without_seeds(client: openai.AsyncOpenAI) -> None:
+    """Who draws for all requests together refuses a seed by name."""
+    asked: dict[str, Any] = {"model": NAME, "temperature": 1.2, "top_p": 0.9, "prompt": STORY, "max_tokens": 12}
+    with pytest.raises(openai.BadRequestError, match="seed=5: ") as told:
+        await client.completions.create(**asked, seed=5)
+    assert told.value.param == "seed"
+    many = await client.completions.create(**asked, n=3)
+    assert len({choice.text for choice in many.choices}) == 3
+
+
 @pytest.mark.asyncio
 async def test_two_hundred_clients_have_their_answers(server: Server, client: openai.AsyncOpenAI, folder: Path) -> None:
     """And each its own error, if there is one: nobody else's answer is another one for it. Where requests are computed
-    one after the other, forty do."""
-    count = 192 if server.path == "scheduler" else 32
+    one after the other, forty of them do."""
+    count = 32 if server.path == "prefix" else 192
     common: dict[str, Any] = {**GREEDY, "max_tokens": 4, "stream": True}
     asked = [{**common, "prompt": f"{STORY[: 60 + i % 5]} {i % 20}"} for i in range(count)]
     wrong: list[dict[str, Any]] = [
@@ -137,7 +150,7 @@ async def test_two_hundred_clients_have_their_answers(server: Server, client: op
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_ends_its_answer(client: openai.AsyncOpenAI) -> None:
     before = (await settled(client))["requests"]["ended"].get("aborted", 0)
-    stream = await client.completions.create(model=NAME, prompt="Left alone", max_tokens=2000, stream=True, seed=1,
+    stream = await client.completions.create(model=NAME, prompt="Left alone", max_tokens=2000, stream=True,
                                              temperature=2.0)  # fmt: skip
     await anext(aiter(stream))
     await stream.close()
