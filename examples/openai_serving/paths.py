@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -316,6 +317,7 @@ class BatchingPath:
 
     def _open(self) -> ContinuousBatching:
         means = self._means
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # its warnings are of unused limits
         return ContinuousBatching(
             means.model, page_size=means.page_size, on_event=means.on_event, generation_config=self._generation,
             step_tokens=means.scheduler.step_tokens, **means.cache,

@@ -401,6 +401,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
     """transformers' manager, whose requests bring their pages. Constructing it may change the model's attention
     implementation; ``end`` puts that back."""
 
+    _original_attn_impl: str | None
+
     def __init__(self, model: Any, generation: Any, seed: int | None, step_tokens: int) -> None:
         settings = ContinuousBatchingConfig(
             max_batch_tokens=step_tokens, max_requests_per_batch=step_tokens, use_async_batching=False,
