@@ -1,6 +1,6 @@
 """New tokens per CPU second of a transformers model, by who runs it: ``generate`` in a batch and row by row, the
-continuous batching of transformers, our scheduler on ``PagedModel``, and ``PrefixCache``; ours cold, and with most of
-each prompt cached.
+continuous batching of transformers by itself and on our pages (``ContinuousBatching``), our scheduler on
+``PagedModel``, and ``PrefixCache``; all that cache cold, and with most of each prompt cached.
 
     python benchmarks/transformers_models.py
 
@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from asynccache_hf import PagedModel, PrefixCache, describe
+from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
 from asynccache_shim import Limits, Request, Scheduler, Settings
 
 from asynccache import AsyncCache
@@ -86,6 +86,10 @@ def continuous(manager: Any, texts: Tokens) -> Tokens:
     return [found[each] for each in ids]
 
 
+def on_pages(batching: ContinuousBatching, texts: Tokens) -> Tokens:
+    return [request.result() for request in batching.generate_batch(texts, max_new_tokens=NEW)]
+
+
 async def scheduled(scheduler: Scheduler, texts: Tokens) -> Tokens:
     asked = [scheduler.submit(Request(text, Limits(NEW))) for text in texts]
     return list(await asyncio.gather(*(request.done() for request in asked)))
@@ -101,6 +105,7 @@ async def measure(rounds: int) -> dict[str, float]:
     )
     config = layout.cache_config(device_tokens=16384, host_tokens=0)
     prefix = PrefixCache(model, page_size=PAGE, device_tokens=16384, host_tokens=0)
+    batching = ContinuousBatching(model, page_size=PAGE, device_tokens=16384, host_tokens=0, generation_config=greedy)
     manager = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=blocks)
     manager.start()
     try:
@@ -114,6 +119,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     made = {
                         "generate, one by one": lambda texts=texts: one_by_one(model.generate, texts),
                         "continuous batching": lambda texts=texts: continuous(manager, texts),
+                        "ContinuousBatching, cold": lambda texts=texts: on_pages(batching, texts),
                         "PrefixCache, cold": lambda texts=texts: one_by_one(prefix.generate, texts),
                     }
                     for way, work in made.items():
@@ -124,12 +130,18 @@ async def measure(rounds: int) -> dict[str, float]:
                     start = time.process_time()
                     assert await scheduled(ours, again) == known
                     timed.seconds.setdefault("scheduler, 88 % cached", []).append(time.process_time() - start)
-                    cut = timed.take("PrefixCache, 88 % cached", lambda again=again: one_by_one(prefix.generate, again))
-                    assert cut == known
+                    made = {
+                        "continuous batching, 88 % cached": lambda again=again: continuous(manager, again),
+                        "ContinuousBatching, 88 % cached": lambda again=again: on_pages(batching, again),
+                        "PrefixCache, 88 % cached": lambda again=again: one_by_one(prefix.generate, again),
+                    }
+                    for way, work in made.items():
+                        assert timed.take(way, work) == known, way
                     if number < 0:
                         timed.seconds.clear()
     finally:
         manager.stop(block=True)
+        batching.close()
         prefix.close()
     return {way: REQUESTS * NEW / median(seconds) for way, seconds in timed.seconds.items()}
 

@@ -1,13 +1,16 @@
-"""An OpenAI-compatible HTTP server on asynccache: continuous batching over a model whose KV cache has three tiers.
+"""An OpenAI-compatible HTTP server on asynccache: a model whose KV cache has three tiers.
 
-    python examples/openai_server.py --model-family gemma3 --storage 'file:/var/tmp/kv?capacity=1GiB'
+    python examples/openai_server.py --model Qwen/Qwen3-0.6B --storage 'file:/var/tmp/kv?capacity=10GiB'
 
-The models are small and random, so answers are noise, but everything below them is real: prompts that share a prefix
-share its KV, ``usage`` says how much of a prompt came from the cache, and a restart finds in storage what was there.
-Needs the extra [server]: pip install -e '.[server]'.
+``--model`` is a folder or a name on Hugging Face's hub: weights, tokenizer and chat template. ``--path`` says what
+computes: our scheduler, or transformers' own ``generate`` or continuous batching on the cache.
+
+Without ``--model`` the model is small and random, so answers are noise, but everything below them is real: prompts that
+share a prefix share its KV, ``usage`` says how much of a prompt came from the cache, and a restart finds in storage
+what was there.
 """
 
-# ruff: noqa: T201
+# ruff: noqa: T201, E402
 from __future__ import annotations
 
 import argparse
@@ -16,18 +19,28 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from socket import socket
 from types import FrameType
+from typing import Any
+
+NEEDS = ("asynccache", "jinja2", "prometheus_client", "starlette", "torch", "transformers", "uvicorn", "uvloop")
+"""What is looked for at once: the extra [server] brings all of it."""
+
+if _missing := [name for name in NEEDS if find_spec(name) is None]:
+    _root = Path(__file__).resolve().parents[1]
+    sys.exit(f"openai_server: {', '.join(_missing)} is not installed: pip install -e '{_root}[server]'")
 
 import torch
 import uvicorn
 import uvloop
-from asynccache_hf import describe
 from asynccache_shim import Settings
 from openai_serving.app import build
 from openai_serving.arrival import Punctual
-from openai_serving.models import CONTEXT, FAMILIES, make
+from openai_serving.models import FAMILIES, checkpoint, random
+from openai_serving.paths import PATHS, Means, OnEvent
 from openai_serving.service import Plan, Service
 
 from asynccache import AsyncCacheError
@@ -40,51 +53,93 @@ SPARE_CONNECTIONS = 64
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """What can be chosen."""
     parser = argparse.ArgumentParser(description="An OpenAI-compatible server with a hierarchical KV cache.")
-    parser.add_argument("--model-family", choices=FAMILIES, default="qwen3", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the model's weights (default: 0)")
+    model = parser.add_argument_group("the model")
+    model.add_argument("--model", metavar="PATH|NAME", help="a folder that has a checkpoint with its tokenizer, or its "
+                       "name on the hub (default: a random model)")  # fmt: skip
+    model.add_argument("--revision", metavar="NAME", help="of a model on the hub")
+    model.add_argument("--dtype", default="auto", help="to compute in, such as float32 (default: the checkpoint's)")
+    model.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda:0, ... (default: %(default)s)")
+    model.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: as --model has it)")
+    model.add_argument("--model-family", choices=FAMILIES, default="qwen3", help="of a random model (default: "
+                       "%(default)s)")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="of a random model's weights (default: 0)")
+    model.add_argument("--threads", type=int, metavar="N", help="of torch")
+    cache = parser.add_argument_group("the cache")
+    cache.add_argument("--storage", metavar="URL", help="file:PATH, memory:, ... (default: none)")
+    cache.add_argument("--device-tokens", type=int, default=32768, metavar="N", help="L1 (default: %(default)s)")
+    cache.add_argument("--host-tokens", type=int, default=131072, metavar="N", help="L2 (default: %(default)s)")
+    cache.add_argument("--states", type=int, default=64, metavar="N",
+                       help="recurrent states on the device; four times as many on the host (default: %(default)s)")
+    cache.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default: %(default)s)")
+    cache.add_argument("--kv-events", metavar="ENDPOINT", help="publish where pages are, for routers: tcp://*:5557")
+    cache.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where they can be asked for again")
+    cache.add_argument("--kv-events-topic", default="", metavar="TEXT", help="of every batch (default: none)")
+    work = parser.add_argument_group("requests")
+    work.add_argument("--path", choices=list(PATHS), default="scheduler", help="what computes them (default: "
+                      "%(default)s)")  # fmt: skip
+    work.add_argument("--step-tokens", type=int, default=512, metavar="N",
+                      help="computed in one step of the scheduler at most (default: %(default)s)")
+    work.add_argument("--max-running", type=int, default=32, metavar="N",
+                      help="requests in one step of the scheduler at most (default: %(default)s)")
+    work.add_argument("--max-live", type=int, default=1024, metavar="N",
+                      help="requests at a time, waiting ones too; more get status 429 (default: %(default)s)")
+    work.add_argument("--chat-tokens", type=int, default=1024, metavar="N",
+                      help="of an answer in a chat that has no max_tokens (default: %(default)s)")
+    work.add_argument("--drain", type=float, default=30, metavar="S",
+                      help="seconds that requests in flight may take after SIGTERM (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any (default: %(default)s)")
-    parser.add_argument("--storage", metavar="URL", help="file:PATH, memory:, ... (default: none)")
-    parser.add_argument("--device-tokens", type=int, default=32768, metavar="N", help="L1 (default: %(default)s)")
-    parser.add_argument("--host-tokens", type=int, default=131072, metavar="N", help="L2 (default: %(default)s)")
-    parser.add_argument("--states", type=int, default=64, metavar="N",
-                        help="recurrent states on the device; four times as many on the host (default: %(default)s)")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--step-tokens", type=int, default=512, metavar="N",
-                        help="computed in one step at most (default: %(default)s)")
-    parser.add_argument("--max-running", type=int, default=32, metavar="N",
-                        help="requests in one step at most (default: %(default)s)")
-    parser.add_argument("--max-live", type=int, default=1024, metavar="N",
-                        help="requests at a time, waiting ones too; more get status 429 (default: %(default)s)")
-    parser.add_argument("--drain", type=float, default=30, metavar="S",
-                        help="seconds that requests in flight may take after SIGTERM (default: %(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch")
     parser.add_argument("--log-level", default="warning", metavar="LEVEL", help="default: %(default)s")
     return parser.parse_args(argv)
 
 
-def plan(args: argparse.Namespace) -> Plan:
-    """The model and the settings of everything.
+def plan(args: argparse.Namespace, on_event: OnEvent | None = None) -> Plan:
+    """The model, and what computes with it. ``on_event`` is told where pages are.
 
     Raises:
-        ConfigError: a setting is unusable.
+        ConfigError: a setting is unusable, or the model cannot be had or served.
     """
-    model = make(args.model_family, args.seed)
-    layout = describe(model, args.page_size)
-    host = args.host_tokens
-    cache = layout.cache_config(
-        device_tokens=args.device_tokens, host_tokens=host, device_states=args.states, host_states=4 * args.states,
-        storage=args.storage, prefetch_threshold=args.page_size,
-    )  # fmt: skip
+    if args.model is None:
+        served = random(args.model_family, args.seed)
+    else:
+        served = checkpoint(args.model, dtype=args.dtype, device=args.device, revision=args.revision)
+    cache: dict[str, Any] = {
+        "device_tokens": args.device_tokens, "host_tokens": args.host_tokens, "device_states": args.states,
+        "host_states": 4 * args.states, "storage": args.storage, "prefetch_threshold": args.page_size,
+        "device": args.device,
+    }  # fmt: skip
+    path = PATHS[args.path](Means(
+        model=served.model, page_size=args.page_size, cache=cache, on_event=on_event,
+        scheduler=Settings(step_tokens=args.step_tokens, max_running=args.max_running),
+    ))  # fmt: skip
     return Plan(
-        name=f"random-{args.model_family}",
-        model=model,
-        layout=layout,
-        cache=cache,
-        context=min(args.device_tokens, CONTEXT),
-        settings=Settings(step_tokens=args.step_tokens, max_running=args.max_running),
+        name=args.served_model_name or args.model or f"random-{args.model_family}",
+        words=served.words,
+        path=path,
+        context=min(n for n in (args.device_tokens, served.context, path.limit) if n is not None),
+        chat_tokens=args.chat_tokens,
         max_live=args.max_live,
     )
+
+
+@contextmanager
+def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
+    """The publisher of KV events, if there is to be one; closed afterwards.
+
+    Raises:
+        ConfigError: it cannot listen there, or what it needs is not installed.
+    """
+    with ExitStack() as stack:
+        publisher = None
+        if args.kv_events is not None:
+            try:
+                from asynccache.events import ZmqPublisher
+            except ModuleNotFoundError as error:
+                raise AsyncCacheError(f"--kv-events: {error}") from None
+            publisher = stack.enter_context(
+                ZmqPublisher(args.kv_events, args.kv_events_replay, topic=args.kv_events_topic)
+            )
+        yield publisher
 
 
 class Server(uvicorn.Server):
@@ -154,7 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     termination = Termination()
     signal.signal(signal.SIGTERM, termination)
     try:
-        return uvloop.run(serve(args, plan(args)))
+        with announced(args) as on_event:
+            return uvloop.run(serve(args, plan(args, on_event)))
     except AsyncCacheError as error:
         print(f"openai_server: {error}", file=sys.stderr)
         return 2

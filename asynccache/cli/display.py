@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from asynccache.cli.text import bar, milliseconds, number, percent, size
 from asynccache.errors import ConfigError
+from asynccache.extras import install
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -70,7 +71,7 @@ def choose(quiet: bool, stream: TextIO | None = None) -> Display:
         import rich.text  # noqa: F401  all of it now, not while the loop's lateness is measured
         from rich.console import Console
     except ImportError:
-        raise ConfigError("the live display needs rich: pip install 'asynccache[cli]', or use --quiet") from None
+        raise ConfigError(f"the live display needs rich: {install('cli')}, or use --quiet") from None
     return Panel(Console(file=stream))
 
 

@@ -19,6 +19,7 @@ from asynccache.cli.cuda_why import SIZES, Choice, gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
+from asynccache.extras import BRINGS, install
 
 Report = dict[str, Any]
 
@@ -190,8 +191,9 @@ def _needed(versions: list[str]) -> Iterator[str]:
     if majors:
         yield f"          a driver for CUDA {max(majors)} or newer is needed: nvidia-smi shows which one is installed"
     if len(majors) > 1:
-        yield (f"          cupy and torch are for different versions: pip install 'asynccache[cuda{versions[1][:2]}]' "
-               "brings torch's")  # fmt: skip
+        extra = f"cuda{versions[1][:2]}"
+        brings = install(extra) if extra in BRINGS else f"a build of cupy for CUDA {versions[1]}"
+        yield f"          cupy and torch are for different versions: {brings} brings torch's"
 
 
 def _hardware(report: Report) -> Iterator[str]:

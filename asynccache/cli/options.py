@@ -236,7 +236,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none", "room in L2, the same way"),
     Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
     Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
-           "L3: none, memory: or file:PATH?capacity=10GiB; given again: a farther store", several=True),
+           "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, gs://..., "
+           "az://..., mooncake://HOST:PORT; given again: a farther store", several=True),
     Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
     Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
     Option("insert-outputs", None, _each(False, True), "", "commit what was decoded, too"),

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynccache.events.notices import Notice, Opened, StorageReport
+from asynccache.extras import install
 
 if TYPE_CHECKING:
     from asynccache.events.mirror import Mirror
@@ -34,6 +35,6 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(f"asynccache.events.{_LAZY[name]}")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; pip install 'asynccache[events]' brings it", name=error.name) from None
+        raise ModuleNotFoundError(f"{error}; {install('events')} brings it", name=error.name) from None
     value = globals()[name] = getattr(module, name)
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache.extras import install
 from asynccache.metrics.lag import LoopLag
 from asynccache.metrics.server import Exposed
 
@@ -24,5 +25,5 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module("asynccache.metrics.collector")
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error}; pip install 'asynccache[metrics]' brings it", name=error.name) from None
+        raise ModuleNotFoundError(f"{error}; {install('metrics')} brings it", name=error.name) from None
     return module.CacheCollector

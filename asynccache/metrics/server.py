@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError
+from asynccache.extras import install
 from asynccache.metrics.lag import LoopLag
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Exposed:
 
             from asynccache.metrics.collector import CacheCollector
         except ModuleNotFoundError:
-            raise Refused("501 Not Implemented", "pip install 'asynccache[metrics]' brings /metrics") from None
+            raise Refused("501 Not Implemented", f"{install('metrics')} brings /metrics") from None
         if self._registry is None:
             self._registry = CollectorRegistry()
             self._registry.register(CacheCollector(self._cache, lag=self._lag))

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's two endpoints, the list of models, health and figures.
+"""The routes: OpenAI's two endpoints, the list of models, health and figures, and what explains the cache.
 
 Law: each generation has one owner here, which aborts it in the end, whatever the end; a client that has gone ends it
 at once, streaming or not.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 from uuid import uuid4
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,9 +20,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from asynccache import AsyncCacheError, ConfigError
 from openai_serving import arrival
-from openai_serving.protocol import ApiError, Ask, Json, parse
-from openai_serving.service import Generation, Service
+from openai_serving.protocol import ApiError, Ask, Json, Prompt, parse, parse_prompt
+from openai_serving.service import Choices, Service
 
 MAX_BODY = 16 << 20
 
@@ -37,11 +37,16 @@ def build(service: Service) -> Starlette:
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/explain", routes.explain, methods=["GET", "POST"]),
             Route("/healthz", routes.healthz),
             Route("/statistics", routes.statistics),
             Route("/metrics", routes.metrics),
         ],
-        exception_handlers={ApiError: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed},
+        exception_handlers={
+            ApiError: _refused, AsyncCacheError: _no_cache, HTTPException: _no_route, ClientDisconnect: _gone,
+            Exception: _failed,
+        },
     )
 
 
@@ -50,7 +55,8 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._card = {"id": service.plan.name, "object": "model", "created": int(time.time()), "owned_by": "asynccache"}
+        self._card = {"id": service.plan.name, "object": "model", "created": int(time.time()), "owned_by": "asynccache",
+                      "max_model_len": service.plan.context}  # fmt: skip
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})
@@ -66,28 +72,47 @@ class Routes:
     async def chat_completions(self, request: Request) -> Response:
         return await self._answer(request, chat=True)
 
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens that a prompt or a conversation becomes, as vLLM's route of that name has them."""
+        prompt, _ = parse_prompt(await _body(request))
+        tokens = await self._service.tokens(prompt)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.plan.context})
+
+    async def explain(self, request: Request) -> Response:
+        """What ``asynccache.metrics.Exposed`` answers, in the same form, errors too."""
+        try:
+            asked = _in_query(request) if request.method == "GET" else parse_prompt(await _body(request))
+            prompt, extra_key = asked
+            return JSONResponse(await self._service.explain(await self._service.tokens(prompt), extra_key))
+        except ApiError as error:
+            return JSONResponse({"error": str(error)}, error.status)
+        except AsyncCacheError as error:
+            return JSONResponse({"error": str(error)}, 400 if isinstance(error, ConfigError) else 503)
+
     async def healthz(self, request: Request) -> Response:
-        healthy = self._service.healthy()
-        return JSONResponse({"status": "ok" if healthy else "failed"}, 200 if healthy else 503)
+        why = self._service.failure
+        return JSONResponse({"status": "ok"} if why is None else {"status": "failed", "error": why},
+                            200 if why is None else 503)  # fmt: skip
 
     async def statistics(self, request: Request) -> Response:
-        return JSONResponse(self._service.statistics())
+        return JSONResponse(await self._service.statistics())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await self._service.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         ask = parse(await _body(request), chat=chat)
-        answer = Answer(ask, self._service.generate(ask))
+        self._service.check_model(ask.model)
+        answer = Answer(ask, self._service.generate(ask, await self._service.tokens(ask.prompt)))
         return EventStream(answer) if ask.stream else await _whole(request, answer)
 
 
 class Answer:
-    """A generation in OpenAI's words."""
+    """The choices of one request in OpenAI's words."""
 
-    def __init__(self, ask: Ask, generation: Generation) -> None:
+    def __init__(self, ask: Ask, choices: Choices) -> None:
         self.ask = ask
-        self.generation = generation
+        self.choices = choices
         kind = "chat.completion" if ask.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{uuid4().hex}",
@@ -96,28 +121,39 @@ class Answer:
             "model": ask.model,
         }
 
-    def whole(self, text: str) -> Json:
-        """All of it in one piece."""
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.ask.chat else {"text": text}
-        return self._with({**said, "finish_reason": self.generation.reason}) | {"usage": self.generation.usage}
+    async def whole(self) -> Json:
+        """All of it in one piece.
+
+        Raises:
+            ApiError: it failed, or the server is closing.
+        """
+        texts = [""] * len(self.choices.all)
+        async for index, piece in self.choices.pieces():
+            texts[index] += piece or ""
+        return {**self._head, "choices": [self._said(*each) for each in enumerate(texts)],
+                "usage": self.choices.usage}  # fmt: skip
 
     async def chunks(self) -> AsyncIterator[Json]:
         """Piece by piece."""
         if self.ask.chat:
-            yield self._chunk(role="assistant", content="")
-        async for text in self.generation:
-            yield self._chunk(content=text)
-        yield self._chunk(reason=self.generation.reason)
+            for index in range(len(self.choices.all)):
+                yield self._chunk(index, role="assistant", content="")
+        async for index, piece in self.choices.pieces():
+            if piece is not None:
+                yield self._chunk(index, content=piece)
+            else:
+                yield self._chunk(index, self.choices.all[index].reason)
         if self.ask.include_usage:
-            yield {**self._head, "choices": [], "usage": self.generation.usage}
+            yield {**self._head, "choices": [], "usage": self.choices.usage}
 
-    def _chunk(self, reason: str | None = None, **delta: str) -> Json:
+    def _said(self, index: int, text: str) -> Json:
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.ask.chat else {"text": text}
+        return {"index": index, "logprobs": None, **said, "finish_reason": self.choices.all[index].reason}
+
+    def _chunk(self, index: int, reason: str | None = None, **delta: str) -> Json:
         said = {"delta": delta} if self.ask.chat else {"text": delta.get("content", "")}
-        chunk = self._with({**said, "finish_reason": reason})
+        chunk = {**self._head, "choices": [{"index": index, "logprobs": None, **said, "finish_reason": reason}]}
         return chunk | {"usage": None} if self.ask.include_usage else chunk
-
-    def _with(self, choice: Mapping[str, Any]) -> Json:
-        return {**self._head, "choices": [{"index": 0, "logprobs": None, **choice}]}
 
 
 class EventStream(StreamingResponse):
@@ -125,14 +161,14 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(_events(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._generation = answer.generation
+        self._choices = answer.choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Cancelling it aborts the generation."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.abort()
+            self._choices.abort()
 
 
 async def _events(answer: Answer) -> AsyncIterator[str]:
@@ -146,19 +182,30 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
 
 async def _whole(request: Request, answer: Answer) -> Response:
     """The answer when it is complete. Cancelling it aborts the generation."""
-    watch = asyncio.create_task(_abort_when_gone(request, answer.generation))
+    watch = asyncio.create_task(_abort_when_gone(request, answer.choices))
     try:
-        text = "".join([piece async for piece in answer.generation])
-        return JSONResponse(answer.whole(text))
+        return JSONResponse(await answer.whole())
     finally:
         watch.cancel()
-        answer.generation.abort()
+        answer.choices.abort()
 
 
-async def _abort_when_gone(request: Request, generation: Generation) -> None:
+async def _abort_when_gone(request: Request, choices: Choices) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.abort()
+    choices.abort()
+
+
+def _in_query(request: Request) -> tuple[Prompt, str | None]:
+    """The tokens and the namespace of ``/explain?tokens=1,2,3&extra_key=a``.
+
+    Raises:
+        ApiError: the tokens are none.
+    """
+    words = request.query_params.get("tokens", "").replace(",", " ").split()
+    if not words or not all(word.isascii() and word.isdecimal() for word in words):
+        raise ApiError(400, "tokens: must be numbers, separated by commas")
+    return [int(word) for word in words], request.query_params.get("extra_key")
 
 
 async def _body(request: Request) -> bytes:
@@ -187,6 +234,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     return JSONResponse(told.body, told.status, error.headers)
+
+
+async def _no_cache(request: Request, error: Exception) -> Response:
+    """It is closed, or closing."""
+    told = ApiError(503, f"not serving: {error}", kind="server_error")
+    return JSONResponse(told.body, told.status)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -1,19 +1,23 @@
-"""A small model per family of transformers, with weights by a seed: nothing is downloaded, nothing makes sense."""
+"""The models that can be served: a checkpoint with its tokenizer, or a small random one.
+
+A random model is of one of a few families of transformers, with weights by a seed: nothing is downloaded, nothing makes
+sense.
+"""
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from openai_serving.text import VOCABULARY
+from asynccache import ConfigError
+from openai_serving.text import VOCABULARY, Bytes
+from openai_serving.words import Checkpoint, Words
 
 transformers.logging.set_verbosity_error()  # which optional kernels are missing
+transformers.logging.disable_progress_bar()
 
 CONTEXT = 32768
 WINDOW = 256
@@ -58,3 +62,45 @@ def make(family: str, seed: int = 0) -> Any:
     config = getattr(transformers, kind)(**_SHARED | settings)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+class Served(NamedTuple):
+    """A model, its tokenizer, and how many tokens its positions reach."""
+
+    model: Any
+    words: Words
+    context: int
+
+
+def random(family: str, seed: int = 0) -> Served:
+    """A random model, whose tokens are bytes."""
+    return Served(make(family, seed), Bytes(), CONTEXT)
+
+
+def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> Served:
+    """What lies in the folder ``place``, or on the hub under that name: weights, tokenizer, chat template. Its settings
+    of sampling are left out: requests say how they are sampled.
+
+    Raises:
+        ConfigError: it cannot be read, or is no causal language model.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(place, revision=revision, dtype=dtype).to(device).eval()
+    except Exception as error:  # whatever files and libraries raise
+        line = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"--model={place}: {type(error).__name__}: {line}") from error
+    ends = _ends(model.generation_config.eos_token_id) or _ends(tokenizer.eos_token_id)
+    pad = next((token for token in (tokenizer.pad_token_id, *sorted(ends)) if token is not None), None)
+    model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=pad)
+    text = model.config.get_text_config(decoder=True)
+    words = Checkpoint(tokenizer, int(text.vocab_size), ends)
+    words.encode("once, so that its settings are as they will be")
+    return Served(model, words, int(getattr(text, "max_position_embeddings", 0) or CONTEXT))
+
+
+def _ends(given: Any) -> frozenset[int]:
+    """One token, several, or none."""
+    if given is None:
+        return frozenset()
+    return frozenset(given) if isinstance(given, (list, tuple)) else frozenset((int(given),))

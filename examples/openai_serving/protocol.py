@@ -13,23 +13,24 @@ from typing import Any
 
 from asynccache_shim import Sampling
 
-from openai_serving.text import VOCABULARY, conversation, encode
+from openai_serving.words import Message, Unspeakable, Words
 
 COMPLETION_TOKENS = 16
-"""What ``max_tokens`` is for completions when it is not given; a chat goes on for as long as there is room."""
+"""What ``max_tokens`` is for completions when it is not given. For chats the server has an option."""
 
-CHAT_TOKENS = 256
 MAX_STOPS = 4
+MAX_CHOICES = 128
 
 _IGNORED = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "frequency_penalty": (0,),
+    "best_of": (1,), "echo": (False,), "logprobs": (False,), "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 """Parameters that may be given, as long as they ask for nothing."""
 
 Json = dict[str, Any]
+Prompt = str | list[int] | list[Message]
 
 
 class ApiError(Exception):
@@ -46,11 +47,13 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, understood. ``max_tokens`` None: the endpoint's default, or less if there is no room for it."""
+    """One request, understood. ``prompt``: a text, tokens, or the messages of a chat. ``max_tokens`` None: the
+    endpoint's default, or less if there is no room for it. ``choices``: answers that are wanted."""
 
     chat: bool
     model: str
-    tokens: list[int] = field(repr=False)
+    prompt: Prompt = field(repr=False)
+    choices: int
     max_tokens: int | None
     stops: tuple[str, ...]
     sampling: Sampling
@@ -58,10 +61,6 @@ class Ask:
     include_usage: bool
     priority: int
     cache_salt: str | None
-
-    @property
-    def default_tokens(self) -> int:
-        return CHAT_TOKENS if self.chat else COMPLETION_TOKENS
 
 
 def parse(raw: bytes, *, chat: bool) -> Ask:
@@ -75,7 +74,8 @@ def parse(raw: bytes, *, chat: bool) -> Ask:
     ask = Ask(
         chat=chat,
         model=body.text("model", needed=True) or "",
-        tokens=_messages(body.take("messages")) if chat else _prompt(body.take("prompt")),
+        prompt=_messages(body.take("messages")) if chat else _prompt(body.take("prompt")),
+        choices=1 if (choices := body.integer("n", 1, MAX_CHOICES)) is None else choices,
         max_tokens=_max_tokens(body),
         stops=_stops(body.take("stop")),
         sampling=Sampling(
@@ -90,6 +90,48 @@ def parse(raw: bytes, *, chat: bool) -> Ask:
     )
     body.finish()
     return ask
+
+
+def parse_prompt(raw: bytes) -> tuple[Prompt, str | None]:
+    """The body of a request about a prompt alone: ``tokens``, ``prompt`` or ``messages``, and the namespace that it is
+    in (``extra_key``). ``model`` may stand beside it.
+
+    Raises:
+        ApiError: it has none of them, or several, or something else too.
+    """
+    body = Body(raw)
+    body.text("model")
+    extra_key = body.text("extra_key")
+    given = {name: value for name in ("tokens", "prompt", "messages") if (value := body.take(name)) is not None}
+    body.finish()
+    match given:
+        case {"messages": messages} if len(given) == 1:
+            return _messages(messages), extra_key
+        case {"tokens": value} | {"prompt": value} if len(given) == 1:
+            return _prompt(value), extra_key
+    raise ApiError(400, f"give one of tokens, prompt and messages, not {' and '.join(given) or 'none of them'}")
+
+
+def tokens_of(prompt: Prompt, words: Words) -> list[int]:
+    """The tokens of a prompt. May take long.
+
+    Raises:
+        ApiError: the model cannot say it, or it has no tokens.
+    """
+    if isinstance(prompt, str):
+        tokens = words.encode(prompt)
+    elif all(isinstance(each, int) for each in prompt):
+        tokens = [each for each in prompt if isinstance(each, int)]
+        if (most := max(tokens)) >= words.vocabulary:
+            raise _wrong("prompt", most, f"is no token: the model has those from 0 to {words.vocabulary - 1}")
+    else:
+        try:
+            tokens = words.conversation([each for each in prompt if not isinstance(each, int)])
+        except Unspeakable as error:
+            raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from None
+    if not tokens:
+        raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+    return tokens
 
 
 class Body:
@@ -178,34 +220,37 @@ def _include_usage(value: Any, stream: bool) -> bool:
     return value.get("include_usage") is True
 
 
-def _prompt(value: Any) -> list[int]:
+def _prompt(value: Any) -> str | list[int]:
     """A text, a row of tokens, or a list with one of either."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str) and value:
-        return encode(_checked("prompt", value))
-    if isinstance(value, list) and value and all(type(t) is int and 0 <= t < VOCABULARY for t in value):
+        return _checked("prompt", value)
+    if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
         return value
-    raise _wrong("prompt", value, f"must be one text, or one row of tokens from 0 to {VOCABULARY - 1}, and not empty")
+    raise _wrong("prompt", value, "must be one text, or one row of tokens, and not empty")
 
 
-def _messages(value: Any) -> list[int]:
+def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise _wrong("messages", value, "must be a list of messages, and not empty")
-    return conversation([_message(i, message) for i, message in enumerate(value)])
+    return [_message(i, message) for i, message in enumerate(value)]
 
 
-def _message(index: int, message: Any) -> tuple[str, str]:
+def _message(index: int, message: Any) -> Message:
     name = f"messages[{index}]"
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("system", "developer", "user", "assistant"):
         raise _wrong(name, message, "must have a role: system, developer, user or assistant")
+    if message.get("tool_calls"):
+        raise _wrong(f"{name}.tool_calls", message["tool_calls"], "is not supported by this server",
+                     code="unsupported_parameter")  # fmt: skip
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part["text"] for part in parts if _is_text(part)]
     if len(texts) < len(parts):
         raise _wrong(f"{name}.content", content, "must be text")
-    return role, _checked(f"{name}.content", "".join(texts))
+    return {"role": role, "content": _checked(f"{name}.content", "".join(texts))}
 
 
 def _is_text(part: Any) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
+from openai_serving.words import Message
+
 BEGIN, END = 256, 257
 VOCABULARY = 258
 
@@ -47,6 +49,22 @@ class Reader:
     def rest(self) -> str:
         """What is left when no more tokens come."""
         return self._decoder.decode(b"", final=True).translate(_SHOWN)
+
+
+class Bytes:
+    """This tokenizer, as the server asks it."""
+
+    vocabulary = VOCABULARY
+    ends = frozenset((BEGIN, END))
+
+    def encode(self, text: str) -> list[int]:
+        return encode(text)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        return conversation((message["role"], message["content"]) for message in messages)
+
+    def reader(self, before: Sequence[int] = ()) -> Reader:
+        return Reader()
 
 
 class StopStrings:

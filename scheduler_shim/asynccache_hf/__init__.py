@@ -9,21 +9,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from asynccache.extras import install
+
 if TYPE_CHECKING:
+    from asynccache_hf.batch_request import BatchRequest
+    from asynccache_hf.batching import ContinuousBatching
     from asynccache_hf.describing import describe
     from asynccache_hf.generation import Generated, Generator
     from asynccache_hf.layout import Layout
     from asynccache_hf.paged import PagedModel
     from asynccache_hf.prefix import Counts, PrefixCache
 
-__all__ = ["Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache", "describe"]
+__all__ = [
+    "BatchRequest", "ContinuousBatching", "Counts", "Generated", "Generator", "Layout", "PagedModel", "PrefixCache",
+    "describe",
+]  # fmt: skip
 
-INSTALL = "pip install 'transformers>=5.23,<6'"
+INSTALL = install("hf")
 """What the extra ``hf`` brings, by a command that does so in a clone too."""
 
 _LAZY = {
     "Generated": "generation", "Generator": "generation", "Layout": "layout", "PagedModel": "paged",
-    "PrefixCache": "prefix", "Counts": "prefix", "describe": "describing",
+    "PrefixCache": "prefix", "Counts": "prefix", "describe": "describing", "ContinuousBatching": "batching",
+    "BatchRequest": "batch_request",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asynccache import CacheClosed
@@ -44,6 +44,17 @@ class LoopThread:
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+    def soon(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call ``callback`` in the loop's thread, soon. Does not wait.
+
+        Raises:
+            CacheClosed: the loop has ended.
+        """
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            raise CacheClosed("the cache is closed") from None
 
     def close(self) -> None:
         """End the loop, when what runs in it has come to a stop; return when the thread has ended."""

@@ -79,6 +79,21 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+class Scratch:
+    """Memory for copies that are soon over: to write to fresh memory each time costs more than the copy."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def rows(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """``count`` rows as those of ``like``; what was in them before is gone."""
+        key = (like.dtype, like.shape[1])
+        held = self._tensors.get(key)
+        if held is None or len(held) < count:
+            held = self._tensors[key] = like.new_empty(count + count // 4, like.shape[1])
+        return held[:count]
+
+
 class Slots:
     """A track in its pool's device memory."""
 
@@ -147,10 +162,29 @@ class Slots:
         for field in self._track.fields:
             self._flat[field.name][places] = values[field.name].flatten(1)
 
-    def take(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field."""
-        count = len(places)
-        return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in self._track.fields}
+    def take(self, places: torch.Tensor, scratch: Scratch | None = None) -> dict[str, torch.Tensor]:
+        """The units that ``places`` counts over all pages, copied: ``[units, *shape]`` by field. ``scratch``: where to,
+        if it can be; the next copy to it takes the place of this one."""
+        count, fields = len(places), self._track.fields
+        if self._whole is None:
+            return {f.name: self._flat[f.name].index_select(0, places).view(count, *f.shape) for f in fields}
+        item, whole = fields[0].dtype.itemsize, self._whole
+        if scratch is None:
+            found = whole.index_select(0, places)
+        else:
+            found = torch.index_select(whole, 0, places, out=scratch.rows(count, whole))
+        return {f.name: found[:, f.offset // item : (f.offset + f.size) // item].view(count, *f.shape) for f in fields}
+
+    @cached_property
+    def _whole(self) -> torch.Tensor | None:
+        """All units as rows of numbers, so that one pass copies what they have; None where their fields differ in
+        dtype, or there is no more than one."""
+        dtypes = {field.dtype for field in self._track.fields}
+        if len(dtypes) > 1 or len(self._track.fields) == 1 or not self.is_flat:
+            return None
+        pages = self._memory[:, : self._per_page * self._track.unit_bytes].view(dtypes.pop())
+        width = pages.shape[1] // self._per_page
+        return pages.as_strided((len(pages) * self._per_page, width), (width, 1), pages.storage_offset())
 
     def copy(self, source: int, target: int) -> None:
         """Everything in one slot to another."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from asynccache_hf.describing import describe
 from asynccache_hf.generation import due
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
+
+R = TypeVar("R")
 
 REFUSED = {
     "past_key_values": "the cache is what this object brings",
@@ -66,11 +68,12 @@ class PrefixCache:
         device_tokens: int = 16384,
         host_tokens: int = 65536,
         name: str | None = None,
+        on_event: Callable[[Any], None] | None = None,
         **settings: Any,
     ) -> None:
         """Describes the model (which runs it a few times) and opens a cache. ``storage`` is the URL of a store, as
-        ``file:/var/tmp/kv``; ``name`` names the weights, which are digested without it; ``settings`` go to
-        ``Layout.cache_config``.
+        ``file:/var/tmp/kv``; ``name`` names the weights, which are digested without it; ``on_event`` is the
+        ``AsyncCache``'s, and is called in the cache's thread; ``settings`` go to ``Layout.cache_config``.
 
         Raises:
             ConfigError: the model cannot be cached, or a setting is unusable. Nothing is left open.
@@ -83,7 +86,7 @@ class PrefixCache:
         )
         self._loop = LoopThread("asynccache-prefix")
         try:
-            self._cache: AsyncCache = self._loop.call(_opened(config))
+            self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
         except BaseException:
             self._loop.close()
             raise
@@ -105,6 +108,20 @@ class PrefixCache:
     def counts(self) -> Counts:
         """What prompts found so far."""
         return self._counts
+
+    @property
+    def closed(self) -> str | None:
+        """Why the cache takes no requests any more; None while it does."""
+        return self._cache.closed if self._loop.alive else "the cache is closed"
+
+    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        """What ``question(cache)`` returns: ``cached.ask(lambda cache: cache.explain(tokens))``. It is called in the
+        cache's thread. Blocks the thread of whoever calls.
+
+        Raises:
+            CacheClosed: the cache is closed.
+        """
+        return self._loop.call(asked_of(question, self._cache))
 
     def close(self) -> None:
         """Save what is not saved yet, for as long as the cache's ``close_deadline`` says, and end. May be repeated."""
@@ -239,10 +256,14 @@ class PrefixCache:
 # in the cache's thread
 
 
-async def _opened(config: Any) -> AsyncCache:
-    cache = AsyncCache(config)
+async def open_cache(config: Any, on_event: Callable[[Any], None] | None) -> AsyncCache:
+    cache = AsyncCache(config, on_event=on_event)
     await cache.__aenter__()
     return cache
+
+
+async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncCache) -> R:
+    return await question(cache)
 
 
 async def _entered(lease: Lease) -> Lease:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import torch
 from asynccache_shim.model import Sampling
 
+COLDEST = 1e-5
+"""The smallest temperature that is divided by: the likeliest token has all the chance there is long before."""
+
 
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     """A token for ``position``. With a seed it depends on logits, seed and position alone, so a request that is
     interrupted and computed again draws the same."""
     if sampling.temperature <= 0:
         return int(logits.argmax())
-    chances = torch.softmax(logits.float().cpu() / sampling.temperature, dim=-1)
+    logits = logits.float().cpu()
+    chances = torch.softmax((logits - logits.max()) / max(sampling.temperature, COLDEST), dim=-1)
     chances, tokens = chances.sort(descending=True, stable=True)
     before = chances.cumsum(0) - chances
     chances[before >= sampling.top_p] = 0

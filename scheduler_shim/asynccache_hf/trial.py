@@ -136,7 +136,7 @@ def _ways(model: Any, layout: Layout) -> Iterator[Layout]:
         yield replace(layout, one_by_one=True)
 
 
-class _Memory:
+class Memory:
     """A pool of the trial."""
 
     def __init__(self, layers: int, pages: int, size: int, device: torch.device) -> None:
@@ -155,7 +155,7 @@ class _Stage:
         shared, all_pages = plan.late // size, -(-plan.stop // size)
         own = all_pages - shared
         count = max(all_pages + own, 3)
-        memory = {p.name: _Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
+        memory = {p.name: Memory(p.layers, count, p.layer_bytes, model.device) for p in layout.pools}
         self.paged = PagedModel(model, layout, memory)
         self.tokens = ids.cpu().numpy().astype(np.int32)
         self.first = np.arange(all_pages, dtype=np.int32)
@@ -178,10 +178,10 @@ def _worst(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor, wanted: to
     found.append((stop - 1, paged.compute(work(1, stage.first, stop - 1, stop, 0), 0)))
     found.append((late, paged.compute(work(2, stage.later, late, stop, 1), 0)))
     found.append((late, paged.compute(work(3, stage.first, early, stop, 2), stop - late)))
-    return max((_missed(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
+    return max((compared(at, seen, wanted[at - late :]) for at, seen in found), key=lambda missed: missed.error)
 
 
-def _missed(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
+def compared(at: int, seen: torch.Tensor, wanted: torch.Tensor) -> Missed:
     """Errors are root mean squares over the vocabulary, relative to the wanted logits' spread."""
     half = seen.dtype in (torch.float16, torch.bfloat16)
     seen, wanted = seen.float(), wanted.float()
@@ -216,7 +216,7 @@ def _blame(model: Any, layout: Layout, plan: Plan, ids: torch.Tensor) -> str:
             hook.remove()
     rows = torch.stack([torch.cat(found[i :: len(layers)]) for i in range(len(layers))])
     for index, (seen, whole) in enumerate(zip(rows, wanted, strict=True)):
-        if _missed(0, seen, whole[plan.late :]).error > tolerance(model):
+        if compared(0, seen, whole[plan.late :]).error > tolerance(model):
             return f"the first layer that differs is {index}, a {type(layers[index]).__name__}"
     return "no single layer differs: it keeps something beside its cache's layers"
 

@@ -74,7 +74,7 @@ def test_the_display_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(choose(quiet=False, stream=io.StringIO()), Lines)
     assert isinstance(choose(quiet=False, stream=Terminal()), Panel)
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ConfigError, match=r"pip install 'asynccache\[cli\]', or use --quiet"):
+    with pytest.raises(ConfigError, match=r"pip install 'rich>=13\.7', or use --quiet"):
         choose(quiet=False, stream=Terminal())
 
 

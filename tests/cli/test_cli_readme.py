@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from asynccache.cli.options import OPTIONS
+
 pytestmark = pytest.mark.slow(5)
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +51,12 @@ def test_an_example_that_needs_vllm_says_so_at_once() -> None:
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.fullmatch("this needs vLLM: pip install .*\n", done.stderr)
+
+
+def test_the_help_of_a_run_names_every_store_of_the_readme() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Stores")[2].partition("\n## ")[0]
+    stores = {scheme for cell in re.findall(r"^\| (.*?) \|", table, re.MULTILINE)
+              for scheme in re.findall(r"`(\w+:)[^`-]*`", cell)}  # fmt: skip
+    assert {"file:", "rediss:", "az:"} <= stores
+    (option,) = (option for option in OPTIONS if option.name == "storage")
+    assert not [scheme for scheme in stores if scheme not in option.help]

@@ -276,7 +276,8 @@ def test_doctor_tells_what_will_be_used_and_why(
     said = capsys.readouterr().out
     for words in ("a simulated GPU", "CUDA 13.0, 1 GPUs", "many in one call", "for one large copy", "wake-up   p50",
                   "compiles the copy kernel", "14.2.0, for CUDA 12.9", "for CUDA 13.0",
-                  "a driver for CUDA 13 or newer is needed", "pip install 'asynccache[cuda13]'"):  # fmt: skip
+                  "a driver for CUDA 13 or newer is needed",
+                  "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14'"):  # fmt: skip
         assert words in said
     lines = said.splitlines()
     for direction in ("device to host", "host to device"):

@@ -51,6 +51,7 @@ EXCEPTIONS = {
     ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; brings no SGLang. "
                                "From a clone: '.[sglang]'"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
+    ("docs/engines/transformers.md", "pip install -e '.[server]'"),
     ("README.md", "pip install '.[vllm]'                 # in the environment of the vLLM that is there"),
     ("README.md", "pip install '.[sglang]'               # in the environment of the SGLang that is there"),
 }
@@ -102,11 +103,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the pages speak of: settings, a trace, a prompt, a store; and their programs."""
+    """A folder with what the pages speak of: settings, traces, a store; and their programs."""
     monkeypatch.chdir(tmp_path)
     Path("kv").symlink_to(store)
-    Path("prompt.txt").write_text(",".join(map(str, range(700))))
     Path("trace.jsonl").write_text(_trace())
+    Path("examples").symlink_to(ROOT / "examples")
+    Path(".venv/bin").mkdir(parents=True)
+    Path(".venv/bin/activate").write_text("")              # as `make demo` left it
     Path("bin").mkdir()
     for name in ("asynccache", "python", "make"):
         program = Path("bin", name)

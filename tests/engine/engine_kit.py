@@ -24,6 +24,7 @@ from asynccache.storage import StorageBackend
 from tests import warm
 from tests.engine.engine_models import VOCABULARY, make
 
+CHILD = Path(__file__).parent / "engine_child.py"
 PAGE = 8
 CHUNK = 24
 LIMIT = 1e-4
@@ -156,9 +157,9 @@ async def settled(cache: AsyncCache) -> None:
     await cache.flush(timeout=20)
 
 
-def run_child(folder: Path, *families: str) -> str:
-    """What ``engine_child.py`` says, in a process of its own."""
-    child, root = Path(__file__).parent / "engine_child.py", Path(__file__).parents[2]
+def run_child(folder: Path, *families: str, child: Path = CHILD) -> str:
+    """What ``child`` says, in a process of its own."""
+    root = Path(__file__).parents[2]
     paths = [str(root), str(root / "backends"), str(root / "scheduler_shim")]
     ran = warm.run([sys.executable, str(child), str(folder), *families], capture_output=True, text=True, timeout=120,
                    imports=warm.MODELS, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})  # fmt: skip

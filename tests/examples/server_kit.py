@@ -30,6 +30,8 @@ class Server:
         self._process = process
         self._log = log
         self.told_to_stop = False
+        self.place = log.parent
+        self.path = "scheduler"
         self.greeting = greeting
         self.url = greeting.split()[0]
 
@@ -42,6 +44,11 @@ class Server:
         """What an operator does. The second time ends it at once."""
         self.told_to_stop = True
         self._process.send_signal(signal.SIGTERM)
+
+    def interrupt(self) -> None:
+        """What somebody at a terminal does."""
+        self.told_to_stop = True
+        self._process.send_signal(signal.SIGINT)
 
     def ended(self) -> str:
         """Its end: the status is 0; what it wrote to stderr."""

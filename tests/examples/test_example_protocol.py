@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from openai_serving.protocol import ApiError, Ask, parse
-from openai_serving.text import conversation, encode
+from openai_serving.protocol import ApiError, Ask, parse, parse_prompt, tokens_of
+from openai_serving.text import Bytes, conversation, encode
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -18,6 +18,10 @@ def completion(**more: Any) -> Ask:
 
 def chat(**more: Any) -> Ask:
     return parse(json.dumps({"model": "m", "messages": HELLO, **more}).encode(), chat=True)
+
+
+def tokens(ask: Ask) -> list[int]:
+    return tokens_of(ask.prompt, Bytes())
 
 
 def refused(raw: bytes, *, is_chat: bool = False) -> dict[str, Any]:
@@ -32,7 +36,7 @@ def refused(raw: bytes, *, is_chat: bool = False) -> dict[str, Any]:
 
 def test_the_defaults_are_those_of_the_api() -> None:
     ask = completion()
-    assert (ask.tokens, ask.max_tokens, ask.default_tokens) == (encode("Hello"), None, 16)
+    assert (tokens(ask), ask.max_tokens, ask.choices) == (encode("Hello"), None, 1)
     assert (ask.stops, ask.stream, ask.include_usage) == ((), False, False)
     assert ask.sampling == (1.0, 1.0, None)
     assert (ask.priority, ask.cache_salt) == (0, None)
@@ -45,13 +49,13 @@ def test_null_is_as_good_as_absent() -> None:
 
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello"], encode("Hello"), [encode("Hello")]])
 def test_a_prompt_is_text_or_tokens(prompt: Any) -> None:
-    assert completion(prompt=prompt).tokens == encode("Hello")
+    assert tokens(completion(prompt=prompt)) == encode("Hello")
 
 
 def test_messages_become_one_prompt() -> None:
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "a"},
             {"type": "text", "text": "b"}]}]  # fmt: skip
-    assert chat(messages=said).tokens == conversation([("system", "Be brief."), ("user", "ab")])
+    assert tokens(chat(messages=said)) == conversation([("system", "Be brief."), ("user", "ab")])
 
 
 def test_limits_sampling_and_extensions_are_read() -> None:
@@ -70,12 +74,13 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("model", None), ("model", 3), ("prompt", None), ("prompt", ""), ("prompt", []), ("prompt", [258]),
+        ("model", None), ("model", 3), ("prompt", None), ("prompt", ""), ("prompt", []),
         ("prompt", [-1]), ("prompt", [True]), ("prompt", ["a", "b"]), ("prompt", {"a": 1}), ("prompt", "\ud800"),
         ("max_tokens", 0), ("max_tokens", "5"), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 2**40),
         ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("temperature", True), ("top_p", 1.1),
         ("seed", 0.5), ("seed", 2**64), ("stop", ""), ("stop", [""]), ("stop", ["a"] * 5), ("stop", 1),
-        ("stream", 1), ("stream", "yes"), ("stream_options", {"include_usage": True}), ("n", 2), ("echo", True),
+        ("stream", 1), ("stream", "yes"), ("stream_options", {"include_usage": True}), ("n", 0), ("n", 129), ("n", 1.5),
+        ("echo", True),
         ("logprobs", 1), ("best_of", 2), ("suffix", "x"), ("frequency_penalty", 0.5), ("priority", "high"),
         ("cache_salt", 1), ("cache_salt", "\ud800"), ("temprature", 0.5),
     ],
@@ -90,6 +95,7 @@ def test_a_parameter_that_cannot_be_used_is_named(name: str, value: Any) -> None
     [
         None, [], "Hello", [1], [{}], [{"role": "user"}], [{"role": "tool", "content": "x"}],
         [{"role": "user", "content": 1}], [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
         [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": "\ud800"}],
     ],
 )  # fmt: skip
@@ -106,3 +112,18 @@ def test_what_would_change_the_answer_is_refused(more: dict[str, Any]) -> None:
 
 def test_what_asks_for_nothing_is_accepted() -> None:
     assert chat(n=1, tools=[], logprobs=False, response_format={"type": "text"}, frequency_penalty=0) == chat()
+
+
+def test_a_token_that_the_model_has_not_is_named() -> None:
+    with pytest.raises(ApiError, match="prompt=258 is no token: the model has those from 0 to 257") as told:
+        tokens(completion(prompt=[1, 258]))
+    assert told.value.status == 400
+
+
+def test_a_prompt_alone_is_text_or_tokens_or_messages() -> None:
+    for body in ({"tokens": [1, 2]}, {"prompt": [1, 2]}, {"model": "m", "prompt": [[1, 2]]}):
+        assert parse_prompt(json.dumps(body).encode()) == ([1, 2], None)
+    assert parse_prompt(json.dumps({"messages": HELLO, "extra_key": "a"}).encode()) == (HELLO, "a")
+    for wrong in (b"{}", b'{"prompt": "a", "tokens": [1]}', b'{"prompt": "a", "stream": true}'):
+        with pytest.raises(ApiError):
+            parse_prompt(wrong)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from asynccache.extras import BRINGS
+from asynccache.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +65,18 @@ def test_backends_are_found_by_entry_point(project: dict[str, Any]) -> None:
     assert installed.keys() >= declared.keys()
     for name in declared:
         assert callable(installed[name].load())
+
+
+def test_hints_name_what_the_extras_bring() -> None:
+    """By a command that works in a clone and beside an installed package, which does not name asynccache."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra: list(packages) for extra, packages in BRINGS.items()} == {extra: wanted[extra] for extra in BRINGS}
+    folders = (ROOT / name for name in ("asynccache", "backends", "scheduler_shim"))
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    told = [path for path in sources if "pip install 'asynccache" in path.read_text()]
+    assert told == [ROOT / "asynccache" / "extras.py"]      # which says why not
+
+
+def test_the_package_is_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "asynccache", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout == f"asynccache {VERSION}\n"

@@ -211,9 +211,9 @@ def test_the_storage_of_a_run_is_looked_at_too(
 
 
 @pytest.mark.parametrize(("url", "module", "sentence"), [
-    ("s3://bucket", "obstore.store", "pip install 'asynccache[object]'"),
-    ("object-file:{tmp}/o", "obstore.store", "pip install 'asynccache[object]'"),
-    ("mooncake://127.0.0.1:1", "mooncake", "pip install 'asynccache[mooncake]'"),
+    ("s3://bucket", "obstore.store", "pip install 'obstore>=0.6'"),
+    ("object-file:{tmp}/o", "obstore.store", "pip install 'obstore>=0.6'"),
+    ("mooncake://127.0.0.1:1", "mooncake", "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13'"),
 ])  # fmt: skip
 def test_a_client_that_is_not_installed_is_a_sentence(
     url: str, module: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -74,7 +74,7 @@ def test_queries_and_long_texts_are_cut_from_messages() -> None:
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ConfigError, match=r"pip install 'asynccache\[object\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'obstore>=0\.6'"):
         connect(parse_url("s3://bucket"), settings_of(parse_url("s3://bucket")))
 
 

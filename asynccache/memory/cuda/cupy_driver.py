@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from asynccache.errors import ConfigError
+from asynccache.extras import install
 from asynccache.memory.cuda import kernels
 from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched, Spans, Towards
 from asynccache.memory.cuda.libcuda import LibCuda
@@ -60,7 +61,7 @@ def find() -> Found:
 
 
 def _without_cupy(torch_cuda: str | None, why: str) -> Found:
-    return Found(None, torch_cuda, 0, None, f"{why}: pip install 'asynccache[cuda12]' or 'asynccache[cuda13]'")
+    return Found(None, torch_cuda, 0, None, f"{why}: {install('cuda12')} (for CUDA 12) or {install('cuda13')}")
 
 
 def _whereabouts(module: object) -> str:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.extras import install
 from asynccache_backends.mooncake.settings import ClientOptions
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -26,7 +27,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "MC_LOG_LEVEL": "ERROR",                       # it logs to stderr
 }
 
-INSTALL = "pip install 'asynccache[mooncake]'"
+INSTALL = install("mooncake")
 LIBRARIES = "apt-get install libibverbs1 libnuma1"
 
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache.errors import ConfigError, Unavailable
+from asynccache.extras import install
 from asynccache.storage import completed
 from asynccache_backends.object_store.local import LocalFolder
 
@@ -209,5 +210,5 @@ def require_obstore() -> Any:
     try:
         import obstore.store
     except ImportError as error:
-        raise ConfigError(f"object stores need obstore: pip install 'asynccache[object]' ({error})") from None
+        raise ConfigError(f"object stores need obstore: {install('object')} ({error})") from None
     return obstore.store

@@ -1,0 +1,7 @@
+"""``python -m asynccache``: the command where it is not on the path."""
+
+import sys
+
+from asynccache.cli.entry import main
+
+sys.exit(main())

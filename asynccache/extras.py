@@ -1,0 +1,26 @@
+"""What the optional parts of asynccache need, and the command that brings it.
+
+The command names the packages themselves: ``pip install 'asynccache[events]'`` would look for asynccache, too, and does
+nothing good in a clone that is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+BRINGS: Mapping[str, tuple[str, ...]] = {
+    "cli": ("rich>=13.7",),
+    "hf": ("transformers>=5.23,<6",),
+    "events": ("pyzmq>=26",),
+    "metrics": ("prometheus-client>=0.20",),
+    "object": ("obstore>=0.6",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda>=0.3.13",),
+    "cuda12": ("cupy-cuda12x>=14.0", "nvidia-cuda-nvrtc-cu12"),
+    "cuda13": ("cupy-cuda13x>=14.0", "nvidia-cuda-nvrtc>=13,<14"),
+}
+"""As ``pyproject.toml`` has them, by the name of the extra."""
+
+
+def install(extra: str) -> str:
+    """The command that brings what ``extra`` needs, in a clone and beside an installed asynccache."""
+    return "pip install " + " ".join(f"'{package}'" for package in BRINGS[extra])

@@ -1,0 +1,391 @@
+"""The ways to compute answers. The server knows them by two protocols: a ``Path``, which has a model and a cache, and a
+``Run``, which is one answer in the making.
+
+To add one, write a class with the members of ``Path`` that a ``Plan`` makes, and give it a name in ``PATHS``. A request
+of ``asynccache_shim`` is a ``Run`` as it is; whatever computes in a thread of its own may use ``Told``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
+from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, Settings
+from asynccache_shim.thread import returned
+
+from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
+
+R = TypeVar("R")
+OnEvent = Callable[[Any], None]
+
+GREEDY_BELOW = 1e-5
+"""transformers divides by the temperature; below this it is none."""
+
+LEAST_P = 1e-6
+"""transformers takes no ``top_p`` of zero; this leaves the likeliest token, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be computed: at most ``most`` tokens that follow ``tokens``, the last of them one of ``ends`` if it
+    comes to that. ``salt``: the namespace of the cache."""
+
+    tokens: list[int] = field(repr=False)
+    most: int
+    ends: frozenset[int]
+    sampling: Sampling
+    priority: int = 0
+    salt: str | None = None
+
+
+class Run(Protocol):
+    """One answer in the making: iterate over its tokens, from the first one on. ``output``: the tokens so far.
+    ``hits``: where the cached tokens of the prompt came from, once that is known. ``finish``: how it ended."""
+
+    output: list[int]
+    hits: Hits | None
+    finish: Finish | None
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """Raises in the end what it failed of. Cancelling a reader aborts nothing."""
+        ...
+
+    def abort(self) -> None:
+        """Nobody wants more of it. Idempotent; nothing is lost if it has ended."""
+        ...
+
+
+class Path(Protocol):
+    """``async with path`` opens the cache and closes it, and aborts what runs then. Belongs to the server's loop.
+    ``limit``: tokens of a request, prompt and answer, that it can compute; None: any number."""
+
+    @property
+    def limit(self) -> int | None: ...
+
+    async def __aenter__(self) -> object:
+        """Cancelling it leaves nothing open."""
+        ...
+
+    async def __aexit__(self, *raised: Any) -> None: ...
+
+    def start(self, wanted: Wanted) -> Run:
+        """
+        Raises:
+            CacheFull: it could never run.
+            CacheClosed: this path takes no requests any more.
+            ConfigError: it cannot do what is wanted; says what.
+        """
+        ...
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        """What ``question`` answers about the cache, asked in the cache's own loop."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it takes no requests; None where it does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What paths are made from: a model, its cache's settings (those of ``Layout.cache_config``), who is told of KV
+    events, and the settings of our scheduler."""
+
+    model: Any
+    page_size: int
+    cache: Mapping[str, Any]
+    on_event: OnEvent | None = None
+    scheduler: Settings = field(default_factory=Settings)
+
+
+class SchedulerPath:
+    """Our scheduler: many requests in each step, on pages."""
+
+    def __init__(self, means: Means) -> None:
+        """Describes the model, which runs it a few times.
+
+        Raises:
+            ConfigError: the model cannot be cached, or a setting is unusable.
+        """
+        self.model = means.model
+        self._layout: Layout = describe(means.model, means.page_size)
+        self._config = self._layout.cache_config(**means.cache)
+        self._means = means
+        self._stack = AsyncExitStack()
+        self._cache: AsyncCache
+        self._scheduler: Scheduler
+
+    @property
+    def limit(self) -> int | None:
+        return self._layout.limit
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._cache = await stack.enter_async_context(AsyncCache(self._config, on_event=self._means.on_event))
+            model = PagedModel(self.model, self._layout, self._cache.pools)
+            self._scheduler = await stack.enter_async_context(Scheduler(self._cache, model, self._means.scheduler))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._stack.__aexit__(*raised)
+
+    def start(self, wanted: Wanted) -> Request:
+        limits = Limits(wanted.most, wanted.ends)
+        request = Request(wanted.tokens, limits, priority=wanted.priority, extra_key=wanted.salt,
+                          sampling=wanted.sampling)  # fmt: skip
+        return self._scheduler.submit(request)
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        return await question(self._cache)
+
+    @property
+    def failure(self) -> str | None:
+        return self._cache.closed or (repr(self._scheduler.failure) if self._scheduler.failure else None)
+
+
+class Told:
+    """A ``Run`` that a thread computes: the thread tells of tokens and of the end, the server's loop reads."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.output: list[int] = []
+        self.hits: Hits | None = None
+        self.finish: Finish | None = None
+        self.aborted = False
+        self._error: BaseException | None = None
+        self._loop = loop
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        at = 0
+        while True:
+            while at < len(self.output):
+                at += 1
+                yield self.output[at - 1]
+            if self.finish is not None:
+                break
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._end(Finish.ABORTED, None, None)
+
+    # for the thread
+
+    def tell(self, token: int) -> None:
+        """One more token."""
+        self._loop.call_soon_threadsafe(self._add, token)
+
+    def end(self, finish: Finish, hits: Hits | None = None, error: BaseException | None = None) -> None:
+        """There will be no more of them. The first end counts."""
+        self._loop.call_soon_threadsafe(self._end, finish, hits, error)
+
+    def _add(self, token: int) -> None:
+        if self.finish is None:
+            self.output.append(token)
+            self._news.set()
+
+    def _end(self, finish: Finish, hits: Hits | None, error: BaseException | None) -> None:
+        if self.finish is None:
+            self.finish, self.hits, self._error = finish, hits, error
+            self._news.set()
+
+
+class PrefixPath:
+    """``PrefixCache``: transformers' own ``generate``, one request after the other in the order in which they came.
+    What is longer than a model's positions allow to cache is generated without the cache."""
+
+    limit: int | None = None
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._thread: ThreadPoolExecutor
+        self._runs: set[Told] = set()
+        self._cached: PrefixCache | None = None
+
+    async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, "generate")
+        opening = asyncio.get_running_loop().run_in_executor(self._thread, self._open)
+        cancelled = await returned(opening)
+        try:
+            self._cached = opening.result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        if cancelled is not None:
+            await self.__aexit__()
+            raise cancelled
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        for run in list(self._runs):
+            run.abort()
+        cached, self._cached = self._cached, None
+        if cached is not None:
+            await returned(asyncio.get_running_loop().run_in_executor(self._thread, cached.close))
+        self._thread.shutdown()
+
+    def _open(self) -> PrefixCache:
+        means = self._means
+        return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
+
+    def start(self, wanted: Wanted) -> Told:
+        if self._cached is None:
+            raise CacheClosed("the cache is closed")
+        if wanted.priority:
+            raise ConfigError(f"priority={wanted.priority}: --path prefix serves in the order of arrival")
+        run = Told(asyncio.get_running_loop())
+        self._runs.add(run)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, self._cached, wanted, run)
+        future.add_done_callback(lambda _: self._runs.discard(run))
+        return run
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        if self._cached is None:
+            raise CacheClosed("the cache is closed")
+        return await asyncio.to_thread(self._cached.ask, question)
+
+    @property
+    def failure(self) -> str | None:
+        return "the cache is closed" if self._cached is None else self._cached.closed
+
+    # in the thread
+
+    def _generate(self, cached: PrefixCache, wanted: Wanted, run: Told) -> None:
+        if run.aborted:
+            return
+        before = cached.counts
+        try:
+            made = self._made(cached, wanted, run)
+        except Exception as error:  # a model raises whatever it likes; it is this request's
+            run.end(Finish.FAILED, None, error)
+            return
+        hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
+        run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH, hits)
+
+    def _made(self, cached: PrefixCache, wanted: Wanted, run: Told) -> list[int]:
+        ids = torch.tensor([wanted.tokens], device=self._means.model.device)
+        with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
+            if wanted.sampling.seed is not None:
+                torch.manual_seed(wanted.sampling.seed)
+            out = cached.generate(ids, extra_key=wanted.salt, streamer=_Streamer(run), max_new_tokens=wanted.most,
+                                  stopping_criteria=[_Aborted(run)], eos_token_id=sorted(wanted.ends) or None,
+                                  **_sampled(wanted.sampling))  # fmt: skip
+        made: list[int] = out[0, len(wanted.tokens) :].tolist()
+        return made
+
+
+class BatchingPath:
+    """``ContinuousBatching``: transformers' own continuous batching, many requests in each step. It draws for all of
+    them together, so a request has no seed."""
+
+    limit: int | None = None
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._vocabulary = int(means.model.get_input_embeddings().num_embeddings)
+        self._batching: ContinuousBatching | None = None
+        config = copy.deepcopy(means.model.generation_config)
+        config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request says its own
+        self._generation = config
+
+    async def __aenter__(self) -> Self:
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
+        cancelled = await returned(opening)
+        self._batching = opening.result()
+        if cancelled is not None:
+            await self.__aexit__()
+            raise cancelled
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        batching, self._batching = self._batching, None
+        if batching is not None:
+            await returned(asyncio.get_running_loop().run_in_executor(None, batching.close))
+
+    def _open(self) -> ContinuousBatching:
+        means = self._means
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # its warnings are of unused limits
+        return ContinuousBatching(
+            means.model, page_size=means.page_size, on_event=means.on_event, generation_config=self._generation,
+            step_tokens=means.scheduler.step_tokens, **means.cache,
+        )  # fmt: skip
+
+    def start(self, wanted: Wanted) -> BatchRequest:
+        if self._batching is None:
+            raise CacheClosed("the cache is closed")
+        if wanted.priority:
+            raise ConfigError(f"priority={wanted.priority}: --path batching serves in the order of arrival")
+        sampling = wanted.sampling
+        if sampling.seed is not None and sampling.temperature >= GREEDY_BELOW:
+            raise ConfigError(f"seed={sampling.seed}: --path batching draws for all requests together")
+        return self._batching.add_request(
+            wanted.tokens, max_new_tokens=wanted.most, eos_token_id=sorted(wanted.ends) or -1, extra_key=wanted.salt,
+            **self._sampled(sampling),
+        )  # fmt: skip
+
+    def _sampled(self, sampling: Sampling) -> dict[str, Any]:
+        if sampling.temperature < GREEDY_BELOW:
+            return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+        return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        if self._batching is None:
+            raise CacheClosed("the cache is closed")
+        return await asyncio.to_thread(self._batching.ask, question)
+
+    @property
+    def failure(self) -> str | None:
+        return "the cache is closed" if self._batching is None else self._batching.closed
+
+
+def _sampled(sampling: Sampling) -> dict[str, Any]:
+    """In transformers' words."""
+    if sampling.temperature < GREEDY_BELOW:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": max(sampling.top_p, LEAST_P), "top_k": 0}
+
+
+class _Streamer:
+    """transformers tells it of the prompt first, and then of each token."""
+
+    def __init__(self, run: Told) -> None:
+        self._run = run
+        self._begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._begun:
+            for token in value.reshape(-1).tolist():
+                self._run.tell(token)
+        self._begun = True
+
+    def end(self) -> None:
+        """The run is told by who called ``generate``."""
+
+
+class _Aborted:
+    """Ends ``generate`` after the token that it computes."""
+
+    def __init__(self, run: Told) -> None:
+        self._run = run
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self._run.aborted, dtype=torch.bool, device=input_ids.device)
+
+
+PATHS: Mapping[str, Callable[[Means], Path]] = {
+    "scheduler": SchedulerPath, "prefix": PrefixPath, "batching": BatchingPath,
+}  # fmt: skip
+"""By what ``--path`` says."""

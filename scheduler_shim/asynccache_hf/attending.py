@@ -1,0 +1,193 @@
+"""One step's attention over pages: each request's new tokens against its own past, wherever that lies.
+
+transformers' continuous batching holds the tokens of all requests of a step against the keys of all of them, and a
+mask takes most of it back. Here requests are grouped: those with one new token, of about the same length, are one call
+with a row each; one with more is a call of its own. What is attended to is read through an index of places; a
+request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the same index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as functional
+
+from asynccache_hf.memory import Scratch, Slots
+
+PADDED = 2
+"""A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
+
+
+class Row(NamedTuple):
+    """One request in a step: it computes its tokens ``start`` to ``stop``. ``places``: by component, where each of its
+    tokens is kept."""
+
+    places: Mapping[str, torch.Tensor]
+    start: int
+    stop: int
+
+
+class Group(NamedTuple):
+    """Requests that are computed in one call, each as one row of it. ``tokens``: which of the step's tokens those are,
+    ``[rows * new]``. ``read``: the places of what each attends to, ``[rows * seen]``; None: one request that attends to
+    its new tokens only. ``mask``: ``[rows, 1, new, seen]``, true where a token attends; None: to all before it."""
+
+    tokens: torch.Tensor
+    rows: int
+    read: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class Plan(NamedTuple):
+    """A step, for the layers of one component. ``write``: the places of all new tokens."""
+
+    write: torch.Tensor
+    groups: tuple[Group, ...]
+
+
+def planned(rows: Sequence[Row], component: str, window: int | None) -> Plan:
+    """How the step is computed by the layers of a component whose window has so many tokens."""
+    starts, at = [], 0
+    for row in rows:
+        starts.append(at)
+        at += row.stop - row.start
+    write = torch.cat([row.places[component][row.start : row.stop] for row in rows])
+    several = [i for i, row in enumerate(rows) if row.stop - row.start > 1]
+    groups = [_alone(rows[i], starts[i], component, window, write.device) for i in several]
+    ones = sorted((i for i, row in enumerate(rows) if row.stop - row.start == 1), key=lambda i: _seen(rows[i], window))
+    groups += [_together([rows[i] for i in each], [starts[i] for i in each], component, window, write.device)
+               for each in _alike(ones, [_seen(row, window) for row in rows])]  # fmt: skip
+    return Plan(write, tuple(groups))
+
+
+def attend(
+    plan: Plan, slots: Slots, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
+    softcap: float | None = None, sinks: torch.Tensor | None = None, scratch: Scratch | None = None,
+) -> torch.Tensor:
+    """Keep ``key`` and ``value`` (``[1, heads, tokens, width]``) in the pages; what ``query`` makes of all that it
+    attends to: ``[1, tokens, heads, width]``. ``softcap``, ``sinks``: of models that have
+    them. ``scratch``: for what is read."""
+    slots.put(plan.write, {"keys": key[0].transpose(0, 1), "values": value[0].transpose(0, 1)})
+    made = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    for group in plan.groups:
+        asks = query[0].index_select(1, group.tokens)
+        asks = asks.view(len(asks), group.rows, -1, asks.shape[-1]).transpose(0, 1)
+        keys, values = _read(group, slots, key, value, scratch)
+        out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
+        made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
+    return made.unsqueeze(0)
+
+
+# groups
+
+
+def _seen(row: Row, window: int | None) -> int:
+    """How many tokens it attends to, the new ones included."""
+    return row.stop if window is None else min(row.stop, row.stop - row.start + window - 1)
+
+
+def _alike(ones: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of ``ones`` (in the order of their lengths), none of which has to be read as much too long."""
+    group: list[int] = []
+    for i in ones:
+        if group and seen[i] > PADDED * seen[group[0]]:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _alone(row: Row, at: int, component: str, window: int | None, device: torch.device) -> Group:
+    new, seen = row.stop - row.start, _seen(row, window)
+    tokens = torch.arange(at, at + new, device=device)
+    read = None if seen == new else row.places[component][row.stop - seen : row.stop]
+    if read is None and (window is None or new <= window):
+        return Group(tokens, 1, None, None)
+    asks = torch.arange(seen - new, seen, device=device)[:, None]
+    keys = torch.arange(seen, device=device)[None, :]
+    mask = keys <= asks
+    if window is not None:
+        mask &= keys > asks - window
+    return Group(tokens, 1, read, mask[None, None])
+
+
+def _together(rows: Sequence[Row], at: Sequence[int], component: str, window: int | None,
+              device: torch.device) -> Group:  # fmt: skip
+    """What a shorter one lacks is read from its last place, and masked."""
+    seen = [_seen(row, window) for row in rows]
+    longest = max(seen)
+    parts = []
+    for row, length in zip(rows, seen, strict=True):
+        own = row.places[component][row.stop - length : row.stop]
+        parts.append(own if length == longest else torch.cat([own, own[-1:].expand(longest - length)]))
+    mask = None
+    if min(seen) < longest:
+        lengths = torch.tensor(seen, device=device)
+        mask = (torch.arange(longest, device=device) < lengths[:, None])[:, None, None]
+    return Group(torch.tensor(at, device=device), len(rows), torch.cat(parts), mask)
+
+
+# computing
+
+
+def _read(
+    group: Group, slots: Slots, key: torch.Tensor, value: torch.Tensor, scratch: Scratch | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[rows, heads, seen, width]``."""
+    if group.read is None:
+        first, last = int(group.tokens[0]), int(group.tokens[-1]) + 1
+        return key[:, :, first:last], value[:, :, first:last]
+    found = slots.take(group.read, scratch)
+    keys, values = found["keys"], found.get("values", found["keys"])
+    return _by_row(keys, group.rows), _by_row(values, group.rows)
+
+
+def _by_row(units: torch.Tensor, rows: int) -> torch.Tensor:
+    return units.view(rows, -1, *units.shape[1:]).transpose(1, 2)
+
+
+def _computed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """``[rows, heads, new, width]``."""
+    rows, heads, new, _ = query.shape
+    shared = heads // key.shape[1]
+    if new == 1 and shared > 1 and sinks is None:  # heads that share keys are further rows of them
+        query, shared = query.reshape(rows, key.shape[1], shared, -1), 1
+    if shared > 1:
+        key, value = (each.repeat_interleave(shared, 1) for each in (key, value))
+    if softcap is None and sinks is None:
+        causal = mask is None and new > 1
+        out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling)
+    else:
+        out = _spelt_out(query, key, value, mask, scaling, softcap, sinks, new)
+    return out.reshape(rows, heads, new, -1)
+
+
+def _spelt_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
+    softcap: float | None, sinks: torch.Tensor | None, new: int,
+) -> torch.Tensor:  # fmt: skip
+    """For what torch's own function has no argument for."""
+    weights = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    if mask is None and new > 1:
+        mask = torch.ones(new, new, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        weights = weights.masked_fill(~mask, torch.finfo(weights.dtype).min)
+    if sinks is not None:
+        column = sinks.to(weights.dtype).reshape(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, column], -1)
+    shares = functional.softmax(weights, -1, dtype=torch.float32).to(query.dtype)
+    return (shares if sinks is None else shares[..., :-1]) @ value
+
+
+def options_of(given: Mapping[str, Any], module: Any) -> dict[str, Any]:
+    """What a model says about its attention beside its scaling, as arguments of ``attend``."""
+    sinks = given.get("s_aux")
+    return {"softcap": given.get("softcap"), "sinks": getattr(module, "sinks", None) if sinks is None else sinks}

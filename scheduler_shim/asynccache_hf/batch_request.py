@@ -1,0 +1,160 @@
+"""``BatchRequest``: what a caller of ``ContinuousBatching`` holds. It may be read and aborted by any thread, and in any
+event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from asynccache_shim.request import Finish
+
+from asynccache import Hits
+
+
+class Asked(NamedTuple):
+    """What is wanted: the prompt, at most so many new tokens, and the tokens that end the answer."""
+
+    tokens: list[int]
+    most: int
+    ends: frozenset[int]
+    extra_key: str | bytes | None
+    streaming: bool
+    options: dict[str, object]
+
+
+class BatchRequest:
+    """One prompt that is being continued. ``output``: its new tokens so far; ``finish``: how it ended, or None;
+    ``error``: what it failed of, or None; ``hits``: the prompt's cached tokens by tier, or None while it waits for
+    room. Iterating gives the tokens as they are made."""
+
+    def __init__(self, request_id: str, asked: Asked, abort: Callable[[BatchRequest], None]) -> None:
+        self.id = request_id
+        self.asked = asked
+        self.output: list[int] = []
+        self.hits: Hits | None = None
+        self.finish: Finish | None = None
+        self.error: BaseException | None = None
+        self._abort = abort
+        self._news = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        how = self.finish.value if self.finish else "not over"
+        return f"<BatchRequest {self.id}: {len(self.asked.tokens)} tokens, {len(self.output)} generated, {how}>"
+
+    def abort(self) -> None:
+        """The caller wants no more of it: it ends soon, as ``Finish.ABORTED``, with the tokens that it has. What is
+        over stays as it is. Does not wait."""
+        if self.finish is None:
+            self._abort(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the request is over, however it ended. Blocks the thread.
+
+        Raises:
+            TimeoutError: it is not over after ``timeout`` seconds; it goes on.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: self.finish is not None, timeout):
+                raise TimeoutError(f"request {self.id} is not over after {timeout} s")
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The whole output. Blocks the thread until the request is over.
+
+        Raises:
+            TimeoutError: it is not over after ``timeout`` seconds; it goes on.
+            BaseException: what the request failed of.
+        """
+        self.wait(timeout)
+        return self._ended()
+
+    async def done(self) -> list[int]:
+        """The whole output. Cancelling it aborts nothing.
+
+        Raises:
+            BaseException: what the request failed of.
+        """
+        with self._heard() as news:
+            while self.finish is None:
+                await news()
+        return self._ended()
+
+    def __iter__(self) -> Iterator[int]:
+        """The output from its first token on; blocks the thread for each. Any number of readers. Raises what the
+        request failed of."""
+        at = 0
+        while True:
+            with self._news:
+                while self.finish is None and len(self.output) <= at:
+                    self._news.wait()
+            if at == len(self.output):
+                self._ended()
+                return
+            yield self.output[at]
+            at += 1
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        """The same in an event loop. Cancelling a reader aborts nothing."""
+        at = 0
+        with self._heard() as news:
+            while True:
+                over = self.finish is not None
+                for token in self.output[at:]:
+                    at += 1
+                    yield token
+                if over:
+                    break
+                if at == len(self.output):
+                    await news()
+        self._ended()
+
+    def _ended(self) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        return self.output
+
+    @contextmanager
+    def _heard(self) -> Iterator[Callable[[], Awaitable[None]]]:
+        """A function whose result, awaited, says that there is something new since it was awaited last."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+        async def news() -> None:
+            await event.wait()
+            event.clear()
+
+        with self._news:
+            self._listeners.append(wake)
+            event.set()
+        try:
+            yield news
+        finally:
+            with self._news:
+                self._listeners.remove(wake)
+
+    # for who serves it
+
+    def tell(self, tokens: list[int]) -> None:
+        """It has these tokens now."""
+        if len(tokens) > len(self.output):
+            with self._news:
+                self.output.extend(tokens[len(self.output) :])
+                self._wake()
+
+    def end(self, finish: Finish, error: BaseException | None = None) -> None:
+        """There will be no more. The first end counts."""
+        with self._news:
+            if self.finish is None:
+                self.error, self.finish = error, finish
+                self._wake()
+
+    def _wake(self) -> None:
+        self._news.notify_all()
+        for listener in self._listeners:
+            listener()

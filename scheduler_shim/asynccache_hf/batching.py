@@ -1,0 +1,390 @@
+"""``ContinuousBatching``: transformers' continuous batching on the cache's pages.
+
+Three threads: one has the event loop of the cache, where each request has a task; one is transformers' own, which
+generates; and there are those of whoever calls. A request's task takes a lease when the request arrives, waits until
+its pages are on the device, and only then hands the request to transformers: what waits for room or for a load is
+nothing that a step could see. The task publishes the prompt when it is computed, and all of it in the end.
+
+Law: a lease is released when transformers will not touch its pages again, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from asynccache_shim.request import Finish, as_tokens
+
+from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
+from asynccache_hf.batch_request import Asked, BatchRequest
+from asynccache_hf.describing import describe
+from asynccache_hf.loop import LoopThread
+from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, open_cache
+
+try:
+    from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract, take_part
+    from asynccache_hf.trial_together import places_of, slots_of, tried_together, wanted_of
+except (ImportError, AttributeError) as error:
+    if (error.name or "").partition(".")[0] == "asynccache_hf":
+        raise
+    raise ConfigError(f"this version of transformers has another continuous batching than is known: {error}") from error
+
+NAME = "asynccache-batching"
+
+
+class ContinuousBatching:
+    """A model of transformers that serves many requests at a time. May be used by several threads."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        storage: str | None = None,
+        page_size: int = 16,
+        device_tokens: int = 16384,
+        host_tokens: int = 65536,
+        step_tokens: int = 1024,
+        generation_config: Any = None,
+        seed: int | None = None,
+        name: str | None = None,
+        on_event: Callable[[Any], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Describes the model (which runs it a few times), opens a cache and starts the thread that generates.
+
+        ``storage``: the URL of a store, as ``file:/var/tmp/kv``. ``step_tokens``: the most that one step computes, of
+        all requests. ``generation_config``: of transformers, for all requests; the model's own if there is none.
+        ``seed``: of sampling. ``name`` names the weights, which are digested without it; ``on_event`` is the
+        ``AsyncCache``'s, and is called in the cache's thread; ``settings`` go to ``Layout.cache_config``. A model with
+        ``eager`` attention is ``model.generate``'s again when this is closed.
+
+        Raises:
+            ConfigError: the model cannot be served like this, or a setting is unusable. Nothing is left open.
+        """
+        step_tokens = checks.integer("step_tokens", step_tokens, 1)
+        seed = None if seed is None else checks.integer("seed", seed)
+        generation = _generation(model, generation_config)
+        contract()
+        self._layout = layout = describe(model, page_size, name=name)
+        check_model(model, layout)
+        settings.setdefault("prefetch_threshold", page_size)
+        config = layout.cache_config(device_tokens=device_tokens, host_tokens=host_tokens, storage=storage, **settings)
+        wanted = wanted_of(model, layout)
+        take_part()
+        self._model = model
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+        self._manager = Manager(model, generation, seed, step_tokens)
+        try:
+            tried_together(self._manager, model, layout, wanted)
+            self._loop = LoopThread(NAME)
+            try:
+                self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
+            except BaseException:
+                self._loop.close()
+                raise
+        except BaseException:
+            self._manager.end()
+            raise
+        self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
+        self._ids = count(1)
+        self._open: dict[str, _Served] = {}
+        self._door = threading.Lock()
+        self._counts = Counts()
+        self._closing = False
+        self._manager.begin(self._pages, self._told, f"{NAME}-generates")
+
+    def __repr__(self) -> str:
+        return f"<ContinuousBatching of {self._layout.model!r}: {len(self._open)} requests, {self._counts}>"
+
+    def __enter__(self) -> ContinuousBatching:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # what is asked of it
+
+    def generate_batch(
+        self, prompts: Iterable[Sequence[int]], *, max_new_tokens: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
+    ) -> list[BatchRequest]:  # fmt: skip
+        """All ``prompts`` (lists of tokens), each continued; returns when the last one is over. A request that failed
+        has its ``error``, and does not disturb the others. Arguments as for ``add_request``. When it is interrupted,
+        all are aborted.
+
+        Raises:
+            ConfigError: an argument is unusable; none was begun.
+            CacheClosed: this is closed.
+        """
+        asked = [self._asked(f"prompts[{i}]", tokens, max_new_tokens, eos_token_id, extra_key, False, options)
+                 for i, tokens in enumerate(prompts)]  # fmt: skip
+        requests = self._begin(asked)
+        try:
+            for request in requests:
+                request.wait()
+        except BaseException:
+            for request in requests:
+                request.abort()
+            raise
+        return requests
+
+    def add_request(
+        self, tokens: Sequence[int], *, max_new_tokens: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None, extra_key: str | bytes | None = None, **options: Any,
+    ) -> BatchRequest:  # fmt: skip
+        """Begin to continue ``tokens``; returns at once.
+
+        ``max_new_tokens``, ``eos_token_id`` (one or several; -1: none): as in the generation configuration without
+        them. ``extra_key``: the namespace of the prompt. ``options``: of sampling, by request, where the generation
+        configuration samples and says a value for all: ``temperature``, ``top_k``, ``top_p``.
+
+        Raises:
+            ConfigError: an argument is unusable.
+            CacheClosed: this is closed.
+        """
+        asked = self._asked("tokens", tokens, max_new_tokens, eos_token_id, extra_key, True, options)
+        return self._begin([asked])[0]
+
+    @property
+    def counts(self) -> Counts:
+        """What prompts found so far, of requests that were granted room."""
+        return self._counts
+
+    @property
+    def closed(self) -> str | None:
+        """Why no requests are taken any more; None while they are."""
+        return self._cache.closed if self._loop.alive and not self._closing else "the cache is closed"
+
+    def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        """What ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called in the
+        cache's thread. Blocks the thread of whoever calls.
+
+        Raises:
+            CacheClosed: this is closed.
+        """
+        return self._loop.call(asked_of(question, self._cache))
+
+    def statistics(self) -> Any:
+        """What ``AsyncCache.statistics`` returns: all that the cache counts, as of now.
+
+        Raises:
+            CacheClosed: this is closed.
+        """
+        return self._loop.call(_statistics(self._cache))
+
+    def close(self) -> None:
+        """End what is not over (its error is ``CacheClosed``), save what is not saved yet, for as long as the cache's
+        ``close_deadline`` says, and end the threads. May be repeated."""
+        with self._door:
+            self._closing = True
+        if not self._loop.alive:
+            return
+        try:
+            self._loop.call(self._end_all())
+        finally:
+            try:
+                self._manager.end()
+            finally:
+                try:
+                    self._loop.call(self._cache.aclose())
+                finally:
+                    self._loop.close()
+
+    def _asked(
+        self, what: str, tokens: Any, most: Any, ends: Any, extra_key: Any, streaming: bool, options: Mapping[str, Any],
+    ) -> Asked:  # fmt: skip
+        try:
+            prompt = as_tokens(tokens).tolist()
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from None
+        if max(prompt) >= self._vocabulary:
+            raise ConfigError(f"{what}: token {max(prompt)} is none of the model's {self._vocabulary}")
+        settings = self._manager.generation_config
+        if most is None:
+            most = settings.max_new_tokens
+        if most is None:
+            most = int(settings.max_length) - len(prompt) if settings.max_length else USUAL_LENGTH
+        most = checks.integer("max_new_tokens", most, 1)
+        self._layout.check_length(len(prompt) + most - 1)
+        if self._positions and len(prompt) + most - 1 > self._positions:
+            raise ConfigError(f"{what}: {len(prompt)} tokens and {most} new ones are more than the model's "
+                              f"{self._positions} positions")  # fmt: skip
+        given = settings.eos_token_id if ends is None else ends
+        stops = frozenset() if given is None else frozenset(
+            checks.integer("eos_token_id", each) for each in (given if isinstance(given, (list, tuple)) else [given])
+        )  # fmt: skip
+        self._manager.check_options(options)
+        return Asked(prompt, most, stops, checks.namespace("extra_key", extra_key), streaming, dict(options))
+
+    def _begin(self, asked: Sequence[Asked]) -> list[BatchRequest]:
+        requests = [BatchRequest(f"request-{next(self._ids)}", each, self._abort) for each in asked]
+        with self._door:  # what comes in before the end is ended with the rest
+            if self._closing:
+                raise CacheClosed("the cache is closed")
+            self._loop.soon(self._serve_all, requests)
+        return requests
+
+    def _abort(self, request: BatchRequest) -> None:
+        if self._loop.alive:
+            self._loop.soon(self._abort_soon, request.id)
+
+    # in the thread that generates
+
+    def _told(self, told: Told) -> None:
+        served = self._open.get(told.request_id)
+        if served is not None:
+            served.request.tell(told.tokens)
+            if told.finished:
+                served.answer = told
+
+    # in the cache's thread
+
+    def _serve_all(self, requests: Sequence[BatchRequest]) -> None:
+        for request in requests:
+            served = self._open[request.id] = _Served(request, asyncio.get_running_loop())
+            served.task = asyncio.create_task(self._serve(served), name=f"{NAME} {request.id}")
+
+    def _abort_soon(self, request_id: str) -> None:
+        served = self._open.get(request_id)
+        if served is None:
+            return
+        served.aborted = True
+        if served.handed:
+            self._manager.cancel_request(request_id)
+        elif served.task is not None and served.begun:  # a task that is cancelled before it begins does nothing at all
+            served.task.cancel()
+
+    async def _end_all(self) -> None:
+        left = list(self._open.values())
+        for served in left:
+            served.closed = True
+            self._abort_soon(served.request.id)
+        await asyncio.gather(*(served.task for served in left if served.task is not None), return_exceptions=True)
+
+    async def _serve(self, served: _Served) -> None:
+        finish, error = Finish.FAILED, None
+        served.begun = True
+        try:
+            finish = Finish.ABORTED if served.aborted else await self._leased(served)
+        except asyncio.CancelledError:
+            finish = Finish.ABORTED
+        except Exception as failed:
+            error = failed
+        if served.closed and finish is not Finish.LENGTH and finish is not Finish.STOP:
+            finish, error = Finish.FAILED, _closed()
+        del self._open[served.request.id]
+        served.request.end(finish, error)
+
+    async def _leased(self, served: _Served) -> Finish:
+        asked = served.request.asked
+        while True:
+            async with self._cache.lease(asked.tokens, new_tokens=asked.most, extra_key=asked.extra_key) as lease:
+                try:
+                    await lease.loaded()
+                except LoadFailed:
+                    continue  # what failed is forgotten: the next lease computes it
+                return await self._run(served, lease)
+
+    async def _run(self, served: _Served, lease: Lease) -> Finish:
+        """From here on nothing but the end of the request at transformers ends it here."""
+        request, asked = served.request, served.request.asked
+        self._count(len(asked.tokens), lease)
+        request.hits = lease.hits
+        swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
+        places = places_of(self._layout, lease.pages, swa, self._model.device)
+        held = Held(lease.cached, places, len(asked.tokens), served.prefilled, served.over)
+        ends = sorted(asked.ends) or [-1]
+        self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
+        served.handed = True
+        asyncio.get_running_loop().call_soon(self._manager.wake)  # behind the others that got their leases in this turn
+        await served.next_news()
+        failed = await self._prompt_published(served, lease) if served.computed else None
+        while not served.ended:
+            await served.next_news()
+        if failed is not None:
+            raise failed
+        if served.answer is None:
+            if served.aborted:
+                return Finish.ABORTED
+            raise RuntimeError("the thread that generates has ended")
+        if served.answer.error is not None:
+            raise served.answer.error
+        made = served.answer.tokens
+        await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
+        return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
+
+    async def _prompt_published(self, served: _Served, lease: Lease) -> Exception | None:
+        """The error, if it could not be: then the request is taken from transformers, which still has its pages."""
+        tokens = served.request.asked.tokens
+        try:
+            await lease.commit(tokens)
+            lease.advance(len(tokens))
+        except Exception as error:
+            self._manager.cancel_request(served.request.id)
+            return error
+        return None
+
+    def _count(self, prompt: int, lease: Lease) -> None:
+        before, hits = self._counts, lease.hits
+        self._counts = Counts(before.prompt + prompt, before.device + hits.device, before.host + hits.host,
+                              before.storage + hits.storage)  # fmt: skip
+
+
+class _Served:
+    """A request, and what the thread that generates has said of it. ``computed``: the prompt is. ``ended``: no step
+    will touch its pages again. ``answer``: all its tokens, or its error; None where it was cancelled."""
+
+    def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
+        self.request = request
+        self.task: asyncio.Task[None] | None = None
+        self.begun = self.handed = self.aborted = self.closed = False
+        self.computed = self.ended = False
+        self.answer: Told | None = None
+        self._loop = loop
+        self._news = asyncio.Event()
+
+    def prefilled(self) -> None:
+        """From the thread that generates."""
+        self.computed = True
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    def over(self) -> None:
+        """From the thread that generates."""
+        self.ended = True
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    async def next_news(self) -> None:
+        if not self.ended:
+            await self._news.wait()
+            self._news.clear()
+
+
+def _closed() -> CacheClosed:
+    return CacheClosed("the cache was closed before the request was over")
+
+
+def _generation(model: Any, given: Any) -> Any:
+    """The generation configuration of all requests.
+
+    Raises:
+        ConfigError: it asks for what continuous batching does not do.
+    """
+    settings = copy.deepcopy(model.generation_config if given is None else given)
+    for name, usual, why in (
+        ("num_beams", 1, "beams swap their pasts, and a page has one"),
+        ("num_return_sequences", 1, "ask for the prompt as often as you want answers"),
+    ):
+        if (getattr(settings, name, None) or usual) != usual:
+            raise ConfigError(f"generation_config.{name}={getattr(settings, name)}: {why}")
+    return settings
+
+
+async def _statistics(cache: AsyncCache) -> Any:
+    return cache.statistics()

@@ -1,0 +1,509 @@
+"""All that asynccache knows of the inside of transformers' continuous batching: no other module has a name of it.
+
+transformers decides which requests a step computes, runs the model, chooses tokens and ends requests. Four of its
+classes are subclassed here: its cache (``PageCache``: requests have the pages that they came with, so nothing is
+allocated, shared or evicted), its scheduler and processor (what becomes of requests that are cancelled or fail), and
+its manager (which makes the other three). ``contract`` says in a sentence if a version of transformers has moved one of
+the names.
+
+The attention of a step is computed by ``asynccache_hf.attending``. transformers asks an attention function by name;
+those that take part (``IMPLEMENTATIONS``) are registered anew, and do as before unless they are given a ``PageCache``.
+
+Law: whatever becomes of a request, its ``Held.over`` is called once, when no step will touch its pages again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as paging
+from transformers.generation.continuous_batching import continuous_api as api
+from transformers.generation.continuous_batching import input_outputs, model_runner, offloading_manager, scheduler
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
+
+from asynccache import ConfigError
+from asynccache_hf.attending import Plan, Row, attend, options_of, planned
+from asynccache_hf.layout import Layout
+from asynccache_hf.memory import Scratch, Slots
+from asynccache_hf.parts import Attention
+
+IMPLEMENTATIONS = ("sdpa", "paged|eager")
+"""Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while it is served."""
+
+LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
+"""What transformers calls the layers of a component."""
+
+READ = 4
+"""A step reads at most so many times the tokens of the device, since requests may share pages."""
+
+ELSEWHERE = "PrefixCache serves such a model one request at a time, and Scheduler on PagedModel many"
+
+
+# the contract
+
+USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (api.ContinuousBatchingManager, "__init__", ("model", "generation_config", "continuous_batching_config")),
+    (api.ContinuousBatchingManager, "cancel_request", ("request_id",)),
+    (api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", ("model",)),
+    (api.ContinuousBatchingManager, "is_running", ()),
+    (api.ContinuousBatchingManager, "stop", ("block", "hard_stop")),
+    (api.ContinuousBatchingManager, "_create_batch_processor", ()),
+    (api.ContinuousBatchingManager, "_run_generation_loop", ()),
+    (api.BackgroundThreadStatus, "clear", ()),
+    (api.BackgroundThreadStatus, "can_accept_new_requests", ()),
+    (api.OutputRouter, "deliver", ("output",)),
+    (api.OutputRouter, "deliver_batch", ("outputs",)),
+    (api.OutputRouter, "fail_and_deliver", ("state", "error")),
+    (api.ContinuousBatchProcessor, "__init__", (
+        "cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue",
+        "cancel_queue", "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler",
+        "distributed_helper")),
+    (api.ContinuousBatchProcessor, "prepare_next_batch", ()),
+    (api.ContinuousBatchProcessor, "_generation_step", ("model",)),
+    (api.ContinuousBatchProcessor, "update_batch", ()),
+    (api.ContinuousBatchProcessor, "handle_batch_error", ("error",)),
+    (scheduler.FIFOScheduler, "__init__", ("cache", "safety_margin", "max_requests_per_batch")),
+    (scheduler.FIFOScheduler, "add_waiting_request", ("state",)),
+    (scheduler.FIFOScheduler, "clear_cancelled_requests", ()),
+    (input_outputs.ContinuousBatchingIOs, "get_model_kwargs", ("use_padding",)),
+    (input_outputs.ContinuousBatchingIOs, "retrieve_device_outputs", ()),
+    (model_runner.ModelRunner, "compute_batch", ("model", "batch_data")),
+    (offloading_manager.OffloadingManager, "__init__", ("cache", "cpu_offload_space_gib")),
+    (paging.PagedAttentionCache, "update", ("key_states", "value_states", "layer_idx", "kwargs")),
+    (paging.PagedAttentionCache, "search_prefix_match", ("request_id", "prompt_ids")),
+    (paging.PagedAttentionCache, "can_store_request_tokens", ("state", "request_len")),
+    (paging.PagedAttentionCache, "count_new_complete_blocks", ("state", "request_len")),
+    (paging.PagedAttentionCache, "mark_complete_blocks", ("state", "complete_blocks")),
+    (paging.PagedAttentionCache, "free_blocks", ("request_id",)),
+    (paging.PagedAttentionCache, "free_all_requests", ()),
+    (paging.PagedAttentionCache, "evict_cached_blocks", ()),
+    (paging.PagedAttentionCache, "compute_free_capacity", ()),
+    (paging.PagedAttentionCache, "extend_read_and_write_indices", ("request_id", "past_length", "query_length")),
+    (RequestState, "__init__", ("request_id", "initial_tokens", "max_new_tokens", "eos_token_id", "streaming",
+                                "logit_processor_kwargs")),
+    (GenerationOutput, "is_finished", ()),
+    (AttentionInterface, "register", ()),
+)  # fmt: skip
+"""What is called, or called here, with the parameters that must be there."""
+
+
+def contract(used: Sequence[tuple[Any, str, tuple[str, ...]]] = USED) -> None:
+    """
+    Raises:
+        ConfigError: this version of transformers lacks something that is used here; names it.
+    """
+    for owner, name, wanted in used:
+        found = getattr(owner, name, None)
+        has = inspect.signature(found).parameters if found is not None else {}
+        gone = f"{owner.__name__}.{name}" if found is None else next((each for each in wanted if each not in has), None)
+        if gone is not None:
+            where = "" if found is None else f" of {owner.__name__}.{name}"
+            raise ConfigError(
+                f"transformers {transformers.__version__} has moved {gone!r}{where}, which ContinuousBatching is "
+                f"written against: install a version that this asynccache names, or use PrefixCache"
+            )
+
+
+# which models
+
+
+def check_model(model: Any, layout: Layout) -> None:
+    """
+    Raises:
+        ConfigError: transformers' continuous batching cannot page this model's layers, or computes their attention by a
+            function that does not take part.
+    """
+    who = type(model).__name__
+    for index, layer in enumerate(layout.layers):
+        if len(layer.parts) != 1 or not isinstance(layer.parts[0], Attention):
+            what = " and ".join(sorted({_kept(part) for part in layer.parts})) or "nothing of its own"
+            raise ConfigError(
+                f"{who}: layer {index} keeps {what}, and transformers' continuous batching has pages for keys and "
+                f"values by token alone; {ELSEWHERE}"
+            )
+    config = model.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ())
+    if not types <= set(LAYER_TYPES.values()):
+        odd = ", ".join(sorted(types - set(LAYER_TYPES.values())))
+        raise ConfigError(f"{who}: transformers' continuous batching has no layers of type {odd}; {ELSEWHERE}")
+    windows = {_attention(layer.parts).window for layer in layout.layers} - {None}
+    if len(windows) > 1:
+        raise ConfigError(f"{who}: its sliding windows are of {len(windows)} lengths, and transformers' continuous "
+                          f"batching has one; {ELSEWHERE}")  # fmt: skip
+    sizes = {pool.name: pool.layer_bytes for pool in layout.pools}
+    for layer in layout.layers:
+        if any(t.page_bytes(layout.page_size) != sizes[t.pool] for t in layer.parts[0].tracks):
+            raise ConfigError(f"{who}: layers that share a pool of pages keep more or less of a token; {ELSEWHERE}")
+    used = getattr(model.config, "_attn_implementation", None)
+    if used not in (*IMPLEMENTATIONS, "eager"):
+        raise ConfigError(f"{who}: its attention is {used!r}; load it with attn_implementation='sdpa' or 'eager'")
+
+
+def _kept(part: Any) -> str:
+    known = {"Attention": "keys and values", "Recurrent": "recurrent states"}
+    return known.get(type(part).__name__, f"{type(part).__name__} data")
+
+
+def _attention(parts: Sequence[Any]) -> Attention:
+    part = parts[0]
+    assert isinstance(part, Attention)
+    return part
+
+
+# requests and their pages
+
+
+@dataclass(slots=True)
+class Held:
+    """A request's pages: ``cached`` tokens need no computing. ``places``: by component, where each token is kept.
+    ``prefilled`` is called when the prompt is computed, ``over`` when the request is; by the thread that generates."""
+
+    cached: int
+    places: Mapping[str, torch.Tensor]
+    prompt: int
+    prefilled: Callable[[], None]
+    over: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What transformers asks of one kind of layers."""
+
+    index: int
+    window: int | None
+    write_trash_index: int = 0
+    read_trash_index: int = 0
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return query_length + (past_length if self.window is None else min(past_length, self.window - 1))
+
+
+class _NoSectors:
+    """transformers' pool of free memory, which has nothing to do here."""
+
+    def try_to_free_sectors(self) -> None: ...
+
+
+class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
+    """What transformers takes for its cache. Its own constructor is not called: it would allocate memory. ``held`` may
+    be added to by any thread; all else belongs to the one that generates."""
+
+    use_prefix_sharing = True
+    allow_block_sharing = False
+    max_blocks_per_request = 0
+    max_decode_fast_path_length = 0
+    read_cache_limit = None
+    bytes_per_sector = 1
+
+    def __init__(self, layout: Layout, slots: Sequence[Slots], tokens: int, step_tokens: int) -> None:
+        """``slots``: of each layer's keys and values. ``tokens``: how many fit on the device. ``step_tokens``: the most
+        that one step computes."""
+        parts = [_attention(layer.parts) for layer in layout.layers]
+        self._slots = slots
+        self._components = [part.tracks[0].source for part in parts]
+        self._windows = {part.tracks[0].source: part.window for part in parts}
+        self.cache_allocators = {LAYER_TYPES[component]: _Kind(index, window)
+                                 for index, (component, window) in enumerate(self._windows.items())}  # fmt: skip
+        self.pool = _NoSectors()
+        self.max_batch_tokens = step_tokens
+        self.max_tokens_read = READ * tokens
+        self.num_blocks = tokens // layout.page_size
+        self.held: dict[str, Held] = {}
+        self._rows: list[Row] = []
+        self._scratch = Scratch()
+        self._plans: Mapping[str, Plan] = {}
+
+    # a request
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        return self.held[request_id].cached
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        return True
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        return {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """After each step, for each request that is not over."""
+        held = self.held.get(state.request_id)
+        if held is not None and held.prompt and state.position_offset >= held.prompt:
+            held.prompt = 0
+            held.prefilled()
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Nothing: transformers calls it before it tells the request's end."""
+
+    def over(self, request_id: str) -> None:
+        held = self.held.pop(request_id, None)
+        if held is not None:
+            held.over()
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        for request_id in list(self.held):
+            self.over(request_id)
+
+    # room, of which there is always enough
+
+    def evict_cached_blocks(self) -> bool:
+        return False
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        return 1.0
+
+    # a step
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
+    ) -> None:
+        """A request is part of the next step."""
+        self._rows.append(Row(self.held[request_id].places, past_length, past_length + query_length))
+
+    def begin(self) -> None:
+        """Plan the step of which all requests were named."""
+        rows, self._rows = self._rows, []
+        self._plans = {component: planned(rows, component, window) for component, window in self._windows.items()}
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
+        given: Mapping[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """One layer's attention: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
+        layer = module.layer_idx
+        plan = self._plans[self._components[layer]]
+        options = options_of(given, module)
+        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ConfigError(f"layer {layer_idx} computes its attention by a function of its own")
+
+    @property
+    def mask(self) -> Any:
+        """What the model is given as a mask, so that it makes none: requests are kept apart by their places."""
+        none = torch.empty(1, 1, 1, 1)
+        return none if len(self._windows) == 1 else dict.fromkeys(self.cache_allocators, none)
+
+
+def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that does as ``usual`` unless it is given a ``PageCache``."""
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+        scaling: float | None = None, cache: Any = None, **given: Any,
+    ) -> Any:  # fmt: skip
+        if isinstance(cache, PageCache):
+            return cache.attend(module, query, key, value, scaling, given), None
+        if cache is not None:
+            given["cache"] = cache
+        return usual(module, query, key, value, attention_mask, scaling=scaling, **given)
+
+    attention.asynccache = True  # type: ignore[attr-defined]
+    return attention
+
+
+def take_part() -> None:
+    """Register the attention functions, once in a process."""
+    known = AttentionInterface()
+    for name in IMPLEMENTATIONS:
+        usual = known[name]
+        if not getattr(usual, "asynccache", False):
+            AttentionInterface.register(name, _taking_part(usual))
+
+
+# steps
+
+
+class _Scheduler(scheduler.FIFOScheduler):  # type: ignore[misc]
+    """Tells who was cancelled. A cancellation may come before its request, from another queue: it waits for it."""
+
+    def clear_cancelled_requests(self) -> list[Any]:
+        asked = set(self._requests_to_cancel)
+        gone: list[Any] = super().clear_cancelled_requests()
+        for state in gone:
+            self.cache.over(state.request_id)
+        self._requests_to_cancel |= asked & self.cache.held.keys()
+        return gone
+
+
+class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
+    """Steps. An error of the model fails the requests of the step that it was in, and no others."""
+
+    @torch.no_grad()
+    def _generation_step(self, model: Any) -> None:
+        try:
+            self.cache.begin()
+            data = self.inputs_and_outputs.get_model_kwargs()
+            data["attention_mask"] = self.cache.mask
+            self.model_runner.compute_batch(model, data)
+            self.inputs_and_outputs.retrieve_device_outputs()
+        except Exception as error:
+            self.handle_batch_error(error)
+            self.inputs_and_outputs.requests_in_batch = []
+
+    def step(self, model: Any) -> list[str]:
+        """For who has no thread: one step; the requests that got a token by it, in the order of their logits."""
+        if not self.prepare_next_batch():
+            return []
+        self._generation_step(model)
+        got = [each.state.request_id for each in self.inputs_and_outputs.requests_in_batch if each.has_new_token]
+        self.update_batch()
+        return got
+
+
+class Told(NamedTuple):
+    """What became of a request: all its tokens so far. ``error``: what it failed of."""
+
+    request_id: str
+    tokens: list[int]
+    finished: bool
+    error: BaseException | None = None
+
+
+class _Router(api.OutputRouter):  # type: ignore[misc]
+    """Hands every output to ``tell``; one that is the last ends what is held."""
+
+    def __init__(self, cache: PageCache, tell: Callable[[Told], None]) -> None:
+        super().__init__()
+        self._cache = cache
+        self._tell = tell
+
+    def deliver(self, output: Any) -> None:
+        failed = RuntimeError(output.error) if output.status == RequestStatus.FAILED else None
+        self._told(Told(output.request_id, output.generated_tokens, output.is_finished(), failed))
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self.deliver(output)
+
+    def fail_and_deliver(self, state: Any, error: Exception) -> None:
+        state.status = RequestStatus.FAILED
+        self._told(Told(state.request_id, list(state.generated_tokens), True, error))
+
+    def _told(self, told: Told) -> None:
+        self._tell(told)
+        if told.finished:
+            self._cache.over(told.request_id)
+
+
+class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
+    """transformers' manager, whose requests bring their pages. Constructing it may change the model's attention
+    implementation; ``end`` puts that back."""
+
+    _original_attn_impl: str | None
+
+    def __init__(self, model: Any, generation: Any, seed: int | None, step_tokens: int) -> None:
+        settings = ContinuousBatchingConfig(
+            max_batch_tokens=step_tokens, max_requests_per_batch=step_tokens, use_async_batching=False,
+            use_cuda_graph=False, max_blocks_per_request=0, auto_switch_to_flash=False, safety_margin=0.0, seed=seed,
+            per_request_processors=bool(generation.do_sample),
+        )  # fmt: skip
+        super().__init__(model, generation, settings)
+        self.page_cache: PageCache | None = None
+
+    def processor(self, cache: PageCache, tell: Callable[[Told], None]) -> Processor:
+        """Steps over the pages of ``cache``."""
+        config = copy.copy(self.model.config.get_text_config())
+        config._attn_implementation = "asynccache"  # so that transformers allocates and fills no masks
+        return Processor(
+            cache=cache, config=config, generation_config=self.generation_config,
+            continuous_batching_config=self.continuous_batching_config, logit_processor=self.logit_processor,
+            input_queue=self.input_queue, cancel_queue=self.cancel_queue, output_router=_Router(cache, tell),
+            background_thread_status=self.background_thread_status, model_device=self.model.device,
+            model_dtype=self.model.dtype, distributed_helper=self.distributed_helper,
+            scheduler=_Scheduler(cache, 0.0, self.continuous_batching_config.max_requests_per_batch),
+        )  # fmt: skip
+
+    def begin(self, cache: PageCache, tell: Callable[[Told], None], name: str) -> None:
+        """Start the thread, which ends with the program if nobody ends it before."""
+        self.page_cache, self._tell = cache, tell
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(target=self._run_generation_loop, name=name, daemon=True)
+        self._generation_thread.start()
+
+    def submit(self, request_id: str, tokens: list[int], most: int, ends: list[int], streaming: bool, held: Held,
+               options: Mapping[str, Any]) -> None:  # fmt: skip
+        """A request for the next step. ``wake`` has to follow, when all are there that are to be computed together.
+
+        Raises:
+            RuntimeError: the thread that generates has ended; says of what.
+        """
+        assert self.page_cache is not None
+        self.page_cache.held[request_id] = held
+        denied = self.background_thread_status.can_accept_new_requests()
+        if denied is not None or not self.is_running():
+            self.page_cache.held.pop(request_id, None)
+            cause = self.background_thread_status.fatal_error
+            raise RuntimeError(denied or "the thread that generates has ended") from cause
+        self.input_queue.put(RequestState(
+            request_id=request_id, initial_tokens=list(tokens), max_new_tokens=most, eos_token_id=ends,
+            streaming=streaming, logit_processor_kwargs=dict(options),
+        ))  # fmt: skip
+
+    def wake(self) -> None:
+        """The thread that generates looks for requests now, if it is asleep."""
+        self._wake_up_loop.set()
+
+    def end(self) -> None:
+        """End the thread, fail what it has, and give the model its attention implementation back."""
+        if self._generation_thread is not None:
+            self.stop(block=True, hard_stop=True)
+        usual: str | None = self._original_attn_impl
+        if usual is not None:
+            self.model.set_attn_implementation(usual)
+            self._original_attn_impl = None
+
+    def _create_batch_processor(self) -> Processor:
+        assert self.page_cache is not None
+        made = self.processor(self.page_cache, self._tell)
+        self.output_router = made.output_router
+        return made
+
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            assert self.page_cache is not None
+            self.page_cache.free_all_requests()
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: transformers has no such option for a single request.
+        """
+        try:
+            self.logit_processor.check_kwargs(dict(options))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from None
+
+
+def waiting(request_id: str, tokens: list[int]) -> Any:
+    """A request for one token, as a scheduler keeps it."""
+    return RequestState(request_id=request_id, initial_tokens=tokens, max_new_tokens=1)
+
+
+@contextmanager
+def heard(model: Any) -> Iterator[list[torch.Tensor]]:
+    """The logits that tokens were chosen from, a tensor ``[requests, vocabulary]`` a step."""
+    logits: list[torch.Tensor] = []
+
+    def listen(module: Any, args: Any, given: Mapping[str, Any], out: Any) -> None:
+        made = out.logits[0]
+        logits.append(made if "logits_to_keep" in given else made[given["logits_indices"].long()])
+
+    hook = model.register_forward_hook(listen, with_kwargs=True)
+    try:
+        yield logits
+    finally:
+        hook.remove()

@@ -1,0 +1,63 @@
+"""The dashboard that ships: each of its queries names metrics, and labels of theirs, that a cache has."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from asynccache import AsyncCache, CacheConfig, Full
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry
+
+from asynccache.metrics import CacheCollector, LoopLag
+
+ROOT = Path(__file__).parents[2]
+KV = Full(bytes_per_token=64, device_tokens=1024, host_tokens=4096)
+CONFIG = CacheConfig(model="demo", components=(KV,), storage="memory:")
+SERIES = re.compile(r"(asynccache_\w+)(?:\{([^}]*)\})?")
+LABEL = re.compile(r"(\w+)(?:=~|=|!=|!~)\"")
+GROUPED = re.compile(r"by \(([^)]*)\)")
+
+
+async def known() -> dict[str, set[str]]:
+    """The labels of each metric of a cache with a store, by name."""
+    registry = CollectorRegistry()
+    async with AsyncCache(CONFIG) as cache:
+        registry.register(CacheCollector(cache, lag=LoopLag()))
+        return {sample.name: set(sample.labels) for family in registry.collect() for sample in family.samples}
+
+
+def queries() -> list[tuple[str, str]]:
+    """The expression and the legend of every query."""
+    board = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    chosen = [(each["query"], "") for each in board["templating"]["list"] if each["type"] == "query"]
+    return chosen + [(query["expr"], query["legendFormat"]) for panel in board["panels"] for query in panel["targets"]]
+
+
+@pytest.mark.asyncio
+async def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
+    metrics, asked = await known(), queries()
+    assert len(asked) > 15
+    for expression, legend in asked:
+        labels: set[str] = set()
+        found = SERIES.findall(LABEL.sub("\"", expression))
+        assert found, expression
+        for name, _ in found:
+            assert name in metrics, f"{name} in {expression}"
+            labels |= metrics[name]
+        used = {*LABEL.findall(expression), *re.findall(r"\{\{(\w+)\}\}", legend)}
+        used |= {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")}
+        assert used <= labels, expression
+
+
+def test_every_kind_of_figure_is_on_it() -> None:
+    """Whoever looks at it sees hits, misses, room, transfers and failures."""
+    asked = " ".join(expression for expression, _ in queries())
+    for name in ("hit", "miss", "pool_free", "stage_latency", "stage_errors", "storage_breaker", "loop_lag", "closed"):
+        assert f"asynccache_{name}" in asked
