@@ -70,6 +70,10 @@ class Nudge(Enum):
 Ack = Outcome | Nudge
 
 
+def nothing() -> None:
+    """For who has nothing to do, or nothing to check."""
+
+
 class Driver:
     """Turns core calls into effects, and outcomes into core calls. Belongs to one loop.
 
@@ -114,7 +118,7 @@ class Driver:
         """An operation's I/O has let go; the next one to take the lock applies it."""
         self.acks.put_nowait(outcome)
 
-    async def run_acks(self, then: Callable[[], object] = bool) -> None:
+    async def run_acks(self, then: Callable[[], object] = nothing) -> None:
         """The ack task, which applies outcomes when nobody else comes by: for ever, wait for one, take the lock once,
         apply all that wait by then, and call ``then``. An acquisition for each outcome would starve behind calls in
         slices. Cancelling it leaves what waits to the next holder of the lock.
@@ -261,7 +265,7 @@ class Driver:
             retiring.append(effect.op)
 
     async def slices(
-        self, call: Callable[[], T | More], check: Callable[[], object] = bool
+        self, call: Callable[[], T | More], check: Callable[[], object] = nothing
     ) -> tuple[T, asyncio.CancelledError | None]:
         """Under the lock: make the core call ``call`` until it answers, with a turn of the loop between slices.
         ``check`` is called before each slice, and raises if there is no point in it any more.
@@ -282,7 +286,7 @@ class Driver:
                 self.settle()
 
     async def run(
-        self, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = bool
+        self, call: Callable[[], T | More], done: Callable[[T], None], check: Callable[[], object] = nothing
     ) -> T:
         """Take the lock, settle, make the core call ``call`` in slices, and ``done`` with the answer, which performs
         its plan.

@@ -22,7 +22,7 @@ from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
 from asynccache.runtime.door import Door
-from asynccache.runtime.driver import Driver
+from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.engine import Engine
 from asynccache.runtime.freezing import Freezer
 from asynccache.runtime.keeping import Keeper
@@ -83,7 +83,7 @@ class Parts:
             driver, self.door, self.engine, self.publisher, worker, self.lookups, self.supervisor,
             asyncio.get_running_loop(),
         )  # fmt: skip
-        self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else bool
+        self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else nothing
         self._route()
 
     def __repr__(self) -> str:

@@ -1,6 +1,9 @@
 """prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle; and the policy
 that says how long.
 
+Law: windows and states are fetched for an end that a lease of the same tokens can have, which leaves at least one token
+to be computed; for the end of a prompt of whole pages they would be of no use to it. FULL's pages serve every end.
+
 Law: a refused prefetch waits in a line of its own, first come, first served, and is tried again; one that meets pages
 on their way joins them. Who waits there claims nothing. At the head of the line it waits for room on the host for
 ``PATIENCE`` seconds and then takes what it can get: what has the room may be claims of requests that wait for leases.
@@ -63,17 +66,18 @@ class Prefetching:
     def begin(self, space: bytes, key: bytes) -> Prefetch:
         """One whose work has begun, or that is over already because there is nothing worth fetching."""
         driver, size = self._driver, self._config.page_size
+        if len(self._pools.components) > 1:
+            key = _usable_by_a_lease(key, size)
         match = driver.unlocked(driver.core.match, space, key)
         handle = Prefetch(
             space, key, Chain(space, size), Held(match.device, match.host), self._time(),
             driver.prefetch_line.ticket(), driver.check_thread, self._claims,
         )  # fmt: skip
-        whole = len(key) // TOKEN_BYTES // size * size
         if not self._worker.has_stores:
             handle.skip("no storage")
         elif self._clearing:
             self._skip(handle, "storage is being cleared")
-        elif whole - match.host < max(1, self._config.prefetch_threshold):
+        elif len(key) // TOKEN_BYTES // size * size - match.host < max(1, self._config.prefetch_threshold):
             self._skip(handle, "below the threshold")
         elif self._worker.is_away(space):
             handle.cut = Cut.BACKEND
@@ -279,6 +283,12 @@ class Prefetching:
         finally:
             handle.asleep = None
         return True
+
+
+def _usable_by_a_lease(key: bytes, page_size: int) -> bytes:
+    """The whole pages of ``key`` that a lease of it can have cached: it leaves one token at least to be computed."""
+    tokens = len(key) // TOKEN_BYTES
+    return key[: max(0, tokens - 1) // page_size * page_size * TOKEN_BYTES]
 
 
 def _status(handle: Prefetch, fetch: Fetch) -> PrefetchStatus:

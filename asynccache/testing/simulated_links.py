@@ -34,8 +34,8 @@ _TIMEOUT = 30.0
 
 
 class SimulatedLink:
-    """One end. ``peer``: the other one. ``frames``: how many were sent from here; ``cut_at``: the frame from here that
-    does not arrive any more."""
+    """One end. ``peer``: the other one. ``timeout``: see ``Link``. ``frames``: how many were sent from here;
+    ``cut_at``: the frame from here that does not arrive any more."""
 
     def __init__(self, random: Random, delay: float, timeout: float) -> None:
         self.peer: SimulatedLink
@@ -45,7 +45,7 @@ class SimulatedLink:
         self.delay = delay
         self.sent: list[bytes] = []
         self._random = random
-        self._timeout = self._patience = timeout
+        self.timeout = self._patience = timeout
         self._under_way: deque[bytes | None] = deque()
         self._kept: list[bytes] = []
         self._heard: Callable[[bytes], None] | None = None
@@ -122,7 +122,7 @@ class SimulatedLink:
 
     def patience(self, seconds: float | None) -> None:
         """See ``Link``."""
-        self._patience = self._timeout if seconds is None else seconds
+        self._patience = self.timeout if seconds is None else seconds
 
     async def aclose(self) -> None:
         """See ``Link``."""

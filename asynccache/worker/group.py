@@ -215,8 +215,8 @@ class WorkerGroup:
 
     async def open(self) -> None:
         """Have all open. To be called once. Raises as ``open_group``."""
+        self._be_patient(1)
         for rank, link in self._links.items():
-            link.patience(OPENING)
             link.begin(partial(self._heard, rank), partial(self._lost, rank))
         opened = await self._call(lambda call: m.Open(call, m.settings_of(self._config)), m.Opened)
         first = next(iter(opened.values()))
@@ -236,8 +236,7 @@ class WorkerGroup:
         for at, (options, _) in enumerate(first.stores):
             entry = self._enter(options, any(one.stores[at][1] for one in opened.values()))
             self._entries = (*self._entries, entry)
-        for link in self._links.values():
-            link.patience(None)
+        self._be_patient(-1)
         self._put(m.Ready())
 
     def _weigh(self, weights: Sequence[Mapping[str, int]]) -> None:
@@ -362,11 +361,7 @@ class WorkerGroup:
             await call.done
         except asyncio.CancelledError:
             if call.left and self.failure is None:
-                call.done = asyncio.get_running_loop().create_future()
-                self._put(m.Cancel(number))
-                await settled([call.done])
-                if not call.done.cancelled():
-                    call.done.exception()
+                await self._cancel(number, call)
             raise
         finally:
             del self._calls[number]
@@ -379,6 +374,23 @@ class WorkerGroup:
                 raise self._nonsense(rank, f"answered a call with {type(one).__name__}")
             found[rank] = one
         return found
+
+    async def _cancel(self, number: int, call: _Call) -> None:
+        """Return when all have let go of this call, or the group is over: who does not let go within the time-out is
+        as good as silent."""
+        loop, seconds = asyncio.get_running_loop(), OPENING if self._opening else self._timeout
+        call.done = loop.create_future()
+        self._put(m.Cancel(number))
+        giving_up = loop.call_later(seconds, self._never_let_go, call, seconds)
+        try:
+            await settled([call.done])
+        finally:
+            giving_up.cancel()
+            if not call.done.cancelled():
+                call.done.exception()
+
+    def _never_let_go(self, call: _Call, seconds: float) -> None:
+        self._fail(RankFailure(f"did not let go of what was cancelled within {seconds:g} s", min(call.left)))
 
     def _heard(self, rank: int, frame: bytes) -> None:
         for message in m.decode_news(frame):
@@ -710,11 +722,11 @@ class WorkerGroup:
             return m.OpenStore(call, number, storage, dict(options), position)
 
         try:
-            self._wait_for_stores(1)
+            self._be_patient(1)
             try:
                 opened = await self._call(order, m.StoreOpened)
             finally:
-                self._wait_for_stores(-1)
+                self._be_patient(-1)
             first = next(iter(opened.values()))
             for rank, one in opened.items():
                 if (one.options.name, one.options.write) != (first.options.name, first.options.write):
@@ -727,8 +739,9 @@ class WorkerGroup:
         entry = self._opened[number] = StoreEntry(number, first.options)
         return entry
 
-    def _wait_for_stores(self, more: int) -> None:
-        """Be patient while a store is opened: it may pin the host's memory, as at the start."""
+    def _be_patient(self, more: int) -> None:
+        """Wait for longer than the time-out while pools or a store are opened: these may pin the host's memory.
+        ``more``: so many are opened, or are so no more."""
         self._opening += more
         for link in self._links.values():
             link.patience(OPENING if self._opening else None)

@@ -51,6 +51,11 @@ class Link(Protocol):
         """Whether nothing comes or goes any more, as far as is known here. Also true before ``lost`` is called."""
         ...
 
+    @property
+    def timeout(self) -> float:
+        """Seconds of silence that are a failure, the same at both ends; see ``patience``."""
+        ...
+
     def begin(self, heard: Callable[[bytes], None], lost: Callable[[RankFailure], None]) -> None:
         """From now on ``heard`` is called with every frame, in order, and ``lost`` at most once, after the last frame.
         To be called once. What ``heard`` raises ends the link: ``lost`` gets it if it is a ``RankFailure``, or one that
@@ -114,6 +119,11 @@ class StreamLink(asyncio.Protocol):
     def ended(self) -> bool:
         """See ``Link``."""
         return self._ended
+
+    @property
+    def timeout(self) -> float:
+        """See ``Link``; from the end of the handshake on."""
+        return self._timeout
 
     # the handshake
 

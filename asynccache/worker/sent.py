@@ -69,6 +69,7 @@ class SentBatches:
         self._sent: dict[int, EngineBatch] = {}
         self._unended: dict[int, EngineBatch] = {}
         self._events: dict[int, Event] = {}
+        self._running: dict[int, EngineBatch] = {}
         self._unread: dict[int, EngineBatch] = {}
         self._came: dict[asyncio.Future[None], None] = {}
         self._watching: set[asyncio.Task[None]] = set()
@@ -165,8 +166,9 @@ class SentBatches:
         return ConfigError(f"batch {number} " + ("was ended before" if 0 < number <= self.last else "was not sent"))
 
     def lose(self, op: int) -> None:
-        """A load has failed here: engines that compute on it are told."""
-        for batch in self._sent.values():
+        """A load has failed here: engines that compute on it are told, also those that have ended their batch by an
+        event which has not fired yet."""
+        for batch in (*self._sent.values(), *self._running.values()):
             if op in batch.loads:
                 batch.lost = True
 
@@ -178,11 +180,11 @@ class SentBatches:
         except Exception as failure:
             self._failed(failure)
             return
-        del self._sent[number]
+        batch = self._sent.pop(number)
         if event is None or over:
             self._over(number, error)
         else:
-            self._events[number] = event
+            self._events[number], self._running[number] = event, batch
             task = asyncio.get_running_loop().create_task(self._watch(number, event), name="asynccache-batch")
             self._watching.add(task)
             task.add_done_callback(self._watching.discard)
@@ -196,7 +198,7 @@ class SentBatches:
         except Exception as error:
             self._failed(error)
             return
-        self._events.pop(number, None)
+        del self._events[number], self._running[number]
         self._over(number, "")
 
     def stop(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from typing import TYPE_CHECKING
 
 from asynccache import checks
@@ -45,6 +46,7 @@ class Serving:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._counting: asyncio.TimerHandle | None = None
         self._last_call = 0
+        self._gives_up_at = inf
         self._opening: set[int] = set()
 
     def __repr__(self) -> str:
@@ -61,12 +63,15 @@ class Serving:
         await self._opened
 
     async def aclose(self) -> None:
-        """Leave the group: what is under way is let go, all that is open is closed. Twice is once."""
+        """Leave the group: what is under way is let go, all that is open is closed. A store that hangs meanwhile is
+        waited for no longer than the link's time-out; it goes on closing. Twice is once."""
         if self._counting is not None:
             self._counting.cancel()
+        self._gives_up_at = min(self._gives_up_at, self._loop.time() + self._link.timeout)
         try:
-            with suppress(AsyncCacheError):
-                await self.performer.aclose(1.0)
+            with suppress(AsyncCacheError, TimeoutError):
+                async with asyncio.timeout_at(self._gives_up_at):
+                    await self.performer.aclose(1.0)
         finally:
             self._wire.flush()
             self._wire.links = []

@@ -46,11 +46,3 @@ class Topology:
     def rank(self, place: Place) -> int:
         """The number of the rank at ``place``."""
         return place.tp + self.tp * (place.cp + self.cp * place.pp)
-
-    def above(self, place: Place) -> int | None:
-        """The rank of the pipeline stage before with the same tp and cp coordinates."""
-        return self.rank(place._replace(pp=place.pp - 1)) if place.pp else None
-
-    def below(self, place: Place) -> int | None:
-        """The rank of the next pipeline stage with the same tp and cp coordinates."""
-        return self.rank(place._replace(pp=place.pp + 1)) if place.pp + 1 < self.pp else None

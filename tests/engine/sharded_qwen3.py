@@ -76,8 +76,9 @@ class ShardedQwen3:
         self._shape = shape
         self._topology = topology
         self._rank = rank
-        self._above, self._below = topology.above(place), topology.below(place)
         self._first, self._last = place.pp == 0, place.pp == topology.pp - 1
+        self._above = None if self._first else topology.rank(place._replace(pp=place.pp - 1))
+        self._below = None if self._last else topology.rank(place._replace(pp=place.pp + 1))
         self._tp_group = tp_group
         self._page = page_size
         self._kv = [_tokens(pools["full"].layer(i), page_size, shape.kv_heads // topology.tp, shape.head_dim)

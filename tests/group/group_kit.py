@@ -262,6 +262,14 @@ class GroupWorld:
         assert not core.active_fetches()
 
 
+def performers(world: GroupWorld) -> list[Any]:
+    """What does the work on each rank, in their order."""
+    own = world.cache.worker
+    found: dict[int, Any] = {} if own is None else {own.rank: own._performer}
+    found |= {rank: process.serving.performer for rank, process in world.group.processes.items()}
+    return [found[rank] for rank in sorted(found)]
+
+
 def text(pages: int, seed: int = 0, extra: int = 0) -> list[int]:
     """Tokens of so many whole pages and ``extra`` more; different seeds share no page."""
     return [seed * 100_000 + i for i in range(pages * PAGE + extra)]

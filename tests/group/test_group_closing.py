@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from asynccache import CacheClosed, RankFailure
 from asynccache.errors import BackendError
+from asynccache.settle import completed
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import RankWorker, Topology
-from asynccache.worker.group import LATE
-from tests.group.group_kit import GroupWorld, play, settings, text
+from asynccache.worker.group import LATE, OPENING
+from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
+
+TIMEOUT = 3.0
 
 
 def test_who_waits_for_a_batch_when_the_cache_closes_is_told_and_who_asks_later_too() -> None:
@@ -161,6 +167,86 @@ def test_links_that_a_cache_has_taken_stay_when_nobody_may_come_in_any_more() ->
             async with asyncio.timeout(60.0):
                 assert await world.serve(text(3)) == 0
                 assert await world.serve(text(3, extra=1)) == 12
+        await world.aclose()
+
+    play(main)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("opening", [False, True])
+def test_a_rank_that_does_not_let_go_of_what_was_cancelled_is_given_up(rank: int, opening: bool) -> None:
+    """Its link stands, and says that it is alive: who had cancelled waited for ever. A store that is being opened may
+    take longer."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40), timeout=TIMEOUT)
+        world.begin()
+        go = asyncio.Event()
+        told: list[str] = []
+        try:
+            async with world.cache as cache:
+                assert cache.worker is not None
+                local = (cache.worker if rank == 0 else world.process(rank).face)._performer.local
+                assert local is not None
+
+                async def hang(*_: object, **__: object) -> None:
+                    await completed(as_coroutine(go.wait()))
+
+                local.flush = local.open_store = hang  # type: ignore[assignment]
+                group = cache._opened().worker
+                begun = loop.time()
+                calling = asyncio.create_task(cache.attach_storage(GUEST) if opening else group.flush())
+                await asyncio.sleep(0.1)
+                calling.cancel()
+                async with asyncio.timeout(2 * OPENING):
+                    await asyncio.wait([calling])
+                took = loop.time() - begun
+                assert calling.cancelled() or isinstance(calling.exception(), RankFailure)
+                bound = OPENING if opening else TIMEOUT
+                assert bound <= took <= bound + 1.0
+                go.set()
+        except RankFailure as failure:
+            told.append(str(failure))
+        assert told == [f"rank {rank}: did not let go of what was cancelled within {bound:g} s"]
+        await world.group.ended()
+        await world.aclose()
+
+    play(main)
+
+
+async def as_coroutine(work: Coroutine[Any, Any, Any]) -> None:
+    await work
+
+
+@pytest.mark.parametrize("gone", ["head closes", "head is gone"])
+def test_a_worker_whose_store_hangs_while_it_is_closed_ends_within_the_time_out(gone: str) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True), own=None, timeout=TIMEOUT)
+        world.begin()
+        cache = await world.cache.__aenter__()
+        local = world.process(1).face._performer.local
+        assert local is not None
+        go, close = asyncio.Event(), local._tiers.aclose
+
+        async def hang() -> None:
+            await go.wait()
+            await close()
+
+        local._tiers.aclose = hang  # type: ignore[method-assign]
+        if gone == "head is gone":
+            world.process(1).link.peer.cut()
+        else:
+            with suppress(BackendError):
+                await cache.aclose(deadline=1.0)
+        begun = loop.time()
+        async with asyncio.timeout(120.0):
+            await world.process(1).ended()
+        assert loop.time() - begun <= TIMEOUT + 1.0
+        go.set()
+        with suppress(BackendError):
+            await cache.aclose(deadline=1.0)
+        await world.group.ended()
+        await asyncio.sleep(1.0)
         await world.aclose()
 
     play(main)

@@ -11,13 +11,7 @@ from asynccache.errors import Unavailable
 from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker.group import OPENING
-from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
-
-
-def performers(world: GroupWorld) -> list[Any]:
-    """What does the work on each rank."""
-    group: Any = world.cache._opened().worker
-    return [group.own, *(process.serving.performer for process in world.group.processes.values())]
+from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
 
 
 def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:

@@ -268,12 +268,31 @@ async def test_a_window_is_fetched_whole_or_not_at_all() -> None:
     config = policy(PrefetchPolicy.WAIT_COMPLETE, swa=16)
     async with stored(6, pools, swa=16) as storage, opened(config, storage=storage) as cache:
         storage.corrupt = {6}  # FULL's six pages are read first; then a page of the window
-        result = await cache.prefetch(text(6))
+        result = await cache.prefetch(text(6, extra=1))
         assert result.tokens < 24
         storage.corrupt = set()
         cached = await serve(cache, text(6, extra=1), pools)
         assert cached == result.tokens
         assert cache.statistics().host["swa"].free >= 32 - 4
+
+
+@pytest.mark.asyncio
+async def test_a_window_is_fetched_for_an_end_that_a_lease_of_the_same_tokens_can_have() -> None:
+    """A lease leaves at least one token to be computed: of a prompt of whole pages it cannot have the last page, and
+    the window of that page's end is of no use to it. FULL's pages are, to whoever goes on from there."""
+    pools = ("full", "swa")
+    async with stored(6, pools, swa=16) as storage:
+        config = policy(PrefetchPolicy.WAIT_COMPLETE, swa=16)
+        for prompt, cached in ((text(6), 20), (text(6, extra=1), 24), (text(5, extra=3), 20)):
+            async with opened(config, storage=storage) as cache:
+                assert await cache.prefetch(prompt) == PrefetchResult(PrefetchStatus.COMPLETE, cached)
+                assert await serve(cache, prompt, pools) == cached
+            async with opened(config, storage=storage) as cache:
+                assert await serve(cache, prompt, pools) == cached, "by the lease's own prefetch"
+        async with opened(config, storage=storage) as cache:
+            assert (await cache.prefetch(text(1))).reason == "below the threshold", "a lease can have nothing of it"
+    async with stored(6) as storage, opened(policy(PrefetchPolicy.WAIT_COMPLETE), storage=storage) as cache:
+        assert (await cache.prefetch(text(6))).tokens == 24
 
 
 @pytest.mark.asyncio

@@ -10,8 +10,11 @@ import pytest
 
 from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import LoadBack, Move, Status
+from asynccache.testing.simulated_device import SimulatedDevice
+from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import messages as m
 from asynccache.worker.layout import FULL
+from asynccache.worker.sent import EngineBatch, SentBatches
 from tests.worker.test_waiting_threads import Opened, opened
 
 
@@ -172,3 +175,28 @@ async def test_an_event_that_raises_is_the_end_of_the_group_and_its_batch_is_not
         await asyncio.sleep(0.01)
         assert [one for one in worker.told if isinstance(one, m.Died)] == [m.Died("OSError: an illegal memory access")]
         assert not overs(worker)
+
+
+def test_a_load_that_fails_marks_the_batches_that_need_it_until_they_are_over() -> None:
+    """Also those that the engine has ended by an event which has not fired: its stream may still ask for their layers,
+    and was told that all had come."""
+
+    async def main(loop: SimulatedLoop) -> None:
+        over: list[int] = []
+        sent = SentBatches(lambda number, _: over.append(number), lambda: None, lambda _: None)
+        device = SimulatedDevice()
+        gate = device.gate()
+        batches = [EngineBatch(number, b"", (7,), lambda *_: None) for number in (1, 2, 3)]
+        for batch in batches:
+            sent.add(batch)
+        sent.end(1, gate, "")
+        sent.end(2, None, "")
+        sent.lose(7)
+        assert [batch.lost for batch in batches] == [True, False, True]
+        gate.open()
+        await asyncio.sleep(1.0)
+        assert over == [2, 1]
+        assert not sent._running
+        await device.aclose()
+
+    simulate(main, 1)
