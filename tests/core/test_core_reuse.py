@@ -10,7 +10,7 @@ import pytest
 
 from asynccache.core import reuse
 from asynccache.core.cache import Ask, CacheCore, Grant
-from asynccache.core.eviction import EvictionPolicy, Queue
+from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
@@ -205,8 +205,8 @@ def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
 class Mru(EvictionPolicy):
     """Most recently used first: a policy of somebody's own."""
 
-    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
-        return queues[0].newest() if queues[0].slices else None
+    def choose(self, order: Order, now: int) -> Node | None:
+        return order.rest[0].newest() if order.rest[0].slices else None
 
 
 @pytest.fixture
