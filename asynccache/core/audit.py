@@ -200,6 +200,9 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
             part = entry[1]
             queue = part.queue
             _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
+            if entry[0] == stamp:
+                wanted = world.queue(node, place, world.late(node, place))
+                _require(queue is wanted, node, "place", place, "waits in another queue than the policy says")
             waits_by = part.stamps[part.nodes.index(node)]
             _require(waits_by == entry[0], node, "place", place, "waits by another stamp than it says")
     for place, shelf in enumerate(world.shelves):

@@ -11,7 +11,6 @@ Whoever asked for the choice looks then, and puts the cell where it belongs. So 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from typing import Any
 
 from asynccache.core.tree import Node
@@ -101,10 +100,11 @@ class Queue:
     ``note`` what it worked out about the two.
     """
 
-    __slots__ = ("_place", "changed", "note", "slices")
+    __slots__ = ("_place", "changed", "note", "order", "slices")
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, place: int, order: Order) -> None:
         self._place = place
+        self.order = order
         self.slices: list[Slice] = []
         self.changed = True
         self.note: Any = None
@@ -130,7 +130,7 @@ class Queue:
                 slices.append(part)
             part.stamps.append(stamp)
             part.nodes.append(node)
-            self.changed = True
+            self.changed = self.order.changed = True
             node.entry[self._place] = (stamp, part)
             return
         part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
@@ -142,7 +142,7 @@ class Queue:
         nodes.insert(at, node)
         node.entry[self._place] = (stamp, part)
         if not at or at == len(nodes) - 1:
-            self.changed = True
+            self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
             self._halve(part)
 
@@ -171,25 +171,49 @@ def withdraw(node: Node, place: int) -> None:
         at = bisect_left(part.stamps, stamp)
         while nodes[at] is not node:
             at += 1
+    if _drop(part, at):
+        part.queue.order.changed = True
+
+
+def take(node: Node, place: int) -> None:
+    """``withdraw`` for a cell that was chosen: the oldest or the newest one of its queue. So ``changed`` of its order
+    is left as it is."""
+    entry = node.entry[place]
+    assert entry is not None
+    node.entry[place] = None
+    part = entry[1]
+    _drop(part, 0 if part.nodes[0] is node else len(part.nodes) - 1)
+
+
+def _drop(part: Slice, at: int) -> bool:
+    """Take out one cell of ``part``; whether another one has become its queue's oldest or newest, as far as that can be
+    told here."""
+    queue, nodes = part.queue, part.nodes
     del part.stamps[at], nodes[at]
-    queue = part.queue
     if not nodes:
         slices = queue.slices
         del slices[0 if slices[0] is part else slices.index(part)]
-        queue.changed = True
-    elif not at or at == len(nodes):
-        queue.changed = True
+    elif at and at != len(nodes):
+        return False
+    queue.changed = True
+    return True
 
 
 class Order:
     """The queues of one order of one place. ``first``: what goes before all else, the coldest first. ``rest``: those
-    among whose ends the policy chooses then."""
+    among whose ends the policy chooses then.
 
-    __slots__ = ("first", "rest")
+    ``changed`` is set whenever another cell has become the oldest or the newest one of any of them, but not when that
+    is so because the policy's choice went. A policy may clear it and keep in ``note`` what it worked out about them.
+    """
+
+    __slots__ = ("changed", "first", "note", "rest")
 
     def __init__(self, place: int, queues: int) -> None:
-        self.first = Queue(place)
-        self.rest = tuple([Queue(place) for _ in range(queues)])
+        self.first = Queue(place, self)
+        self.rest = tuple([Queue(place, self) for _ in range(queues)])
+        self.changed = True
+        self.note: Any = None
 
     def entries(self) -> list[tuple[int, Node]]:
         """Every cell that waits, with the stamp that it waits by, for the audit."""
@@ -214,12 +238,13 @@ class EvictionPolicy:
     learns = False
 
     def queue(self, node: Node, c: int) -> int:
-        """In which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are
-        several."""
+        """In which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are several,
+        and the answer may change only with a use of the node."""
         return 0
 
-    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
-        """The oldest or newest cell of one of ``queues``, which goes; None if all are empty. ``now``: microseconds."""
+    def choose(self, order: Order, now: int) -> Node | None:
+        """The oldest or newest cell of one of the queues ``order.rest``, which goes; None if all are empty. ``now``:
+        microseconds."""
         raise NotImplementedError
 
     def use(self, end: Node, forked: int, now: int) -> None:
@@ -240,5 +265,6 @@ class Lru(EvictionPolicy):
 
     __slots__ = ()
 
-    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
-        return queues[0].oldest() if queues[0].slices else None
+    def choose(self, order: Order, now: int) -> Node | None:
+        queue = order.rest[0]
+        return queue.oldest() if queue.slices else None

@@ -21,9 +21,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
-from asynccache.core.eviction import EvictionPolicy, Queue
+from asynccache.core.eviction import EvictionPolicy, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node
@@ -35,7 +36,8 @@ _FORKED = 5
 EDGES = (0.0, *(0.5 * 1.225**k for k in range(BINS - 1)))
 """Ages in seconds: bin k reaches from ``EDGES[k]`` to ``EDGES[k + 1]``; the last has no end."""
 _EDGES = [int(edge * 1e6) for edge in EDGES]
-_ENDS = (*_EDGES[1:], 1 << 62)
+_NEVER = 1 << 62
+_ENDS = (*_EDGES[1:], _NEVER)
 _WIDTHS = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS))
 _LEARN_EVERY = 100
 _PRIOR_BLOCKS = 300.0
@@ -59,14 +61,9 @@ def bin_of(age: int) -> int:
     return bisect_right(_EDGES, age) - 1 if age > 0 else 0
 
 
-class Ghost(NamedTuple):
-    """What is remembered of a node that left: where it ended, in pages from the root, its pages, and what the policy
-    knew of it."""
-
-    end: int
-    pages: int
-    heat: int
-    used: int
+Ghost = tuple[int, int, int, int, int]
+"""What is remembered of a node that left: its name, where it ended, in pages from the root, its pages, its heat, and
+the stamp of its last use."""
 
 
 class Curve(NamedTuple):
@@ -211,14 +208,29 @@ def _unimodal(values: Sequence[float]) -> list[float]:
     return risen
 
 
-class _Ends(NamedTuple):
-    """What was worked out about a queue: what its cheaper end is worth, whether that is the newest cell, until when
-    that holds, and from which version of the curves it is."""
+class _Ends:
+    """What was worked out about a queue: what its cheaper end is worth, whether that is the newest cell, in which bin
+    it is, until when that holds, and with which version of the curves."""
 
-    worth: float
-    newest: bool
-    until: int
-    version: int
+    __slots__ = ("bin", "newest", "until", "version", "worth")
+
+    def __init__(self) -> None:
+        self.bin = self.until = self.version = 0
+        self.newest = False
+        self.worth = 0.0
+
+
+class _Lead:
+    """The queue that the choice fell on, and until when it will fall there again, as long as nothing else changes and
+    the cheaper end stays in its bin."""
+
+    __slots__ = ("ends", "queue", "until", "version")
+
+    def __init__(self, queue: Queue, ends: _Ends, until: int, version: int) -> None:
+        self.queue = queue
+        self.ends = ends
+        self.until = until
+        self.version = version
 
 
 class P2c(EvictionPolicy):
@@ -237,7 +249,7 @@ class P2c(EvictionPolicy):
         self._most_pages = _GHOST_SHARE * (full.device + full.host)
         self._version = self._uses = self._held = 0
         self._ghosts: dict[int, Ghost] = {}
-        self._fifo: deque[tuple[int, Ghost]] = deque()
+        self._fifo: deque[Ghost] = deque()
         self.curves = Curves()
         self.returned = 0.0
 
@@ -249,29 +261,56 @@ class P2c(EvictionPolicy):
     def queue(self, node: Node, c: int) -> int:
         return _CLASS[node.heat]
 
-    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
+    def choose(self, order: Order, now: int) -> Node | None:
+        lead: _Lead | None = order.note
+        if lead is not None and not order.changed and now < lead.until and lead.version == self._version:
+            slices, ends = lead.queue.slices, lead.ends
+            if slices:
+                if not ends.newest:
+                    if slices[0].stamps[0] <= now - _EDGES[ends.bin]:
+                        return slices[0].nodes[0]
+                elif slices[-1].stamps[-1] > now - _ENDS[ends.bin]:
+                    return slices[-1].nodes[-1]
+        return self._compare(order, now)
+
+    def _compare(self, order: Order, now: int) -> Node | None:
+        """``choose`` among all queues."""
         best: Queue | None = None
         found: _Ends | None = None
-        version = self._version
-        for kind, queue in enumerate(queues):
+        version, kind, until, second = self._version, -1, _NEVER, inf
+        for queue in order.rest:
+            kind += 1
             if not queue.slices:
                 continue
             ends: _Ends | None = queue.note
-            if ends is None or queue.changed or ends[3] != version or now >= ends[2]:
+            if ends is None or queue.changed or ends.version != version or now >= ends.until:
                 ends = self._look(queue, self.curves.worth[kind], now)
-            if found is None or ends[0] < found[0] or (ends[0] == found[0] and _is_older(queue, best)):
+            until = min(until, ends.until)
+            if found is None or ends.worth < found.worth or (ends.worth == found.worth and _is_older(queue, best)):
+                if found is not None:
+                    second = found.worth
                 best, found = queue, ends
+            elif ends.worth < second:
+                second = ends.worth
         if best is None or found is None:
             return None
-        return best.newest() if found[1] else best.oldest()
+        if found.worth < second:
+            order.note = _Lead(best, found, until, version)
+            order.changed = False
+        return best.newest() if found.newest else best.oldest()
 
     def _look(self, queue: Queue, worth: Sequence[float], now: int) -> _Ends:
         slices = queue.slices
         young, old = now - slices[-1].stamps[-1], now - slices[0].stamps[0]
         newer, older = bin_of(young), bin_of(old)
-        until = now + min(_ENDS[newer] - young, _ENDS[older] - old)
-        newest = worth[newer] < worth[older]
-        queue.note = ends = _Ends(worth[newer if newest else older], newest, until, self._version)
+        ends: _Ends | None = queue.note
+        if ends is None:
+            queue.note = ends = _Ends()
+        ends.until = now + min(_ENDS[newer] - young, _ENDS[older] - old)
+        ends.newest = worth[newer] < worth[older]
+        ends.bin = newer if ends.newest else older
+        ends.worth = worth[ends.bin]
+        ends.version = self._version
         queue.changed = False
         return ends
 
@@ -311,29 +350,33 @@ class P2c(EvictionPolicy):
     # ghosts
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
-        if not node.used:
+        used = node.used
+        if not used:
             return
-        name, pages = node.name or self._name_of(parent, page), len(node.key) // self._page_bytes
-        if node.root.dead or name in self._ghosts:
-            self.curves.give_up(_CLASS[node.heat], node.used, now, pages * self._blocks)
+        pages, name, ghosts = node.end - parent.end, node.name or self._name_of(parent, page), self._ghosts
+        if node.root.dead or name in ghosts:
+            self.curves.give_up(_CLASS[node.heat], used, now, pages * self._blocks)
             return
-        ghost = Ghost(node.end, pages, node.heat, node.used)
-        self._ghosts[name] = ghost
-        self._fifo.append((name, ghost))
+        ghosts[name] = ghost = (name, node.end, pages, node.heat, used)
+        self._fifo.append(ghost)
         self._held += pages
-        while self._held > self._most_pages or len(self._fifo) > _MOST_GHOSTS:
-            name, ghost = self._fifo.popleft()
-            if self._ghosts.get(name) is ghost:
-                del self._ghosts[name]
-                self._give_up(ghost, now)
+        if self._held > self._most_pages or len(self._fifo) > _MOST_GHOSTS:
+            self._forget_ghosts(now)
 
-    def _give_up(self, ghost: Ghost, now: int) -> None:
-        self._held -= ghost.pages
-        self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, ghost.pages * self._blocks)
+    def _forget_ghosts(self, now: int) -> None:
+        """Forget the oldest until no more than may be are left. One that came back is in the line still."""
+        ghosts, fifo, give_up, blocks = self._ghosts, self._fifo, self.curves.give_up, self._blocks
+        while self._held > self._most_pages or len(fifo) > _MOST_GHOSTS:
+            ghost = fifo.popleft()
+            name, _, pages, heat, used = ghost
+            if ghosts.get(name) is ghost:
+                del ghosts[name]
+                self._held -= pages
+                give_up(_CLASS[heat], used, now, pages * blocks)
 
     def recall(self, parent: Node, page: bytes) -> int:
         ghost = self._ghosts.get(self._name_of(parent, page)) if self._ghosts else None
-        return ghost.end if ghost is not None else 0
+        return ghost[1] if ghost is not None else 0
 
     def _return(self, node: Node, parent: Node, now: int) -> None:
         """If ``node``, which is new, is remembered, it goes on from there."""
@@ -342,13 +385,14 @@ class P2c(EvictionPolicy):
         ghost = self._ghosts.pop(node.name, None)
         if ghost is None:
             return
-        self._held -= ghost.pages
-        self.returned += ghost.pages * self._blocks
-        node.heat = ghost.heat
-        more = ghost.end - node.end
-        lost = more if more >= 0 else ghost.pages  # a longer node is not used again as a whole
-        node.used = ghost.used if more >= 0 else 0
-        self.curves.give_up(_CLASS[ghost.heat], ghost.used, now, lost * self._blocks)
+        _, end, pages, heat, used = ghost
+        self._held -= pages
+        self.returned += pages * self._blocks
+        node.heat = heat
+        more = end - node.end
+        lost = more if more >= 0 else pages  # a longer node is not used again as a whole
+        node.used = used if more >= 0 else 0
+        self.curves.give_up(_CLASS[heat], used, now, lost * self._blocks)
 
     def _name_of(self, parent: Node, page: bytes) -> int:
         """A number for the path that ends with ``page`` below ``parent``, the same for the same pages that begin

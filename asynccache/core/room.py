@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from asynccache.core.claims import Claims
-from asynccache.core.eviction import last_touch, withdraw
+from asynccache.core.eviction import last_touch, take
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
 from asynccache.core.settings import WritePolicy
@@ -157,18 +157,17 @@ class RoomMaker:
         """Take out the candidate of an order that goes next, correcting where others wait on the way."""
         world, c = self._world, place % self._world.count
         order, now = world.shelves[place].orders[late], world.recency.time
-        first, rest = order.first, order.rest
+        first = order.first
         while True:
-            node = first.oldest() if first.slices else world.policy.choose(rest, now) if rest else None
+            node = first.oldest() if first.slices else world.policy.choose(order, now) if order.rest else None
             if node is None:
                 return None
             entry = node.entry[place]
             assert entry is not None
-            stamp, part = entry
-            withdraw(node, place)
+            take(node, place)
             if not world.is_candidate(node, place):
                 continue  # it is offered again when it becomes one
-            if node.stamp[c] == stamp and (len(rest) < 2 or part.queue is world.queue(node, place, late)):
+            if node.stamp[c] == entry[0]:
                 return node
             world.offer(node, place)
 

@@ -10,11 +10,12 @@ import pytest
 
 from asynccache.core import reuse
 from asynccache.core.cache import Ask, CacheCore, Grant
-from asynccache.core.eviction import EvictionPolicy, Queue
+from asynccache.core.eviction import EvictionPolicy, Order
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node
+from asynccache.core.world import LATE
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 Requests = Sequence[tuple[float, str]]
@@ -181,6 +182,60 @@ def test_worth_rises_and_then_falls_and_is_less_where_less_is_used_again() -> No
     assert curves.worth[1][at] > 3 * curves.worth[0][at]
 
 
+def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None:
+    run = runtime("p2c", device=64)
+    world = run.core.world
+    for now, text in enumerate(("abcd", "abcd", "abcd", "abcdef", "mnop", "abcdef")):
+        run.core.at(now)
+        run.insert(text)
+        node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
+        while node.children:
+            node = next(iter(node.children.values()))
+        entry = node.entry[0]
+        assert entry is not None
+        assert entry[1].queue is world.queue(node, 0, LATE)
+    assert {node.heat >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
+
+
+def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be() -> None:
+    """Every choice is the cheapest of all ends, and of equally cheap ones the oldest, worked out from nothing."""
+    run, asked = runtime("p2c", device=40), conversations(500)
+    policy = run.core.world.policy
+    assert isinstance(policy, P2c)
+    chosen = 0
+
+    def check(order: Order, now: int) -> Node | None:
+        nonlocal chosen
+        node = P2c.choose(policy, order, now)
+        ends = [
+            (policy.curves.worth[kind][bin_of(now - part.stamps[at])], queue.slices[0].stamps[0], kind, part.nodes[at])
+            for kind, queue in enumerate(order.rest) if queue.slices
+            for part, at in ((queue.slices[0], 0), (queue.slices[-1], -1))
+        ]  # fmt: skip
+        if ends:
+            worth, stamp, kind, _ = min(ends, key=lambda end: end[:3])
+            assert any(node is end[3] for end in ends if end[:3] == (worth, stamp, kind))
+            chosen += 1
+        return node
+
+    run.core.world.policy = Checked(check, policy)
+    for now, text in asked:
+        run.core.at(now)
+        run.insert(text)
+    assert chosen > 500
+
+
+class Checked(EvictionPolicy):
+    """A policy whose choices are looked at."""
+
+    learns = True
+
+    def __init__(self, choose: Callable[[Order, int], Node | None], policy: P2c) -> None:
+        self.choose = choose  # type: ignore[method-assign, assignment]
+        self.queues, self.queue, self.use = policy.queues, policy.queue, policy.use  # type: ignore[method-assign]
+        self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
@@ -205,8 +260,8 @@ def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
 class Mru(EvictionPolicy):
     """Most recently used first: a policy of somebody's own."""
 
-    def choose(self, queues: Sequence[Queue], now: int) -> Node | None:
-        return queues[0].newest() if queues[0].slices else None
+    def choose(self, order: Order, now: int) -> Node | None:
+        return order.rest[0].newest() if order.rest[0].slices else None
 
 
 @pytest.fixture
