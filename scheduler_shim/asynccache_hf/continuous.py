@@ -459,9 +459,8 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
         """End the thread, fail what it has, and give the model its attention implementation back."""
         if self._generation_thread is not None:
             self.stop(block=True, hard_stop=True)
-        usual: str | None = self._original_attn_impl
-        if usual is not None:
-            self.model.set_attn_implementation(usual)
+        if self._original_attn_impl is not None:
+            self.model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
 
     def _create_batch_processor(self) -> Processor:

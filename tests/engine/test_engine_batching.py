@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,24 @@ def empty_device(batching: ContinuousBatching) -> None:
             pass
 
     batching._loop.call(taken())
+
+
+@contextmanager
+def stopped(model: Any) -> Iterator[threading.Event]:
+    """The model computes three steps, and then none until the event is set, or the block left."""
+    go, steps = threading.Event(), [0]
+
+    def wait(module: Any, args: Any) -> None:
+        steps[0] += 1
+        if steps[0] > 3:
+            go.wait(20)
+
+    hook = model.register_forward_pre_hook(wait)
+    try:
+        yield go
+    finally:
+        go.set()
+        hook.remove()
 
 
 @pytest.fixture
@@ -205,11 +224,12 @@ def test_a_store_that_is_broken_is_computed_around(tmp_path: Path) -> None:
 
 
 def test_tokens_come_as_they_are_made(llama: ContinuousBatching) -> None:
-    right = wanted("llama", tuple(prompt(45)), 60)
-    request = llama.add_request(prompt(45), max_new_tokens=60, eos_token_id=-1)
-    reader = iter(request)
-    assert next(reader) == right[0]
-    assert request.finish is None                          # the first was there before the last
+    right = wanted("llama", tuple(prompt(45)), 20)
+    with stopped(llama._model):
+        request = llama.add_request(prompt(45), max_new_tokens=20, eos_token_id=-1)
+        reader = iter(request)
+        assert next(reader) == right[0]
+        assert request.finish is None                      # the first was there before the last
     assert list(reader) == right[1:]
     assert list(request) == request.result() == right      # any number of readers
     assert request.hits == (0, 0, 0)
@@ -300,17 +320,18 @@ def test_a_cancellation_that_overtakes_its_request_waits_for_it(llama: Continuou
 
 
 def test_one_is_aborted_and_the_others_are_not(llama: ContinuousBatching) -> None:
-    running = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
-    next(iter(running))
-    waiting = llama.add_request(prompt(45, seed=4), max_new_tokens=400, eos_token_id=-1)  # no room beside the other
-    running.abort()
-    other = llama.add_request(prompt(46), max_new_tokens=NEW, eos_token_id=-1)
-    waiting.abort()
+    with stopped(llama._model):
+        running = llama.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
+        next(iter(running))
+        waiting = llama.add_request(prompt(45, seed=4), max_new_tokens=400, eos_token_id=-1)  # no room beside the other
+        waiting.abort()
+        waiting.wait(20)                                   # in the line, while no step is made
+        running.abort()
+        other = llama.add_request(prompt(46), max_new_tokens=NEW, eos_token_id=-1)
     assert other.result(20) == wanted("llama", tuple(prompt(46)))
-    assert running.result(20) == wanted("llama", tuple(prompt(45)), 60)[: len(running.output)]
-    waiting.wait(20)
-    assert (running.finish, waiting.finish) == (Finish.ABORTED, Finish.ABORTED)
-    assert 0 < len(running.output) < 60
+    assert running.result(20)[:9] == wanted("llama", tuple(prompt(45)), 9)[: len(running.output)]
+    assert (running.finish, waiting.finish, waiting.output) == (Finish.ABORTED, Finish.ABORTED, [])
+    assert 0 < len(running.output) < 400
     running.abort()
     assert running.finish is Finish.ABORTED
 
@@ -338,9 +359,10 @@ def test_if_the_thread_that_generates_dies_everybody_is_told(monkeypatch: pytest
 
     usual = continuous.Processor.prepare_next_batch
     with ContinuousBatching(model_of("llama"), **NAMED) as batching:
-        request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
-        next(iter(request))
-        monkeypatch.setattr(continuous.Processor, "prepare_next_batch", broken)
+        with stopped(batching._model):
+            request = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
+            next(iter(request))
+            monkeypatch.setattr(continuous.Processor, "prepare_next_batch", broken)
         with pytest.raises(MemoryError, match="no more"):
             request.result(20)
         with pytest.raises(RuntimeError, match="thread"):
@@ -351,11 +373,13 @@ def test_if_the_thread_that_generates_dies_everybody_is_told(monkeypatch: pytest
 def test_closed_it_takes_no_requests_and_leaves_nothing() -> None:
     model, before = make("gpt_oss"), threads()
     batching = ContinuousBatching(model, **SIZES, name="gpt_oss")
-    running = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
-    next(iter(running))
-    waiting = batching.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
-    assert model.config._attn_implementation == "paged|eager"
-    batching.close()
+    with stopped(model) as go:
+        running = batching.add_request(prompt(20), max_new_tokens=400, eos_token_id=-1)
+        next(iter(running))
+        waiting = batching.add_request(prompt(45), max_new_tokens=400, eos_token_id=-1)
+        assert model.config._attn_implementation == "paged|eager"
+        threading.Timer(0.2, go.set).start()
+        batching.close()
     batching.close()
     assert threads() <= before
     assert model.config._attn_implementation == "eager"
