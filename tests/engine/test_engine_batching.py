@@ -25,6 +25,8 @@ from tests.engine import batching_child, engine_kit
 from tests.engine.engine_kit import model_of, prompt, settled
 from tests.engine.engine_models import make
 
+pytestmark = pytest.mark.slow(0.5)
+
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral", "cohere2", "gpt2")
 """Eager and sdpa; full attention, one window, windows beside full attention; caps, sinks, experts, shared heads."""
 NEW = 6
