@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from asynccache.cli.options import OPTIONS, Option, Settings, settle
 from asynccache.cli.runfile import SECTIONS
 from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
+from asynccache.configuration.building import Effective
 from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
@@ -56,16 +57,44 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _show(file: str | None, as_json: bool) -> int:
-    loaded = read_config(file)
-    if loaded.config is None:
-        return _tell(list(map(str, loaded.problems)))
-    print(json.dumps(_plain(loaded), indent=2) if as_json else as_toml(loaded.values), end="\n" if as_json else "")
+    if file is not None and not describes_cache(read_file(file).table):
+        if problems := list(dict.fromkeys(_problems(file))):
+            return _tell(problems)
+        values = list(_of_runs(file))
+    else:
+        loaded = read_config(file)
+        if loaded.config is None:
+            return _tell(list(map(str, loaded.problems)))
+        values = list(loaded.values)
+    print(json.dumps(_plain(values), indent=2) if as_json else as_toml(values), end="\n" if as_json else "")
     return 0
 
 
-def _plain(loaded: Loaded) -> list[dict[str, object]]:
+def _plain(values: Iterable[Effective]) -> list[dict[str, object]]:
     return [{"setting": ".".join(path), "value": shown(path[-1], value), "from": origin}
-            for path, value, origin in loaded.values]
+            for path, value, origin in values]
+
+
+def _of_runs(name: str) -> Iterator[Effective]:
+    """The options of each run that a file without a cache has settings for, as they hold."""
+    file = read_file(name)
+    for section in [each for each in SECTIONS if each in file.table] or ["stress"]:
+        given: dict[str, tuple[Any, str]] = {}
+        top = {key: value for key, value in file.table.items() if key not in SECTIONS}
+        for path, table in (((), top), ((section,), file.table.get(section, {}))):
+            for key, value in table.items():
+                given[key.replace("-", "_")] = (_frozen(value), file.origin((*path, key)))
+        for option in OPTIONS:
+            variable = f"ASYNCCACHE_{section.upper()}__{option.field.upper()}"
+            if variable in os.environ:
+                given[option.field] = (os.environ[variable], f"environment variable {variable}")
+            if section in option.defaults and option.name != "config":
+                value, origin = given.get(option.field, (option.defaults[section], "default"))
+                yield Effective((section, option.name), value, origin)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check(file: str) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -255,3 +256,25 @@ def test_a_table_that_there_is_not_has_no_far_fetched_name(tmp_path: Path, capsy
     file.write_text('model = "m"\n[tree]\na = 1\n[components.full]\nbytes_per_token = 64\ndevice_tokens = 160\n')
     assert main(["config", "check", str(file)]) == 1
     assert "there is no such setting\n" in capsys.readouterr().err
+
+
+def test_show_takes_what_check_accepts(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a run, without a cache: each of its options, and what is shown says the same again."""
+    monkeypatch.setenv("ASYNCCACHE_STRESS__RATE", "7")
+    file, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    file.write_text('components = ["full", "swa"]\n[stress]\nduration = 60\n[replay]\nlimit = 3\n')
+    assert main(["config", "check", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["config", "show", str(file)]) == 0
+    shown = capsys.readouterr().out
+    for line in ("duration = 60 .*run.toml line 3", "rate = .7. .*environment variable ASYNCCACHE_STRESS__RATE",
+                 'components = \\["full", "swa"\\] .*run.toml line 1', "faults = 0.0 +# default", "limit = 3 .*line 5"):
+        assert re.search(line, shown), line
+    again.write_text(shown)
+    assert main(["config", "check", str(again)]) == 0
+    runs: tuple[Literal["stress", "replay"], ...] = ("stress", "replay")
+    for run in runs:
+        before, after = (settle(run, {"config": str(each), "trace": "-"}) for each in (file, again))
+        assert replace(after, config=before.config) == before
+    file.write_text("[stress]\nduration = -1\n")
+    assert main(["config", "show", str(file)]) == main(["config", "check", str(file)]) == 1
