@@ -11,7 +11,7 @@ Whoever asked for the choice looks then, and puts the cell where it belongs. So 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import Any
+from typing import Any, ClassVar
 
 from asynccache.core.tree import Node
 
@@ -234,8 +234,8 @@ class EvictionPolicy:
     else.
     """
 
-    queues = 1
-    learns = False
+    queues: ClassVar[int] = 1
+    learns: ClassVar[bool] = False
 
     def queue(self, node: Node, c: int) -> int:
         """In which queue component ``c`` of ``node`` waits, from 0 to ``queues`` - 1. Asked only if there are several,

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from asynccache.core.eviction import EvictionPolicy, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
@@ -239,8 +239,8 @@ class P2c(EvictionPolicy):
     __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_most_pages", "_page_bytes", "_uses", "_version", "curves",
                  "returned")  # fmt: skip
 
-    queues = len(CLASSES)
-    learns = True
+    queues: ClassVar[int] = len(CLASSES)
+    learns: ClassVar[bool] = True
 
     def __init__(self, config: CoreConfig) -> None:
         full = config.components[0]
@@ -364,12 +364,13 @@ class P2c(EvictionPolicy):
             self._forget_ghosts(now)
 
     def _forget_ghosts(self, now: int) -> None:
-        """Forget the oldest until no more than may be are left. One that came back is in the line still."""
+        """Forget the oldest until no more than may be are left. One that came back is in the line still; one that has
+        left again since is another, unless all that is known of it is the same."""
         ghosts, fifo, give_up, blocks = self._ghosts, self._fifo, self.curves.give_up, self._blocks
         while self._held > self._most_pages or len(fifo) > _MOST_GHOSTS:
             ghost = fifo.popleft()
             name, _, pages, heat, used = ghost
-            if ghosts.get(name) is ghost:
+            if ghosts.get(name) == ghost:
                 del ghosts[name]
                 self._held -= pages
                 give_up(_CLASS[heat], used, now, pages * blocks)

@@ -228,11 +228,12 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be() -> Non
 class Checked(EvictionPolicy):
     """A policy whose choices are looked at."""
 
+    queues = P2c.queues
     learns = True
 
     def __init__(self, choose: Callable[[Order, int], Node | None], policy: P2c) -> None:
         self.choose = choose  # type: ignore[method-assign, assignment]
-        self.queues, self.queue, self.use = policy.queues, policy.queue, policy.use  # type: ignore[method-assign]
+        self.queue, self.use = policy.queue, policy.use  # type: ignore[method-assign]
         self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
 
 
