@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asynccache import Sidecar
+from asynccache.core.tree import Node
 from asynccache.errors import BackendError
 from asynccache.events.announcer import Announcer
 from asynccache.events.mirror import Mirror
@@ -35,8 +36,8 @@ def key_of(world: GroupWorld, rank: int, pool: str, page_hash: bytes) -> PageKey
 def hashes_of(world: GroupWorld, prompt: list[int]) -> list[bytes]:
     """The hashes of the prompt's whole pages, from the core's tree."""
     core = world.cache.core
-    (root,) = core.world.roots.values()
-    joined, node = b"", root
+    joined = b""
+    node: Node = next(iter(core.world.roots.values()))
     while node.children:
         (node,) = node.children.values()
         joined += node.hashes
@@ -206,14 +207,14 @@ def test_events_tell_of_a_page_in_storage_when_all_have_it_until_one_has_lost_it
             for event in announcer.announce([notice]):
                 mirror.note(event)
 
-        late = world.backends[1]
+        late: Any = world.backends[1]
         plain, go = late.put, asyncio.Event()
 
         async def put(*pages: Any) -> Any:
             await go.wait()
             return await plain(*pages)
 
-        late.put = put  # type: ignore[method-assign]
+        late.put = put
         async with world.opened(on_event=hear) as cache:
             await world.serve(text(4))
             await asyncio.sleep(1.0)
