@@ -13,6 +13,8 @@ from asynccache.core.reuse import Curves, P2c
 from asynccache.core.tree import Node
 from tests.core import test_core_reuse as laws
 
+pytestmark = [pytest.mark.slow, pytest.mark.source]
+
 Patch = pytest.MonkeyPatch
 Law = Callable[[Patch], None]
 
