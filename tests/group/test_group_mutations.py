@@ -398,7 +398,7 @@ MUTATIONS = {
     "a page is not written": Mutation(
         a_backup_to_storage_loses_its_last_page, 11, matters=lambda c: c.calm and stored(c)
     ),
-    "windows need not be whole": Mutation(windows_need_not_be_whole, 7, matters=follows),
+    "windows need not be whole": Mutation(windows_need_not_be_whole, 252, matters=follows),
     "pools are not aligned": Mutation(pools_are_not_aligned, 4, matters=ends_differ),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),
     "the others are not told": Mutation(the_others_are_not_told, 2, matters=has_fate),
