@@ -7,6 +7,7 @@ must hold, whatever it says:
 * The core's books are right after every plan (``audit``).
 * Every rank finds in its pages, when its stream reads them, its own part of what was computed for them.
 * Who was not cancelled is served, or told a reason that there is. After an accident everybody is told of it in time.
+* What the head calls stored every rank has stored.
 * At the end nothing is held and nothing in flight, no process and no task is left, and in a calm world what was
   published is found by the next group.
 """
@@ -15,14 +16,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
 from asynccache import BatchFailed, CacheConfig, CacheFull, ConfigError, LoadFailed, Replicated, Sidecar
 from asynccache.core import audit
-from asynccache.core.settings import PrefetchPolicy, WritePolicy
+from asynccache.core.keys import HASH_BYTES
+from asynccache.core.settings import ComponentKind, PrefetchPolicy, WritePolicy
+from asynccache.core.tree import Node
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
@@ -30,12 +34,13 @@ from asynccache.testing.simulated_backend import HONEST, Hostility
 from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
 from asynccache.worker import Topology
 from tests.group.engine_bytes import Task, task_for
-from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, settings
+from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, performers, settings, text
 from tests.group.rank_engine import CANNOT
 from tests.group.striking import FATES
 
 ATTEMPTS = 30
 TIMEOUT = 3.0
+MAMBA = int(ComponentKind.MAMBA)
 SHAPES = (
     *[Topology()] * 2, *[Topology(tp=2)] * 6, *[Topology(pp=2)] * 5, *[Topology(cp=2)] * 3, *[Topology(tp=3)] * 2,
     *[Topology(tp=2, pp=2)] * 3, *[Topology(tp=2, cp=2)] * 3, Topology(cp=2, pp=2), Topology(tp=2, pp=3),
@@ -44,8 +49,9 @@ SHAPES = (
 
 
 class Climate(NamedTuple):
-    """What kind of world it is. ``calm``: nothing goes wrong in it. ``faults``, ``hostility``, ``delays``: of each
-    rank's device, store and link. ``fate``: what befalls ``victim``, if anything."""
+    """What kind of world it is. ``calm``: nothing goes wrong in it. ``faults``, ``loads``, ``hostility``, ``delays``:
+    of each rank's device, its copies from the host, its store and link. ``pressure``: the share of attempts before
+    which the device is emptied, so that what is cached is on the host. ``fate``: what befalls ``victim``, if any."""
 
     topology: Topology
     own: int | None
@@ -63,6 +69,8 @@ class Climate(NamedTuple):
     disturb: float
     fate: str
     victim: int
+    loads: Mapping[int, Faults]
+    pressure: float
 
 
 @dataclass(slots=True)
@@ -112,6 +120,8 @@ def draw(seed: int) -> Climate:
         lag=random.choice((0.0, 0.005, 0.02)), requests=random.randint(3, 5), concurrency=random.randint(1, 3),
         cancel=0.0 if calm else random.choice((0.0, 0.2, 0.5)), unable=0.0 if calm else random.choice((0.0, 0.0, 0.15)),
         disturb=0.0 if calm else random.choice((0.0, 0.3)), fate=fate, victim=random.choice(others) if fate else 0,
+        loads={} if calm else {rank: _load_faults(random, seed + rank) for rank in ranks},
+        pressure=random.choice((0.0, 0.5, 0.9)) if config.pools()[0].host_pages else 0.0,
     )  # fmt: skip
 
 
@@ -120,12 +130,17 @@ def _faults(random: Random, seed: int) -> Faults:
     return Faults(seed=seed, delayed=random.choice((0.0, 0.2)), failing=failing, delay=(0.001, 0.02))
 
 
+def _load_faults(random: Random, seed: int) -> Faults:
+    failing = random.choice((0.0, 0.0, 0.2, 0.5))
+    return Faults(seed=seed, delayed=random.choice((0.0, 0.3)), failing=failing, delay=(0.001, 0.02))
+
+
 def _hostility(random: Random) -> Hostility:
     if random.random() < 0.5:
         return HONEST
     return Hostility(
         delay=random.choice((0.0, 0.003, 0.02)), vanished=random.choice((0.0, 0.1)),
-        **{name: random.choice((0.0, 0.0, 0.1)) for name in ("unavailable", "failed", "wrong", "short", "empty")},
+        **{name: random.choice((0.0, 0.0, 0.1, 0.3)) for name in ("unavailable", "failed", "wrong", "short", "empty")},
     )  # fmt: skip
 
 
@@ -158,7 +173,7 @@ def _config(random: Random, calm: bool) -> CacheConfig:
 
 def _sidecars(random: Random, sources: list[str]) -> tuple[Sidecar, ...]:
     sidecars = []
-    for number in range(random.randint(1, 2)):
+    for number in range(random.randint(1, 3)):
         sidecars.append(Sidecar(name=f"side{number}", indices_from=random.choice(sources), bytes_per_page=6,
                                 layers=random.choice((1, 2)), replicated=random.choice(list(Replicated))))  # fmt: skip
         sources.append(f"side{number}")
@@ -182,7 +197,7 @@ class RandomWorld:
         self.states = any(type(part).__name__ == "Mamba" for part in climate.config.components)
         self.world = GroupWorld(
             loop, climate.topology, climate.config, own=climate.own, shared=climate.shared, faults=climate.faults,
-            hostile=climate.hostility, delays=climate.delays, timeout=TIMEOUT, lag=climate.lag,
+            loads=climate.loads, hostile=climate.hostility, delays=climate.delays, timeout=TIMEOUT, lag=climate.lag,
         )  # fmt: skip
 
     async def run(self) -> Report:
@@ -225,6 +240,7 @@ class RandomWorld:
                     await self._until_closed()
                 await cache.flush(timeout=600.0)
                 self._note_end()
+                self._check_stored()
                 await self._all_batches()
                 core = cache.core
                 audit.check(core, idle=not core.world.ledger.ops)
@@ -252,6 +268,24 @@ class RandomWorld:
         met["backup dropped"] += statistics.dropped_backups
         met["lost pages"] += statistics.core.lost_pages
         met.update({f"prefetch {name}": count for name, count in statistics.prefetches.items()})
+
+    def _check_stored(self) -> None:
+        """What the head knows to be stored is in the stores of every rank, as far as these lose nothing by
+        themselves."""
+        if any(hostility.vanished for hostility in self.climate.hostility.values()):
+            return
+        core = self.world.cache.core.world
+        stored = [(node, component) for node in _nodes(core.roots.values()) for component in core.components
+                  if core.stored(node) >> component.index & 1]  # fmt: skip
+        for performer in performers(self.world):
+            rank, pools = performer.rank, performer.local._map
+            there = {*self.world.backends[rank].pages, *self.world.guests[rank].pages}
+            for node, component in stored:
+                hashes = [node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES)]
+                for page_hash in hashes[-1:] if component.kind is ComponentKind.MAMBA else hashes:
+                    for spec in pools.of.get(int(component.kind), ()):
+                        assert pools.key(spec.name, page_hash) in there, f"rank {rank}: {spec.name} is not stored"
+                        self.report.met["stored"] += 1
 
     async def _find_again(self) -> None:
         """In a calm world all of a text that the last group published is in the stores."""
@@ -401,6 +435,15 @@ class RandomWorld:
             self.report.met["unavailable"] += 1
 
 
+def _nodes(roots: Iterable[Node]) -> Iterator[Node]:
+    """All below ``roots``."""
+    below = [child for root in roots for child in (root.children or {}).values()]
+    while below:
+        node = below.pop()
+        below.extend((node.children or {}).values())
+        yield node
+
+
 class Request:
     """One request, from its arrival to its end, as often as loads fail."""
 
@@ -414,7 +457,7 @@ class Request:
         if random.random() < 0.2:
             self.space = random.choice((None, "tenant"))
         fresh = [random.randrange(3) for _ in range(random.randint(1, 4 * PAGE))]
-        kept = random.choice((len(known), random.randint(0, len(known))))
+        kept = random.choice((len(known), len(known), random.randint(0, len(known))))
         self.prompt = (known[:kept] + fresh)[: 5 * PAGE]
         self.new = random.choice((0, 0, random.randint(1, PAGE)))
 
@@ -444,8 +487,17 @@ class Request:
             if handle is not None:
                 handle.cancel()
 
+    async def _empty_the_device(self) -> None:
+        """As far as nobody holds what is there."""
+        pages = min(pool.device_pages for pool in self.owner.climate.config.pools() if int(pool.component) != MAMBA)
+        with suppress(TimeoutError):
+            async with self.cache.lease(text(pages, seed=999), timeout=0.2):
+                self.met["emptied"] += 1
+
     async def _attempt(self, handle: Any) -> bool:
         random = self.random
+        if random.random() < self.owner.climate.pressure:
+            await self._empty_the_device()
         if handle is not None and random.random() < 0.5:
             await handle
         lease = self.cache.lease(

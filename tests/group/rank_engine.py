@@ -2,8 +2,9 @@
 
 As on a GPU, the host runs ahead of the stream. It ends a batch by an event before the work is done, or, if it is slow,
 some time later, or without an event when the work is over. The stream does the work in order: it waits for the batch's
-loads, takes its time, reads what is called cached and writes the rest. So a copy or another request that does not wait
-for the event finds the page as it was, and a page that is given away too early is found overwritten.
+loads (the host has asked for them at once, or asks now), takes its time, reads what is called cached and writes the
+rest. So a copy or another request that does not wait for the event finds the page as it was, and a page that is given
+away too early is found overwritten.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ CANNOT = "the model raised"
 
 
 class RankEngine:
-    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch. ``verified``:
-    as ``EngineBytes`` has it."""
+    """``lag``: seconds that a batch takes at most. ``failures``: what went wrong in its work, by batch; ``loads``: what
+    each of these needed. ``verified``: as ``EngineBytes`` has it."""
 
     def __init__(self, face: RankWorker, device: SimulatedDevice, random: Random, lag: float) -> None:
         self.rank = face.rank
         self.failures: dict[int, BaseException] = {}
+        self.loads: dict[int, tuple[int, ...]] = {}
         self._face = face
         self._device = device
         self._random = random
@@ -54,7 +56,8 @@ class RankEngine:
             return
         gate = self._device.gate()
         loop = asyncio.get_running_loop()
-        loads = loop.create_task(self._arrived(batch), name="loads") if batch.loads else None
+        early = bool(batch.loads) and self._random.random() < 0.5
+        loads = loop.create_task(self._arrived(batch), name="loads") if early else None
         work = loop.create_task(self._work(batch, loads, self._last, gate), name="stream")
         self._works.add(work)
         work.add_done_callback(self._works.discard)
@@ -76,13 +79,14 @@ class RankEngine:
             await before.wait()
         try:
             task = task_of(batch.payload)
-            there = loads is None or await loads
             await asyncio.sleep(self._pause())
+            there = await (self._arrived(batch) if loads is None else loads)
             if there:
                 self._bytes.verify(task)
                 self._bytes.write(task)
         except Exception as error:
             self.failures[batch.number] = error
+            self.loads[batch.number] = batch.loads
         gate.open()
 
     async def _arrived(self, batch: EngineBatch) -> bool:
