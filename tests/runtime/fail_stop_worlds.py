@@ -367,7 +367,7 @@ async def fetching(here: Here) -> None:
     await push_away(here)
     for seed in (1, 2):
         async with holding(here) as posts:
-            handle = cache.prefetch(text(4, seed) + text(1, 9))
+            handle = cache.prefetch(text(4, seed) + text(2, 9))
             await asyncio.sleep(0.001)
             async with cache.lease(text(7, seed), wait=False) as lease:
                 compute(cache, lease, text(7, seed), here.checked)
@@ -405,13 +405,13 @@ async def windows(here: Here) -> None:
     for seed in range(60, 66):
         await ask(here, text(1, seed))
         await cache.flush()
-    await cache.prefetch(text(4, 1))
+    await cache.prefetch(text(4, 1) + text(1, 9))
     async with cache.lease(text(5, 5)) as lease, holding(here):
         compute(cache, lease, text(5, 5), here.checked)
         for pages in (3, 5):
             await lease.commit(text(pages, 5))
             await copied()
-        await cache.prefetch(text(4, 2))
+        await cache.prefetch(text(4, 2) + text(1, 9))
 
 
 async def small(here: Here) -> None:
@@ -451,13 +451,25 @@ async def over(here: Here) -> None:
 
 
 async def filling(here: Here) -> None:
-    """A store is attached, and what it is to be told of splits meanwhile."""
+    """A store is attached, and what it is to be told of splits meanwhile; another is, and that is forgotten."""
     for seed in range(3):
         await ask(here, text(4, seed))
     await everybody(
         here.cache.attach_storage("memory:", name="other", backfill=True),
         *(ask(here, text(2, seed) + text(1, 9)) for seed in range(3)),
     )
+    await everybody(here.cache.attach_storage("memory:", name="third", backfill=True), here.cache.invalidate())
+
+
+async def claimed(here: Here) -> None:
+    """What was fetched for requests that do not come has all the room on the host, until somebody else wants it."""
+    for seed in range(5):
+        await ask(here, text(5, seed))
+    await here.cache.flush()
+    await push_away(here)
+    handles = [here.cache.prefetch(text(5, seed)) for seed in range(5)]
+    for handle in handles:
+        await handle
 
 
 async def learning(here: Here) -> None:
@@ -538,6 +550,7 @@ PLAYS: dict[str, Play] = {
                                          "max_backup_ops": 1}),
     "over": Play(scenario=over, shape={"device": 14, "host": 4, "swa": 10, "window": 4}),
     "filling": Play(scenario=filling, shape=PLAIN, grain=1),
+    "claimed": Play(scenario=claimed, shape=PLAIN),
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
