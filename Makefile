@@ -64,7 +64,8 @@ compiled: $(VENV)/.installed-dev
 # The compiled core's tests run beside the others in the time that these wait, and are told of when both are over.
 test: lint
 	@mkdir -p build
-	@nice -n 19 make --no-print-directory test-compiled >build/test-compiled.log 2>&1 & beside=$$!; status=0; \
+	@setsid nice -n 19 make --no-print-directory test-compiled >build/test-compiled.log 2>&1 & beside=$$!; status=0; \
+	    trap 'kill -- -$$beside 2>/dev/null; exit 130' INT TERM; \
 	    $(PYTEST) $(SPREAD) -m "not soak" || status=1; \
 	    wait $$beside || status=1; sed 's/^/compiled core: /' build/test-compiled.log; exit $$status
 

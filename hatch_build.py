@@ -99,7 +99,7 @@ def build() -> Path:
 def _build() -> Path:
     here, names = compiled(), modules()
     folder = Path(here.FOLDER)
-    stated, built_by = f"{here.digest(names)}\n{' '.join(names)}\n", _builder()
+    stated, built_by = f"{here.digest([*names, *here.BESIDE])}\n{' '.join(names)}\n", _builder()
     if _text(folder / here.SOURCE) == stated and _text(folder / "builder") == built_by:
         return folder
     folder.parent.mkdir(exist_ok=True)
@@ -110,7 +110,8 @@ def _build() -> Path:
         _compile(_generated(work, names), work, made, here.SUFFIX)
         (made / here.SOURCE).write_text(stated)
         (made / "builder").write_text(built_by)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(work / "old")                # goes with the rest of ``work``
         made.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -133,9 +134,9 @@ def _builder() -> str:
     except ImportError as error:
         raise NothingToBuildWith(f"mypyc and setuptools are needed, and {error.name} is not installed: "
                                  f"pip install {shlex.join(NEEDS)}") from None
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        raise NothingToBuildWith("Python's headers are not installed")
     told = sha256(Path(__file__).read_bytes())
-    for name in BENEATH:
-        told.update((ROOT / "asynccache" / name).read_bytes())
     return f"mypyc {version}, {told.hexdigest()}\n"
 
 

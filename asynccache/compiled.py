@@ -20,8 +20,11 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SUFFIX = EXTENSION_SUFFIXES[0]
 FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0])
 """Where the modules for this interpreter lie: each in a file of its full name and ``SUFFIX``."""
+BESIDE = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings", "asynccache.checks",
+          "asynccache.errors", "asynccache.redaction")  # fmt: skip
+"""Modules that stay Python, and whose types what is compiled relies on."""
 SOURCE = "source"
-"""The file in ``FOLDER`` that has the digest of the source, a space, and the names of its modules."""
+"""The file in ``FOLDER`` that has the digest of the source, with ``BESIDE``, and the names of what is compiled."""
 
 CORE = "pure"
 """``"compiled"`` or ``"pure"``."""
@@ -83,12 +86,13 @@ def choose() -> None:
     except (OSError, ValueError):
         WHY = "none is compiled for this interpreter"
         return
-    library = next((name[: -len(SUFFIX)] for name in os.listdir(FOLDER) if name.endswith(f"__mypyc{SUFFIX}")), "")
     try:
-        same = digest(modules) == made_from
+        there = {name.removesuffix(SUFFIX) for name in os.listdir(FOLDER)}
+        same = digest([*modules, *BESIDE]) == made_from
     except OSError:
-        same = False
-    if not same or not library:
+        there, same = set(), False
+    library = next((name for name in there if name.endswith("__mypyc")), "")
+    if not same or not library or not there.issuperset(modules):
         WHY = "what was compiled was made from another source: make compiled"
         return
     sys.meta_path.insert(0, _Finder([*modules, library]))

@@ -212,10 +212,10 @@ def _bench(arguments: list[str]) -> int:
         check_writable(path)
     if options.report is not None:
         check_writable(options.report, "--report")
-    figures = module.run(options)
+    figures = {"core": compiled.CORE, **module.run(options)}
     if table is not None and path != "-":
-        print(f"the {compiled.CORE} core runs")
         print(table(figures))
+        print(f"the {compiled.CORE} core ran")
     if path is not None:
         dump(figures, path)
     if options.report is not None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from asynccache import compiled
 from asynccache.errors import ConfigError
 
 
@@ -30,13 +29,12 @@ def check_writable(path: str, option: str = "--json") -> None:
 
 
 def dump(report: Mapping[str, Any], path: str) -> None:
-    """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone. ``core`` says which
-    core runs, unless the report does.
+    """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps({"core": compiled.CORE, **report}, indent=2) + "\n"
+    text = json.dumps(report, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
         sys.stdout.flush()

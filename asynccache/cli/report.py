@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from asynccache import compiled
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import Settings
 from asynccache.cli.samples import percentiles
@@ -27,6 +28,7 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
     """``cache``: what the cache says about itself (``stages``, ``evicted``, ``lost_pages``, ...), as plain values."""
     report: Report = {
         "command": settings.command,
+        "core": compiled.CORE,
         "ok": not tally.problems,
         "problems": list(tally.problems),
         "requests": tally.requests,

@@ -182,7 +182,9 @@ def take(node: Node, place: int) -> None:
     assert entry is not None
     node.entry[place] = None
     part = entry[1]
-    _drop(part, 0 if part.nodes[0] is node else len(part.nodes) - 1)
+    at = 0 if part.nodes[0] is node else len(part.nodes) - 1
+    assert part.nodes[at] is node, "a policy chooses the oldest or the newest cell of a queue"
+    _drop(part, at)
 
 
 def _drop(part: Slice, at: int) -> bool:

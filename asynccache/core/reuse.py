@@ -294,9 +294,8 @@ class P2c(EvictionPolicy):
                 second = ends.worth
         if best is None or found is None:
             return None
-        if found.worth < second:
-            order.note = _Lead(best, found, until, version)
-            order.changed = False
+        order.note = _Lead(best, found, until, version) if found.worth < second else None
+        order.changed = False
         return best.newest() if found.newest else best.oldest()
 
     def _look(self, queue: Queue, worth: Sequence[float], now: int) -> _Ends:

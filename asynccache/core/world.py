@@ -86,7 +86,7 @@ class World:
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
         self.recency = Recency()
         self.policy = make_policy(config)
-        self.shelves = [Shelf(place, capacity, self.policy.queues) for place, capacity in enumerate(capacities)]
+        self.shelves = [Shelf(place, capacity, type(self.policy).queues) for place, capacity in enumerate(capacities)]
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}

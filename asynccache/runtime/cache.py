@@ -275,7 +275,8 @@ class AsyncCache:
             driver.lock.release()
 
     def prefetch(self, tokens: Tokens, extra_key: ExtraKey = None) -> PrefetchHandle:
-        """Begin to fetch from storage what device and host do not have of ``tokens``; call it when a request arrives.
+        """Begin to fetch from storage what device and host do not have of ``tokens``, for a lease of the same tokens:
+        of whole pages the last is left out where there are windows or states. Call it when a request arrives.
 
         What it brings, and what the host had, stays there until the lease that takes the handle is granted, the handle
         is cancelled or dropped, or others could not go on.

@@ -1,8 +1,9 @@
 """prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle; and the policy
 that says how long.
 
-Law: windows and states are fetched for an end that a lease of the same tokens can have, which leaves at least one token
-to be computed; for the end of a prompt of whole pages they would be of no use to it. FULL's pages serve every end.
+Law: where there are windows or states, pages are fetched up to an end that a lease of the same tokens can have, which
+leaves at least one token to be computed; the window of a later end would be of no use to it. Pages of FULL alone serve
+every end.
 
 Law: a refused prefetch waits in a line of its own, first come, first served, and is tried again; one that meets pages
 on their way joins them. Who waits there claims nothing. At the head of the line it waits for room on the host for

@@ -124,7 +124,10 @@ class _Open(NamedTuple):
 
 
 class _Call:
-    """``answers``: by rank. ``done``: set when all have answered, or the group is over."""
+    """``answers``: by rank. ``done``: set when all have answered, or the group is over. ``giving_up``: of a call that
+    was cancelled, until when it is waited for."""
+
+    giving_up: asyncio.TimerHandle
 
     def __init__(self, ranks: set[int]) -> None:
         self.left = ranks
@@ -376,20 +379,28 @@ class WorkerGroup:
         return found
 
     async def _cancel(self, number: int, call: _Call) -> None:
-        """Return when all have let go of this call, or the group is over: who does not let go within the time-out is
-        as good as silent."""
-        loop, seconds = asyncio.get_running_loop(), OPENING if self._opening else self._timeout
+        """Return when all have let go of this call, or the group is over: who does not let go within the time-out, and
+        what a store's call may take, is as good as silent."""
+        loop = asyncio.get_running_loop()
+        slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
+        seconds = OPENING if self._opening else self._timeout + slowest
         call.done = loop.create_future()
         self._put(m.Cancel(number))
-        giving_up = loop.call_later(seconds, self._never_let_go, call, seconds)
+        call.giving_up = loop.call_later(seconds, self._never_let_go, call, seconds)
         try:
             await settled([call.done])
         finally:
-            giving_up.cancel()
+            call.giving_up.cancel()
             if not call.done.cancelled():
                 call.done.exception()
 
     def _never_let_go(self, call: _Call, seconds: float) -> None:
+        if not call.left:
+            return
+        if self._opening and seconds < OPENING:  # since it was cancelled, something is being opened
+            more = OPENING - seconds
+            call.giving_up = asyncio.get_running_loop().call_later(more, self._never_let_go, call, OPENING)
+            return
         self._fail(RankFailure(f"did not let go of what was cancelled within {seconds:g} s", min(call.left)))
 
     def _heard(self, rank: int, frame: bytes) -> None:

@@ -178,6 +178,7 @@ class Performer:
             self._stopped = True
             calls = [task for task in self._calls.values() if task is not asyncio.current_task()]
             self._closing = self._loop.create_task(self._close_all([*calls, *self._stages], patience))
+            self._closing.add_done_callback(lambda done: done.cancelled() or done.exception())  # who waited may be gone
         await asyncio.wait([self._closing])
         self._closing.result()
 

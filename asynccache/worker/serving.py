@@ -47,6 +47,7 @@ class Serving:
         self._counting: asyncio.TimerHandle | None = None
         self._last_call = 0
         self._gives_up_at = inf
+        self._closing_takes = 0.0
         self._opening: set[int] = set()
 
     def __repr__(self) -> str:
@@ -64,10 +65,11 @@ class Serving:
 
     async def aclose(self) -> None:
         """Leave the group: what is under way is let go, all that is open is closed. A store that hangs meanwhile is
-        waited for no longer than the link's time-out; it goes on closing. Twice is once."""
+        waited for no longer than the link's time-out, or as long as the head has said that closing may take; it goes on
+        closing. Twice is once."""
         if self._counting is not None:
             self._counting.cancel()
-        self._gives_up_at = min(self._gives_up_at, self._loop.time() + self._link.timeout)
+        self._gives_up_at = min(self._gives_up_at, self._loop.time() + max(self._link.timeout, self._closing_takes))
         try:
             with suppress(AsyncCacheError, TimeoutError):
                 async with asyncio.timeout_at(self._gives_up_at):
@@ -89,6 +91,7 @@ class Serving:
             else:
                 if isinstance(order, m.Close):
                     self._last_call = order.call
+                    self._closing_takes = order.patience
                 elif isinstance(order, (m.OpenStore, m.UseStore, m.DropStore)):
                     self._wait_for_stores(order)
                 self.performer.take(order)

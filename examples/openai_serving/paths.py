@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
+from asynccache_hf.limits import longest
 from asynccache_shim import Finish, Limits, Request, Sampling, Scheduler, Settings
 from asynccache_shim.thread import returned
 
@@ -234,8 +235,14 @@ class PrefixPath:
             run.abort()
         cached, self._cached = self._cached, None
         if cached is not None:
-            await returned(asyncio.get_running_loop().run_in_executor(self._thread, cached.close))
-        self._thread.shutdown()
+            closing = asyncio.get_running_loop().run_in_executor(self._thread, cached.close)
+            cancelled = await returned(closing)
+            self._thread.shutdown()
+            closing.result()
+            if cancelled is not None:
+                raise cancelled
+        else:
+            self._thread.shutdown()
 
     def _open(self) -> PrefixCache:
         means = self._means
@@ -291,12 +298,11 @@ class BatchingPath:
     """``ContinuousBatching``: transformers' own continuous batching, many requests in each step. It draws for all of
     them together, so a request has no seed."""
 
-    limit: int | None = None
-
     def __init__(self, means: Means) -> None:
         self._means = means
-        self._vocabulary = int(means.model.get_input_embeddings().num_embeddings)
+        self._vocabulary = int(means.model.get_output_embeddings().weight.shape[0])
         self._batching: ContinuousBatching | None = None
+        self.limit: int | None = longest(means.model.config)
         config = copy.deepcopy(means.model.generation_config)
         config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request says its own
         self._generation = config
@@ -313,7 +319,11 @@ class BatchingPath:
     async def __aexit__(self, *raised: Any) -> None:
         batching, self._batching = self._batching, None
         if batching is not None:
-            await returned(asyncio.get_running_loop().run_in_executor(None, batching.close))
+            closing = asyncio.get_running_loop().run_in_executor(None, batching.close)
+            cancelled = await returned(closing)
+            closing.result()
+            if cancelled is not None:
+                raise cancelled
 
     def _open(self) -> ContinuousBatching:
         means = self._means
@@ -338,7 +348,7 @@ class BatchingPath:
 
     def _sampled(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.temperature < GREEDY_BELOW:
-            return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+            return {"temperature": 1.0, "top_k": 1, "top_p": LEAST_P}  # of equally likely ones, one
         return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
 
     async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:

@@ -237,7 +237,9 @@ class Service:
         except CacheClosed as error:
             raise ApiError(503, f"not serving: {error}", kind="server_error") from error
         except ConfigError as error:
-            raise ApiError(400, str(error), param=str(error).partition("=")[0], code="unsupported_value") from error
+            name, given, _ = str(error).partition("=")
+            param = name if given and name.isidentifier() else None
+            raise ApiError(400, str(error), param=param, code="unsupported_value") from error
 
     def _room(self, ask: Ask, prompt: int) -> int:
         """Tokens that may be generated."""

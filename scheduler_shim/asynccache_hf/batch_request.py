@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from asynccache_shim.request import Finish
@@ -122,7 +122,7 @@ class BatchRequest:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the reader's loop is closed: nobody reads there any more
                 loop.call_soon_threadsafe(event.set)
 
         async def news() -> None:

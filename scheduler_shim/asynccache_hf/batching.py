@@ -95,7 +95,7 @@ class ContinuousBatching:
         self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
         self._ids = count(1)
         self._open: dict[str, _Served] = {}
-        self._door = threading.Lock()
+        self._door, self._closer = threading.Lock(), threading.Lock()
         self._counts = Counts()
         self._closing = False
         self._manager.begin(self._pages, self._told, f"{NAME}-generates")
@@ -160,7 +160,9 @@ class ContinuousBatching:
     @property
     def closed(self) -> str | None:
         """Why no requests are taken any more; None while they are."""
-        return self._cache.closed if self._loop.alive and not self._closing else "the cache is closed"
+        if self._closing or not self._loop.alive:
+            return "the cache is closed"
+        return self._cache.closed if self._manager.is_running() else "the thread that generates has ended"
 
     def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
         """What ``question(cache)`` returns: ``batching.ask(lambda cache: cache.explain(tokens))``. It is called in the
@@ -184,8 +186,11 @@ class ContinuousBatching:
         ``close_deadline`` says, and end the threads. May be repeated."""
         with self._door:
             self._closing = True
-        if not self._loop.alive:
-            return
+        with self._closer:
+            if self._loop.alive:
+                self._close()
+
+    def _close(self) -> None:
         try:
             self._loop.call(self._end_all())
         finally:
@@ -266,7 +271,8 @@ class ContinuousBatching:
         for served in left:
             served.closed = True
             self._abort_soon(served.request.id)
-        await asyncio.gather(*(served.task for served in left if served.task is not None), return_exceptions=True)
+        if tasks := [served.task for served in left if served.task is not None]:
+            await asyncio.wait(tasks)  # which cancels none of them, whatever becomes of who waits
 
     async def _serve(self, served: _Served) -> None:
         finish, error = Finish.FAILED, None
@@ -295,7 +301,7 @@ class ContinuousBatching:
     async def _run(self, served: _Served, lease: Lease) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
-        self._count(len(asked.tokens), lease)
+        self._counts = self._counts.plus(len(asked.tokens), lease)
         request.hits = lease.hits
         swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
         places = places_of(self._layout, lease.pages, swa, self._model.device)
@@ -330,11 +336,6 @@ class ContinuousBatching:
             self._manager.cancel_request(served.request.id)
             return error
         return None
-
-    def _count(self, prompt: int, lease: Lease) -> None:
-        before, hits = self._counts, lease.hits
-        self._counts = Counts(before.prompt + prompt, before.device + hits.device, before.host + hits.host,
-                              before.storage + hits.storage)  # fmt: skip
 
 
 class _Served:

@@ -342,13 +342,18 @@ class Processor(api.ContinuousBatchProcessor):  # type: ignore[misc]
 
     @torch.no_grad()
     def _generation_step(self, model: Any) -> None:
+        stream = self.inputs_and_outputs.compute_stream  # None on a CPU
         try:
             self.cache.begin()
             data = self.inputs_and_outputs.get_model_kwargs()
             data["attention_mask"] = self.cache.mask
+            if stream is not None:                     # the plans were made on another stream
+                stream.wait_stream(torch.get_device_module(self.model_device).current_stream(self.model_device))
             self.model_runner.compute_batch(model, data)
             self.inputs_and_outputs.retrieve_device_outputs()
         except Exception as error:
+            if stream is not None:
+                stream.synchronize()                   # what was queued before the error still writes to pages
             self.handle_batch_error(error)
             self.inputs_and_outputs.requests_in_batch = []
 
@@ -380,8 +385,7 @@ class _Router(api.OutputRouter):  # type: ignore[misc]
         self._tell = tell
 
     def deliver(self, output: Any) -> None:
-        failed = RuntimeError(output.error) if output.status == RequestStatus.FAILED else None
-        self._told(Told(output.request_id, output.generated_tokens, output.is_finished(), failed))
+        self._told(Told(output.request_id, output.generated_tokens, output.is_finished()))
 
     def deliver_batch(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -409,7 +413,20 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             use_cuda_graph=False, max_blocks_per_request=0, auto_switch_to_flash=False, safety_margin=0.0, seed=seed,
             per_request_processors=bool(generation.do_sample),
         )  # fmt: skip
-        super().__init__(model, generation, settings)
+        try:
+            super().__init__(model, generation, settings)
+            lost = [type(each).__name__ for each in model._get_logits_processor(generation)
+                    if getattr(each, "supports_continuous_batching", None) is False]  # fmt: skip
+            if lost:
+                raise ConfigError(f"generation_config: continuous batching would leave out {', '.join(lost)}; use "
+                                  f"PrefixCache, or a configuration without it")  # fmt: skip
+        except Exception as error:
+            usual = getattr(self, "_original_attn_impl", None)
+            if usual is not None:
+                model.set_attn_implementation(usual)
+            if isinstance(error, ValueError) and not isinstance(error, ConfigError):
+                raise ConfigError(f"generation_config: {error}") from error
+            raise
         self.page_cache: PageCache | None = None
 
     def processor(self, cache: PageCache, tell: Callable[[Told], None]) -> Processor:
@@ -485,6 +502,10 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
             self.logit_processor.check_kwargs(dict(options))
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from None
+        width = int(self.model.get_output_embeddings().weight.shape[0])
+        for name, least, most in (("temperature", 1e-5, 1e5), ("top_k", 1, width), ("top_p", 0.0, 1.0)):
+            if name in options and not least <= options[name] <= most:  # nor NaN: it would fail the whole step
+                raise ConfigError(f"{name}={options[name]}: must be from {least:g} to {most:g}")
 
 
 def waiting(request_id: str, tokens: list[int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._door = threading.Lock()
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -26,7 +29,7 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Whether it takes calls."""
-        return not self._loop.is_closed()
+        return not self._ending
 
     def call(self, work: Coroutine[Any, Any, R]) -> R:
         """What ``work`` returns, or raises. Blocks the thread of whoever calls; when that is interrupted, ``work`` is
@@ -35,12 +38,15 @@ class LoopThread:
         Raises:
             CacheClosed: the loop has ended.
         """
-        if not self.alive:
-            work.close()
-            raise CacheClosed("the cache is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._door:
+            if self._ending:
+                work.close()
+                raise CacheClosed("the cache is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise CacheClosed("the cache is closed") from None
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -57,15 +63,21 @@ class LoopThread:
             raise CacheClosed("the cache is closed") from None
 
     def close(self) -> None:
-        """End the loop, when what runs in it has come to a stop; return when the thread has ended."""
-        if self.alive:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        """End the loop, and cancel what still runs in it; return when the thread has ended. Twice is once."""
+        with self._door:
+            first, self._ending = not self._ending, True
+            if first:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
+            if left := asyncio.all_tasks(self._loop):
+                for task in left:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()

@@ -55,6 +55,12 @@ class Counts(NamedTuple):
     host: int = 0
     storage: int = 0
 
+    def plus(self, prompt: int, lease: Lease) -> Counts:
+        """With a prompt of so many tokens, and what its lease found."""
+        hits = lease.hits
+        return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
+                      self.storage + hits.storage)  # fmt: skip
+
 
 class PrefixCache:
     """A model of transformers with a cache of prefixes. May be used by several threads."""
@@ -176,7 +182,7 @@ class PrefixCache:
             except CacheFull:
                 return self._without(row, options)
             try:
-                self._count(len(tokens), lease)
+                self._counts = self._counts.plus(len(tokens), lease)
                 return self._leased(lease, row, tokens, options)
             finally:
                 self._loop.call(_left(lease))
@@ -246,12 +252,6 @@ class PrefixCache:
         self._paged.compute(
             Work(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
         )
-
-    def _count(self, prompt: int, lease: Lease) -> None:
-        before, hits = self._counts, lease.hits
-        self._counts = Counts(before.prompt + prompt, before.device + hits.device, before.host + hits.host,
-                              before.storage + hits.storage)  # fmt: skip
-
 
 # in the cache's thread
 

@@ -10,7 +10,7 @@ import pytest
 
 from asynccache.core import reuse
 from asynccache.core.cache import Ask, CacheCore, Grant
-from asynccache.core.eviction import EvictionPolicy, Order
+from asynccache.core.eviction import EvictionPolicy, Order, take
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
@@ -223,6 +223,27 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be() -> Non
         run.core.at(now)
         run.insert(text)
     assert chosen > 500
+
+
+def test_a_lead_is_over_when_others_are_as_cheap() -> None:
+    """The end of one queue was the cheapest by far. It has gone, and what is next there is worth more than the ends of
+    two other queues, which are equally cheap: both of them go before it."""
+    policy, second = P2c(core_config(device=40, page_size=512)), 1_000_000
+    now, worth = 10_000 * second, policy.curves.worth
+    worth[0][bin_of(1_000 * second)], worth[0][bin_of(10 * second)] = 0.1, 0.5
+    worth[1][bin_of(1_000 * second)] = worth[2][bin_of(1_000 * second)] = 0.2
+    order = Order(0, policy.queues)
+    names: dict[Node, str] = {}
+    for name, kind, age in (("cheap", 0, 1_000), ("dear", 0, 10), ("one", 1, 1_001), ("other", 2, 1_000)):
+        node = Node(b"", 1, None, 1)
+        names[node] = name
+        order.rest[kind].put(now - age * second, node)
+    gone = []
+    for _ in range(4):
+        node = policy.choose(order, now)               # type: ignore[assignment]
+        take(node, 0)
+        gone.append(names[node])
+    assert gone == ["cheap", "one", "other", "dear"]
 
 
 class Checked(EvictionPolicy):

@@ -18,7 +18,7 @@ from asynccache_hf import ContinuousBatching, Counts, continuous
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from asynccache import CacheFull, Lease, LoadFailed
+from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
 from asynccache.core.audit import check
 from asynccache.errors import CacheClosed, ConfigError
 from tests.engine import batching_child, engine_kit
@@ -424,6 +424,64 @@ def test_what_cannot_be_is_refused_by_name(llama: ContinuousBatching, given: dic
     given = {"tokens": [1, 2, 3], **given}
     with pytest.raises(ConfigError, match=said):
         llama.add_request(given.pop("tokens"), **given)
+
+
+@pytest.mark.parametrize(("option", "value"), [("temperature", 0.0), ("temperature", float("nan")), ("top_k", 0),
+                                               ("top_k", 1_000_000), ("top_p", 1.5)])  # fmt: skip
+def test_a_value_of_sampling_that_would_fail_a_step_is_refused(option: str, value: float) -> None:
+    settings = transformers.GenerationConfig(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)
+    with (ContinuousBatching(model_of("llama"), **NAMED, generation_config=settings) as batching,
+          pytest.raises(ConfigError, match=option)):  # fmt: skip
+        batching.add_request(prompt(5), max_new_tokens=2, **{option: value})  # type: ignore[arg-type]
+
+
+def test_what_continuous_batching_would_leave_out_is_refused_and_the_model_is_as_before() -> None:
+    model = model_of("gemma2")
+    before = model.config._attn_implementation
+    for given, said in (({"repetition_penalty": 1.2}, "RepetitionPenalty"),
+                        ({"do_sample": True, "temperature": 0.0}, "generation_config")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            ContinuousBatching(model, **SIZES, name="x", generation_config=transformers.GenerationConfig(**given))
+        assert model.config._attn_implementation == before
+
+
+def test_a_reader_whose_loop_was_closed_ends_nothing(llama: ContinuousBatching) -> None:
+    with stopped(llama._model) as go:
+        request = llama.add_request(prompt(45), max_new_tokens=24, eos_token_id=-1)
+        loop = asyncio.new_event_loop()
+        tokens = request.__aiter__()
+
+        async def first() -> int:
+            return await anext(tokens)
+
+        loop.run_until_complete(first())
+        loop.close()
+        go.set()
+        assert len(request.result(20)) == 24
+    assert llama.closed is None
+
+
+def test_a_question_beside_a_close_is_refused_and_everybody_who_closes_returns() -> None:
+    batching, told = ContinuousBatching(model_of("llama"), **NAMED), []
+
+    async def endless(cache: AsyncCache) -> None:
+        await asyncio.sleep(3600)
+
+    def asks() -> None:
+        try:
+            batching.ask(endless)
+        except CacheClosed as error:
+            told.append(error)
+
+    asking = [threading.Thread(target=work, daemon=True) for work in (asks, batching.close, batching.close)]
+    for thread in asking:
+        thread.start()
+        time.sleep(0.05)
+    for thread in asking:
+        thread.join(20)
+    assert not [thread for thread in asking if thread.is_alive()]
+    assert len(told) == 1
+    assert batching.closed == "the cache is closed"
 
 
 def test_one_prompt_that_is_none_is_named_and_none_is_begun(llama: ContinuousBatching) -> None:

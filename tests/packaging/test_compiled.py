@@ -24,8 +24,9 @@ def copy(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "hatch_build.py", tmp_path)
     folder = tmp_path / Path(compiled.FOLDER).relative_to(ROOT)
     folder.mkdir(parents=True)
-    (folder / f"asynccache.core.all__mypyc{compiled.SUFFIX}").write_bytes(b"no library")
-    made_from = compiled.digest(["asynccache.core.world"], str(tmp_path / "asynccache"))
+    for name in ("asynccache.core.all__mypyc", "asynccache.core.world"):
+        (folder / f"{name}{compiled.SUFFIX}").write_bytes(b"no library")
+    made_from = compiled.digest(["asynccache.core.world", *compiled.BESIDE], str(tmp_path / "asynccache"))
     (folder / compiled.SOURCE).write_text(f"{made_from} asynccache.core.world\n")
     return tmp_path
 
@@ -41,8 +42,10 @@ def test_it_is_taken_if_the_source_is_the_same(copy: Path) -> None:
     assert "ImportError" in done.stderr, "what passes for a module was to be loaded"
 
 
-def test_source_that_was_changed_since_runs_itself(copy: Path) -> None:
-    with (copy / "asynccache/core/world.py").open("a") as file:
+@pytest.mark.parametrize("module", ["core/world", "core/keys", "checks"])
+def test_source_that_was_changed_since_runs_itself(copy: Path, module: str) -> None:
+    """Also that of modules whose types the compiled ones rely on."""
+    with (copy / f"asynccache/{module}.py").open("a") as file:
         file.write("\n")
     done = run(copy, "-c", SAYS)
     assert done.stdout == "pure: what was compiled was made from another source: make compiled\n", done.stderr
@@ -59,14 +62,15 @@ def test_the_variables_of_a_build_are_no_settings() -> None:
     assert load_config(env=env, model="m", components=(Full(bytes_per_token=64, device_tokens=160),)).model == "m"
 
 
-@pytest.mark.parametrize("lacking", ["the folder", "the library", "what it was made from"])
+@pytest.mark.parametrize("lacking", ["the folder", "the library", "a module", "what it was made from"])
 def test_what_is_not_whole_does_not_run(copy: Path, lacking: str) -> None:
     folder = copy / Path(compiled.FOLDER).relative_to(ROOT)
     if lacking == "the folder":
         shutil.rmtree(folder)
     else:
-        (library,) = folder.glob("*.so")
-        (library if lacking == "the library" else folder / compiled.SOURCE).unlink()
+        names = {"the library": f"asynccache.core.all__mypyc{compiled.SUFFIX}",
+                 "a module": f"asynccache.core.world{compiled.SUFFIX}", "what it was made from": compiled.SOURCE}
+        (folder / names[lacking]).unlink()
     done = run(copy, "-c", SAYS)
     assert done.stdout.startswith("pure: "), done.stderr
 

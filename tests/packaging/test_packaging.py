@@ -79,4 +79,4 @@ def test_hints_name_what_the_extras_bring() -> None:
 
 def test_the_package_is_the_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "asynccache", "--version"], cwd=ROOT, capture_output=True, text=True)
-    assert ran.stdout == f"asynccache {VERSION}\n"
+    assert ran.stdout == f"asynccache {VERSION}, pure core\n"
