@@ -435,6 +435,7 @@ def test_a_value_of_sampling_that_would_fail_a_step_is_refused(option: str, valu
         batching.add_request(prompt(5), max_new_tokens=2, **{option: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 def test_what_continuous_batching_would_leave_out_is_refused_and_the_model_is_as_before() -> None:
     model = model_of("gemma2")
     before = model.config._attn_implementation
