@@ -14,7 +14,7 @@ from asynccache.core.eviction import EvictionPolicy, Order, take
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
-from asynccache.core.tree import Node
+from asynccache.core.tree import Node, Root
 from asynccache.core.world import LATE
 from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
@@ -232,10 +232,10 @@ def test_a_lead_is_over_when_others_are_as_cheap() -> None:
     now, worth = 10_000 * second, policy.curves.worth
     worth[0][bin_of(1_000 * second)], worth[0][bin_of(10 * second)] = 0.1, 0.5
     worth[1][bin_of(1_000 * second)] = worth[2][bin_of(1_000 * second)] = 0.2
-    order = Order(0, policy.queues)
+    order, root = Order(0, policy.queues), Root(SPACE, 1)
     names: dict[Node, str] = {}
     for name, kind, age in (("cheap", 0, 1_000), ("dear", 0, 10), ("one", 1, 1_001), ("other", 2, 1_000)):
-        node = Node(b"", 1, None, 1)
+        node = Node(b"", 1, root, 1)
         names[node] = name
         order.rest[kind].put(now - age * second, node)
     gone = []
