@@ -36,11 +36,6 @@ ROOT = Path(__file__).parent
 CACHE = ROOT / "build" / "compiled"
 """What is kept of a build for the next one."""
 SWITCH = "ASYNCCACHE_COMPILE"
-PURE_MODULES = ("__init__.py", "keys.py", "settings.py")
-"""Modules of the core that stay as they are: an empty one; one with a subclass of str, which mypyc has none of; frozen
-values that are asked for little, and that could be neither copied nor pickled."""
-BENEATH = ("checks.py", "errors.py", "redaction.py")
-"""What the core imports of the rest: mypyc looks at their types."""
 OPEN_CLASSES = {"eviction.py": ("EvictionPolicy",)}
 """Classes that others may write subclasses of, in Python."""
 FIXES = {"bytes_ops.c": ("slice_len = endn - startn;", "slice_len = endn > startn ? endn - startn : 0;")}
@@ -79,9 +74,9 @@ def compiled() -> ModuleType:
 
 def modules() -> list[str]:
     """The names of those that are compiled."""
-    core = ROOT / "asynccache" / "core"
-    paths = [path for path in core.rglob("*.py") if path.relative_to(core).as_posix() not in PURE_MODULES]
-    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    paths = (ROOT / "asynccache" / "core").rglob("*.py")
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    return sorted(names.difference(compiled().PURE_MODULES))
 
 
 def build() -> Path:
@@ -148,13 +143,13 @@ def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], l
     package = work / "asynccache"
     package.mkdir()
     (package / "__init__.py").touch()
-    for name in BENEATH:
-        shutil.copy(ROOT / "asynccache" / name, package / name)
+    here = compiled()
+    for name in here.BENEATH:
+        shutil.copy(here.source_of(name), here.source_of(name, str(package)))
     shutil.copytree(ROOT / "asynccache" / "core", package / "core", ignore=shutil.ignore_patterns("__pycache__"))
     for name, classes in OPEN_CLASSES.items():
         path = package / "core" / name
         path.write_text(_opened(path.read_text(), classes))
-    here = compiled()
     paths = [os.path.relpath(here.source_of(name, str(package)), work) for name in names]
     done = subprocess.run([sys.executable, "-c", GENERATE, json.dumps(paths), "c", LIBRARY], cwd=work,
                           capture_output=True, text=True, check=False)  # fmt: skip

@@ -20,8 +20,12 @@ PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SUFFIX = EXTENSION_SUFFIXES[0]
 FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0])
 """Where the modules for this interpreter lie: each in a file of its full name and ``SUFFIX``."""
-BESIDE = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings", "asynccache.checks",
-          "asynccache.errors", "asynccache.redaction")  # fmt: skip
+PURE_MODULES = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings")
+"""Modules of the core that stay as they are: an empty one; one with a subclass of str, which mypyc has none of; frozen
+values that are asked for little, and that could be neither copied nor pickled."""
+BENEATH = ("asynccache.checks", "asynccache.errors", "asynccache.redaction")
+"""What the core imports of the rest: mypyc looks at their types."""
+BESIDE = (*PURE_MODULES, *BENEATH)
 """Modules that stay Python, and whose types what is compiled relies on."""
 SOURCE = "source"
 """The file in ``FOLDER`` that has the digest of the source, with ``BESIDE``, and the names of what is compiled."""

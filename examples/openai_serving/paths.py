@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from asynccache_hf import BatchRequest, ContinuousBatching, Layout, PagedModel, PrefixCache, describe
@@ -25,6 +25,7 @@ from asynccache_shim.thread import returned
 from asynccache import AsyncCache, CacheClosed, ConfigError, Hits
 
 R = TypeVar("R")
+C = TypeVar("C", PrefixCache, ContinuousBatching)
 OnEvent = Callable[[Any], None]
 
 GREEDY_BELOW = 1e-5
@@ -204,26 +205,23 @@ class Told:
             self._news.set()
 
 
-class PrefixPath:
-    """``PrefixCache``: transformers' own ``generate``, one request after the other in the order in which they came.
-    What is longer than a model's positions allow to cache is generated without the cache."""
+class _InThreads(Generic[C]):
+    """What is opened, asked and closed in threads: something of ``asynccache_hf``, with a cache of its own."""
 
-    limit: int | None = None
+    name: str
 
     def __init__(self, means: Means) -> None:
         self._means = means
-        self._thread: ThreadPoolExecutor
-        self._runs: set[Told] = set()
-        self._cached: PrefixCache | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._opened: C | None = None
 
     async def __aenter__(self) -> Self:
-        self._thread = ThreadPoolExecutor(1, "generate")
         opening = asyncio.get_running_loop().run_in_executor(self._thread, self._open)
         cancelled = await returned(opening)
         try:
-            self._cached = opening.result()
+            self._opened = opening.result()
         except BaseException:
-            self._thread.shutdown()
+            self._end_thread()
             raise
         if cancelled is not None:
             await self.__aexit__()
@@ -231,42 +229,72 @@ class PrefixPath:
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
+        opened, self._opened = self._opened, None
+        if opened is None:
+            self._end_thread()
+            return
+        closing = asyncio.get_running_loop().run_in_executor(self._thread, opened.close)
+        cancelled = await returned(closing)
+        self._end_thread()
+        closing.result()
+        if cancelled is not None:
+            raise cancelled
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _open(self) -> C:
+        raise NotImplementedError
+
+    def _serving(self, wanted: Wanted) -> C:
+        """What serves ``wanted``. Raises as ``Path.start``."""
+        if self._opened is None:
+            raise CacheClosed("the cache is closed")
+        if wanted.priority:
+            raise ConfigError(f"priority={wanted.priority}: --path {self.name} serves in the order of arrival")
+        return self._opened
+
+    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
+        if self._opened is None:
+            raise CacheClosed("the cache is closed")
+        return await asyncio.to_thread(self._opened.ask, question)
+
+    @property
+    def failure(self) -> str | None:
+        return "the cache is closed" if self._opened is None else self._opened.closed
+
+
+class PrefixPath(_InThreads[PrefixCache]):
+    """``PrefixCache``: transformers' own ``generate``, one request after the other in the order in which they came.
+    What is longer than a model's positions allow to cache is generated without the cache."""
+
+    name = "prefix"
+    limit: int | None = None
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self._runs: set[Told] = set()
+
+    async def __aenter__(self) -> Self:
+        self._thread = ThreadPoolExecutor(1, "generate")
+        return await super().__aenter__()
+
+    async def __aexit__(self, *raised: Any) -> None:
         for run in list(self._runs):
             run.abort()
-        cached, self._cached = self._cached, None
-        if cached is not None:
-            closing = asyncio.get_running_loop().run_in_executor(self._thread, cached.close)
-            cancelled = await returned(closing)
-            self._thread.shutdown()
-            closing.result()
-            if cancelled is not None:
-                raise cancelled
-        else:
-            self._thread.shutdown()
+        await super().__aexit__(*raised)
 
     def _open(self) -> PrefixCache:
         means = self._means
         return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
 
     def start(self, wanted: Wanted) -> Told:
-        if self._cached is None:
-            raise CacheClosed("the cache is closed")
-        if wanted.priority:
-            raise ConfigError(f"priority={wanted.priority}: --path prefix serves in the order of arrival")
-        run = Told(asyncio.get_running_loop())
+        cached, run = self._serving(wanted), Told(asyncio.get_running_loop())
         self._runs.add(run)
-        future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, self._cached, wanted, run)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, cached, wanted, run)
         future.add_done_callback(lambda _: self._runs.discard(run))
         return run
-
-    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        if self._cached is None:
-            raise CacheClosed("the cache is closed")
-        return await asyncio.to_thread(self._cached.ask, question)
-
-    @property
-    def failure(self) -> str | None:
-        return "the cache is closed" if self._cached is None else self._cached.closed
 
     # in the thread
 
@@ -294,36 +322,19 @@ class PrefixPath:
         return made
 
 
-class BatchingPath:
+class BatchingPath(_InThreads[ContinuousBatching]):
     """``ContinuousBatching``: transformers' own continuous batching, many requests in each step. It draws for all of
     them together, so a request has no seed."""
 
+    name = "batching"
+
     def __init__(self, means: Means) -> None:
-        self._means = means
+        super().__init__(means)
         self._vocabulary = int(means.model.get_output_embeddings().weight.shape[0])
-        self._batching: ContinuousBatching | None = None
         self.limit: int | None = longest(means.model.config)
         config = copy.deepcopy(means.model.generation_config)
         config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request says its own
         self._generation = config
-
-    async def __aenter__(self) -> Self:
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open)
-        cancelled = await returned(opening)
-        self._batching = opening.result()
-        if cancelled is not None:
-            await self.__aexit__()
-            raise cancelled
-        return self
-
-    async def __aexit__(self, *raised: Any) -> None:
-        batching, self._batching = self._batching, None
-        if batching is not None:
-            closing = asyncio.get_running_loop().run_in_executor(None, batching.close)
-            cancelled = await returned(closing)
-            closing.result()
-            if cancelled is not None:
-                raise cancelled
 
     def _open(self) -> ContinuousBatching:
         means = self._means
@@ -334,14 +345,10 @@ class BatchingPath:
         )  # fmt: skip
 
     def start(self, wanted: Wanted) -> BatchRequest:
-        if self._batching is None:
-            raise CacheClosed("the cache is closed")
-        if wanted.priority:
-            raise ConfigError(f"priority={wanted.priority}: --path batching serves in the order of arrival")
-        sampling = wanted.sampling
+        batching, sampling = self._serving(wanted), wanted.sampling
         if sampling.seed is not None and sampling.temperature >= GREEDY_BELOW:
             raise ConfigError(f"seed={sampling.seed}: --path batching draws for all requests together")
-        return self._batching.add_request(
+        return batching.add_request(
             wanted.tokens, max_new_tokens=wanted.most, eos_token_id=sorted(wanted.ends) or -1, extra_key=wanted.salt,
             **self._sampled(sampling),
         )  # fmt: skip
@@ -350,15 +357,6 @@ class BatchingPath:
         if sampling.temperature < GREEDY_BELOW:
             return {"temperature": 1.0, "top_k": 1, "top_p": LEAST_P}  # of equally likely ones, one
         return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
-
-    async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        if self._batching is None:
-            raise CacheClosed("the cache is closed")
-        return await asyncio.to_thread(self._batching.ask, question)
-
-    @property
-    def failure(self) -> str | None:
-        return "the cache is closed" if self._batching is None else self._batching.closed
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from asynccache_shim.request import Finish, as_tokens
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
-from asynccache_hf.loop import LoopThread
-from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, open_cache
+from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 
 try:
     from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract, take_part
@@ -73,8 +72,8 @@ class ContinuousBatching:
         contract()
         self._layout = layout = describe(model, page_size, name=name)
         check_model(model, layout)
-        settings.setdefault("prefetch_threshold", page_size)
-        config = layout.cache_config(device_tokens=device_tokens, host_tokens=host_tokens, storage=storage, **settings)
+        settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
+        config = config_of(layout, settings)
         wanted = wanted_of(model, layout)
         take_part()
         self._model = model
@@ -83,12 +82,7 @@ class ContinuousBatching:
         self._manager = Manager(model, generation, seed, step_tokens)
         try:
             tried_together(self._manager, model, layout, wanted)
-            self._loop = LoopThread(NAME)
-            try:
-                self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
-            except BaseException:
-                self._loop.close()
-                raise
+            self._loop, self._cache = opened(NAME, config, on_event)
         except BaseException:
             self._manager.end()
             raise

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint, Work
 
-from asynccache import AsyncCache, CacheFull, ConfigError, Lease, LoadFailed, checks
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import due
+from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
 
@@ -86,16 +87,8 @@ class PrefixCache:
         """
         self._model = model
         self._layout = describe(model, page_size, name=name)
-        settings.setdefault("prefetch_threshold", page_size)
-        config = self._layout.cache_config(
-            device_tokens=device_tokens, host_tokens=host_tokens, storage=storage, **settings
-        )
-        self._loop = LoopThread("asynccache-prefix")
-        try:
-            self._cache: AsyncCache = self._loop.call(open_cache(config, on_event))
-        except BaseException:
-            self._loop.close()
-            raise
+        settings |= {"storage": storage, "device_tokens": device_tokens, "host_tokens": host_tokens}
+        self._loop, self._cache = opened("asynccache-prefix", config_of(self._layout, settings), on_event)
         self._paged = PagedModel(model, self._layout, self._cache.pools)
         self._ids = count(1)
         self._one = threading.Lock()
@@ -253,10 +246,32 @@ class PrefixCache:
             Work(next(self._ids), tokens, start, stop, tables["full"], tables["swa"], lease.states, checkpoint, False)
         )
 
+def config_of(layout: Layout, settings: Mapping[str, Any]) -> CacheConfig:
+    """The configuration of a cache of such pages. A prefix of one page is worth fetching, unless ``settings`` say
+    otherwise.
+
+    Raises:
+        ConfigError: a setting is unusable.
+    """
+    return layout.cache_config(**{"prefetch_threshold": layout.page_size, **settings})
+
+
+def opened(
+    thread: str, config: CacheConfig, on_event: Callable[[Any], None] | None
+) -> tuple[LoopThread, AsyncCache]:  # fmt: skip
+    """A cache, open, and the thread that has its loop. Raises what opening raises; nothing is left then."""
+    loop = LoopThread(thread)
+    try:
+        return loop, loop.call(_open(config, on_event))
+    except BaseException:
+        loop.close()
+        raise
+
+
 # in the cache's thread
 
 
-async def open_cache(config: Any, on_event: Callable[[Any], None] | None) -> AsyncCache:
+async def _open(config: CacheConfig, on_event: Callable[[Any], None] | None) -> AsyncCache:
     cache = AsyncCache(config, on_event=on_event)
     await cache.__aenter__()
     return cache

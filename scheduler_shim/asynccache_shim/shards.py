@@ -72,8 +72,9 @@ class Shards:
         assert number is not None
         over = asyncio.get_running_loop().create_task(self._cache.batch_ended(number), name=f"shards-{number}")
         cancelled = await returned(own)
+        error = own.exception()  # looked at also where another rank's failure is what is told
         if not over.done():
-            await self._end_own(number, own.exception())
+            await self._end_own(number, error)
         cancelled = await returned(over) or cancelled
         if cancelled is not None:
             raise cancelled

@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import openai_server
 import pytest
-import pytest_asyncio
 from openai_serving.paths import PATHS
 
 from asynccache.cli import explain
@@ -43,14 +42,6 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
     with running(place, *options) as server:
         server.path = request.param
         yield server
-
-
-@pytest_asyncio.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    """At the end of each test: nothing is held any more."""
-    async with server.client() as client:
-        yield client
-        await settled(client)
 
 
 def messages(text: str) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from urllib.request import urlopen
 
 import openai
 import pytest
-import pytest_asyncio
 import torch
 from openai_serving.models import make
 from openai_serving.text import BEGIN, END, Reader, encode
@@ -29,14 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--device-tokens", str(CONTEXT), "--host-tokens", str(4 * CONTEXT), "--max-live", "40")
     with running(tmp_path_factory.mktemp("server"), *options) as server:
         yield server
-
-
-@pytest_asyncio.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    """At the end of each test: nothing is held any more."""
-    async with server.client() as client:
-        yield client
-        await settled(client)
 
 
 @cache

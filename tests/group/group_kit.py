@@ -31,6 +31,7 @@ from asynccache.testing.simulated_world import WrongBytes
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Storage
+from asynccache.worker.local import LocalWorker
 from asynccache.worker.performing import Shard
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
@@ -267,6 +268,14 @@ class GroupWorld:
     def process(self, rank: int) -> SimulatedWorker:
         """The process of a rank that is not the head's."""
         return self.group.processes[rank]
+
+    def local(self, rank: int) -> LocalWorker:
+        """The worker of a rank, beneath its links."""
+        own = self.cache.worker
+        face = own if own is not None and own.rank == rank else self.process(rank).face
+        local = face._performer.local
+        assert local is not None
+        return local
 
     async def serve(self, text: Sequence[int], extra_key: str | None = None, **terms: Any) -> int:
         """One request to its end, again if a load fails; how much was cached."""

@@ -374,6 +374,21 @@ def fails_at(backend: SimulatedBackend, lost: PageKey) -> None:
     backend._get = get  # type: ignore[method-assign]
 
 
+async def stored_but_for(
+    world: GroupWorld, prompt: list[int], rank: int, pool: str, page: int, when: str
+) -> None:  # fmt: skip
+    """Have ``prompt`` in storage, and a rank lack one page of a pool: it says so when it is ``asked``, or fails when
+    the page is ``read``."""
+    async with world.opened() as cache:
+        await world.serve(prompt)
+        await cache.flush()
+        lost = key_of(world, rank, pool, hashes_of(world, prompt)[page])
+    if when == "asked":
+        del world.backends[rank].pages[lost]
+    else:
+        fails_at(world.backends[rank], lost)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 3])
 @pytest.mark.parametrize("when", ["asked", "read"])
 def test_a_window_that_one_rank_cannot_have_whole_is_fetched_by_none(rank: int, when: str) -> None:
@@ -383,14 +398,7 @@ def test_a_window_that_one_rank_cannot_have_whole_is_fetched_by_none(rank: int, 
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2, pp=2), settings(16, 40, swa=16, window=8, stored=True))
         prompt = text(6, extra=1)
-        async with world.opened() as cache:
-            await world.serve(prompt)
-            await cache.flush()
-            lost = key_of(world, rank, "swa", hashes_of(world, prompt)[5])
-        if when == "asked":
-            del world.backends[rank].pages[lost]
-        else:
-            fails_at(world.backends[rank], lost)
+        await stored_but_for(world, prompt, rank, "swa", 5, when)
         async with world.opened() as cache:
             handle = cache.prefetch(prompt)
             assert (await handle).tokens == 20
@@ -415,14 +423,7 @@ def test_what_follows_full_ends_on_all_ranks_where_the_first_of_them_lacks_a_pag
         )
         world = GroupWorld(loop, Topology(tp=2, pp=2), settings(16, 40, sidecars=sidecars, stored=True))
         prompt = text(6, extra=1)
-        async with world.opened() as cache:
-            await world.serve(prompt)
-            await cache.flush()
-            lost = key_of(world, rank, pool, hashes_of(world, prompt)[3])
-        if when == "asked":
-            del world.backends[rank].pages[lost]
-        else:
-            fails_at(world.backends[rank], lost)
+        await stored_but_for(world, prompt, rank, pool, 3, when)
         async with world.opened() as cache:
             handle = cache.prefetch(prompt)
             assert (await handle).tokens == 12

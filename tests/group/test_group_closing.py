@@ -51,10 +51,7 @@ def test_a_store_that_hangs_when_it_is_closed_delays_the_cache_no_longer_than_it
         world = GroupWorld(loop, Topology(tp=3), settings(16, 40, stored=True))
         world.begin()
         cache = await world.cache.__aenter__()
-        assert cache.worker is not None
-        face = cache.worker if rank == 0 else world.process(rank).face
-        local = face._performer.local
-        assert local is not None
+        local = world.local(rank)
         go, close = asyncio.Event(), local._tiers.aclose
 
         async def hang() -> None:
@@ -185,9 +182,7 @@ def test_a_rank_that_does_not_let_go_of_what_was_cancelled_is_given_up(rank: int
         told: list[str] = []
         try:
             async with world.cache as cache:
-                assert cache.worker is not None
-                local = (cache.worker if rank == 0 else world.process(rank).face)._performer.local
-                assert local is not None
+                local = world.local(rank)
 
                 async def hang(*_: object, **__: object) -> None:
                     await completed(as_coroutine(go.wait()))
@@ -224,8 +219,7 @@ def test_a_worker_whose_store_hangs_while_it_is_closed_ends_within_the_time_out(
         world = GroupWorld(loop, Topology(tp=2), settings(16, 40, stored=True), own=None, timeout=TIMEOUT)
         world.begin()
         cache = await world.cache.__aenter__()
-        local = world.process(1).face._performer.local
-        assert local is not None
+        local = world.local(1)
         go, close = asyncio.Event(), local._tiers.aclose
 
         async def hang() -> None:

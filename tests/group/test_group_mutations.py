@@ -360,16 +360,20 @@ def stored(climate: Climate) -> bool:
     return climate.topology.ranks > 1 and bool(climate.config.stores)
 
 
-def follows(climate: Climate) -> bool:
-    return stored(climate) and len(climate.config.pools()) > 1
+def loses(climate: Climate) -> bool:
+    """Pages may be lost between the question and the reading."""
+    losing = ("failed", "wrong", "short", "empty", "vanished")
+    return stored(climate) and any(getattr(h, name) for h in climate.hostility.values() for name in losing)
+
+
+def windows_break(climate: Climate) -> bool:
+    return loses(climate) and any(spec.component == ComponentKind.SWA for spec in climate.config.pools())
 
 
 def ends_differ(climate: Climate) -> bool:
-    """Two pools follow FULL, and pages may be lost between the question and the reading."""
+    """Two pools follow FULL."""
     followers = [spec for spec in climate.config.pools() if spec.indices_from and spec.component == ComponentKind.FULL]
-    losing = ("failed", "wrong", "short", "empty", "vanished")
-    loses = any(getattr(hostility, name) for hostility in climate.hostility.values() for name in losing)
-    return stored(climate) and len(followers) > 1 and loses
+    return loses(climate) and len(followers) > 1
 
 
 def loads_fail(climate: Climate) -> bool:
@@ -400,7 +404,7 @@ MUTATIONS = {
     "a page is not written": Mutation(
         a_backup_to_storage_loses_its_last_page, 11, matters=lambda c: c.calm and stored(c)
     ),
-    "windows need not be whole": Mutation(windows_need_not_be_whole, 252, matters=follows),
+    "windows need not be whole": Mutation(windows_need_not_be_whole, 1160, matters=windows_break),
     "pools are not aligned": Mutation(pools_are_not_aligned, 4, matters=ends_differ),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),
     "the others are not told": Mutation(the_others_are_not_told, 2, matters=has_fate),

@@ -58,7 +58,7 @@ def test_the_collector_is_told_every_few_thousand_commits_and_not_before() -> No
         before = gc.get_freeze_count()
         for commits[0] in range(0, FREEZE_EVERY, 100):
             freezer.look()
-        assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() <= before  # less: what was frozen may be freed
         commits[0] = FREEZE_EVERY
         freezer.look()
         assert gc.get_freeze_count() > before

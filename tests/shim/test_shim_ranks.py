@@ -8,6 +8,7 @@ to be there when it has ended on its own rank, that names no batch when it gives
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,6 +164,7 @@ def served(
     async def world(loop: SimulatedLoop) -> Report:
         made = World(loop, seed, topology, **({"has_store": False} | drawn))
         await made.live(lambda: ask(made))
+        gc.collect()  # an exception that nobody looked at is told of now, while the world looks
         return made.report
 
     return simulate(world, seed)
