@@ -21,6 +21,8 @@ from hypothesis import settings
 from tests.workers import dealt
 
 _FILE = pytest.StashKey[Path]()
+SLOW_FOLDERS = ("engine", "examples")
+"""Folders of which every test is slow: what they import (transformers, openai) takes seconds of each worker's time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,6 +54,23 @@ def _choose_core(name: str) -> None:
 
     if name != compiled.CORE:
         raise pytest.UsageError(f"--core {name}: {compiled.WHY}; make compiled builds it")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``make check`` does not even import what lies in these folders."""
+    unwanted = "not slow" in config.getoption("markexpr") and _folder_of(collection_path) in SLOW_FOLDERS
+    return True if unwanted else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if _folder_of(item.path) in SLOW_FOLDERS and not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.slow(0.5))
+
+
+def _folder_of(path: Path) -> str:
+    """The folder of ``tests`` that ``path`` is, or lies in; else an empty text."""
+    here = Path(__file__).parent
+    return path.relative_to(here).parts[0] if path != here and path.is_relative_to(here) else ""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

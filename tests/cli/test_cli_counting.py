@@ -143,6 +143,7 @@ def test_after_its_duration_a_run_takes_no_more_requests(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [(0.0, 0, 0), (0.5, 20, 65), (1.0, 50, 100)])
+@pytest.mark.slow(1)
 def test_the_cancel_rate_is_the_share_of_requests_that_are_cancelled(
     rate: float, low: int, high: int, tmp_path: Path
 ) -> None:
@@ -157,6 +158,7 @@ def test_faults_come_in_the_shares_that_help_tells() -> None:
     assert DELAY == (0.001, 0.05)
 
 
+@pytest.mark.slow(2)
 def test_faults_show_in_the_report(tmp_path: Path) -> None:
     found = stress(tmp_path, "--requests 120 --faults 0.4 --device-tokens 12288 --host-tokens 24576")
     assert found["stages"]["backup_host"]["errors"] > 0

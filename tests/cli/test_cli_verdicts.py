@@ -193,6 +193,7 @@ def test_a_malformed_line_of_a_trace_is_named_by_its_number(
 
 
 @pytest.mark.parametrize("change", [["--page-size", "32"], ["--layers", "2"], ["--bytes-per-token", "128"]])
+@pytest.mark.slow(1)
 def test_what_other_settings_stored_is_never_served(change: list[str], tmp_path: Path) -> None:
     """Pages of another shape have other keys: a store that holds them only misses. One request at a time, for of two
     at once the later may fetch what the earlier has just stored."""

@@ -175,6 +175,7 @@ def test_the_state_of_a_node_that_splits_keeps_its_meaning() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow(0.7)
 def test_a_backfill_misses_nothing_however_the_tree_changes_meanwhile(seed: int) -> None:
     """Also nodes that were split between two slices, above and below where the pass is."""
     random, run = Random(seed), runtime(device=400, host=400)

@@ -65,6 +65,7 @@ def test_pages_that_storage_has_are_not_unsaved() -> None:
     assert run.unsaved() == (0, 0)
 
 
+@pytest.mark.slow(1)
 def test_a_drain_of_a_large_tree_comes_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_SLICE", 16)        # fewer than there are nodes
     run = SynchronousRuntime(core_config(device=512, host=512, write_policy="write_back", write_back_watermark=0.0))

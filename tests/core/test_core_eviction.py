@@ -164,6 +164,7 @@ def test_what_is_saved_ahead_keeps_its_copy_until_it_has_left() -> None:
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("storage", [False, True])
+@pytest.mark.slow(2)
 def test_no_host_is_so_small_that_it_costs_hits(policy: str, storage: bool) -> None:
     hits = [revisits(host, policy, storage) for host in (0, 4, 8, 16, 32, 64)]
     assert all(more >= less - 10 for less, more in itertools.pairwise(hits)), hits

@@ -35,11 +35,13 @@ def test_any_order_of_calls(components: str, roomy: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+@pytest.mark.slow(1)
 def test_other_write_policies(policy: str) -> None:
     play(20, 40, components="full,swa,mamba", options={"write_policy": policy, "write_back_watermark": 0.5})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.slow(0.6)
 def test_other_settings(options: dict[str, Any]) -> None:
     play(12, 40, components="full,swa,mamba", options=options)
 

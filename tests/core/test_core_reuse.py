@@ -260,6 +260,7 @@ class Checked(EvictionPolicy):
 
 @pytest.mark.parametrize("components", ["full", "full,swa", "full,swa,mamba"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow(0.6)
 def test_every_step_passes_the_audit_with_pins_transfers_and_namespaces(
     components: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

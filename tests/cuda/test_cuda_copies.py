@@ -374,6 +374,7 @@ class Priced(SimulatedCuda):
         super().launch(stream, launch)
 
 
+@pytest.mark.slow(1)
 def test_calibration_finds_what_each_thing_costs(
     drivers: list[SimulatedCuda], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ async def test_a_burst_of_events_costs_one_hop(drivers: list[SimulatedCuda]) -> 
     await device.aclose()
 
 
+@pytest.mark.slow(2)
 async def test_thousands_of_transfers_are_in_flight_and_events_are_used_again(simulated_device: Make) -> None:
     device = simulated_device()
     mover, driver = Mover(device, [pool()]), driver_of(device)
@@ -153,6 +154,7 @@ async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make)
 
 
 @pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.slow(1)
 async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: bool) -> None:
     """Else the driver would block the submitter with its locks held, and an engine's launches too."""
     device = simulated_device(batches=batches, settings=Settings(out=Path.DMA))

@@ -268,6 +268,7 @@ def test_a_store_is_attached_and_detached_on_all_workers_or_none_whenever_who_as
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.slow(2)
 def test_stores_come_and_go_while_requests_run_on_all_workers_at_the_same_place(shared: bool) -> None:
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2, pp=2), settings(8, 24, stored=True), shared=shared)

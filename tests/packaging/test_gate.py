@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conftest import SLOW_FOLDERS, pytest_ignore_collect
 from tests.soak import campaigns
 from tests.workers import LONG, dealt, made_once
 
@@ -71,6 +72,41 @@ def test_slow_tests_of_a_file_stay_together_and_a_long_one_goes_by_itself() -> N
 @pytest.mark.parametrize("tests", [[], [Job(0, 0, 1.0)], [Job(0, 0, 1.0), Job(1, 0, 9.0), Job(2, 1, 9.0)]])
 def test_few_tests_are_all_there(tests: list[Job]) -> None:
     assert sorted(deal(tests, 4)) == tests
+
+
+# folders that are slow
+
+
+class Options(NamedTuple):
+    """Of a ``pytest.Config``, what ``-m`` says."""
+
+    marks: str
+
+    def getoption(self, name: str) -> str:
+        assert name == "markexpr"
+        return self.marks
+
+
+@pytest.mark.parametrize("name", SLOW_FOLDERS)
+def test_only_a_run_that_wants_slow_tests_imports_their_folders(name: str) -> None:
+    def ignored(path: Path, marks: str) -> bool | None:
+        config: Any = Options(marks)
+        return pytest_ignore_collect(path, config)
+
+    folder = ROOT / "tests" / name
+    assert list(folder.glob("test_*.py"))
+    for path in (folder, *folder.glob("test_*.py")):
+        assert ignored(path, "not slow and not soak")
+        assert ignored(path, "not soak") is ignored(path, "") is None
+    for path in (ROOT, ROOT / "tests", ROOT / "tests" / "core", ROOT / "benchmarks" / name):
+        assert ignored(path, "not slow and not soak") is None
+
+
+def test_every_test_of_a_slow_folder_is_slow(request: pytest.FixtureRequest) -> None:
+    folders = [ROOT / "tests" / name for name in SLOW_FOLDERS]
+    for item in request.session.items:
+        if any(item.path.is_relative_to(folder) for folder in folders):
+            assert item.get_closest_marker("slow"), item.nodeid
 
 
 # what is made once

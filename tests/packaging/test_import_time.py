@@ -11,6 +11,8 @@ import pytest
 
 import asynccache
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "uvloop", "xxhash", "aiofiles", "rich", "cupy", "transformers", "zmq", "prometheus_client")
 CONFIG = "asynccache.CacheConfig(model='m', components=(asynccache.Full(bytes_per_token=64, device_tokens=160),))"

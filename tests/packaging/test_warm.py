@@ -14,6 +14,8 @@ import pytest
 
 from tests import warm
 
+pytestmark = pytest.mark.slow
+
 SHOW = """
 import json, os, sys
 json.dump({

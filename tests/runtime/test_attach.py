@@ -464,6 +464,7 @@ class Attachers:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.slow(1)
 async def test_under_stress_every_byte_is_right_and_no_request_fails(policy: str, tmp_path: Path) -> None:
     config: CacheConfig = settings(device=24, host=24, write_policy=policy, prefetch_policy="wait_complete")
     async with opened(config) as cache:

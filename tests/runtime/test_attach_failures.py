@@ -103,6 +103,7 @@ async def test_of_two_stores_the_one_that_can_is_cleared(scheme: Scheme, stubbor
         assert [pages_of(backend) for backend in scheme.opened] == ([8, 4] if stubborn == 0 else [4, 8])
 
 
+@pytest.mark.slow(4)
 def test_what_has_left_the_tree_while_the_store_was_away_is_not_kept() -> None:
     run, random = SynchronousRuntime(core_config(device=32, host=64)), Random(1)
     unstored = run.core._transfers.unstored

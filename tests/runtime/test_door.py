@@ -242,6 +242,7 @@ async def test_a_request_cancelled_at_any_await_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow(1)
 async def test_cancelling_between_slices_finishes_them_and_gives_everything_back() -> None:
     async with opened(settings(device=2400)) as cache:
         for seed in range(800):
@@ -268,6 +269,7 @@ async def test_cancelling_between_slices_finishes_them_and_gives_everything_back
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow(1)
 async def test_while_a_call_runs_in_slices_the_loop_turns_and_nobody_interleaves() -> None:
     async with opened(settings(device=2400)) as cache:
         for seed in range(800):

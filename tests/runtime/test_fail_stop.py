@@ -83,6 +83,7 @@ def test_a_core_that_raises_at_any_statement_has_changed_nothing_or_closes_the_c
     assert violations([(point, name) for point, name in first.items() if point % PARTS == part]) == []
 
 
+@pytest.mark.slow(8)
 def test_without_fail_stop_that_is_found_out(monkeypatch: pytest.MonkeyPatch, first: dict[int, str]) -> None:
     monkeypatch.setattr(Driver, "_break", lambda driver, error: None)
     commits = [(point, name) for point, name in first.items() if POINTS[point].file == "commits.py"]

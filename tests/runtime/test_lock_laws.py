@@ -113,6 +113,7 @@ async def test_who_gets_in_at_once_applies_what_waits_first() -> None:
 
 @pytest.mark.source
 @pytest.mark.asyncio
+@pytest.mark.slow(1)
 async def test_between_two_slices_what_waits_is_applied() -> None:
     async with opened(settings(device=2404, host=2404)) as cache:
         for seed in range(800):

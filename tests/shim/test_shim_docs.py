@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow(3)
 def test_the_example_runs(tmp_path: Path) -> None:
     source = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/scheduler.md").read_text(), re.M | re.S)
     assert source is not None

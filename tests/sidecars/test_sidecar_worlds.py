@@ -37,6 +37,7 @@ def test_worlds_have_sidecars_of_every_component_chains_and_a_logical_full() -> 
     assert any(config.pools()[0].bytes_per_page == 0 for config in configs)
 
 
+@pytest.mark.slow(3)
 def test_sidecars_that_are_not_read_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(fetch: Fetch, end: int) -> int:
         return end

@@ -51,6 +51,7 @@ async def test_memory_that_is_a_files_does_not_count(tmp_path: Path) -> None:
         assert look(1.0).rss - before < 16 * MIB
 
 
+@pytest.mark.slow(6)
 def test_a_run_that_leaks_memory_is_not_flat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

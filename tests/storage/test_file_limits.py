@@ -48,6 +48,7 @@ async def test_the_capacity_holds_and_the_oldest_pages_go_first(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow(2)
 async def test_pages_that_are_read_survive_and_the_price_is_stated(tmp_path: Path) -> None:
     store = await open_at(tmp_path / "s")
     hot, cold = keys_of(20), [page_key(f"cold {i}") for i in range(3000)]

@@ -183,6 +183,7 @@ def test_of_several_deadlines_the_one_that_is_over_first_counts() -> None:
     assert future.result(0) == [FAILED]
 
 
+@pytest.mark.slow(1)
 def test_calls_that_race_with_close_are_answered_or_refused() -> None:
     for _ in range(20):
         pages = open_pages("memory:", memory())

@@ -72,6 +72,7 @@ def test_a_mapping_can_be_closed_when_the_future_is_done(how: str, which: str, s
 
 @pytest.mark.parametrize("size", [SIZE, LARGE])
 @pytest.mark.parametrize("url", ["memory:", "file:{}/kv", "file:{}/kv?direct=off"])
+@pytest.mark.slow(1)
 def test_so_it_can_again_and_again_with_the_stores_there_are(url: str, size: int, tmp_path: Path) -> None:
     """A thread of a store's may still be about to drop its last reference when the loop hears that it is done."""
     with open_pages(url.format(tmp_path), kept := memory(size), size) as pages:

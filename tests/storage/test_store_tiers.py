@@ -521,6 +521,7 @@ class Crowd:
 @pytest.mark.parametrize(
     "hostility", [HONEST, Hostility(unavailable=0.1, failed=0.1, wrong=0.1, short=0.1, empty=0.1, vanished=0.1)]
 )
+@pytest.mark.slow(1)
 def test_anything_at_any_time(hostility: Hostility) -> None:
     hits = promoted = 0
     for seed in range(16):

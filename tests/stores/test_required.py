@@ -14,6 +14,8 @@ import pytest
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import required
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 REASON = "redis-server is not installed: apt-get install redis-server"
 

@@ -21,6 +21,8 @@ from asynccache.testing.simulated_loop import Deadlock
 from asynccache.testing.simulated_world import WrongBytes, play
 from asynccache.worker.contract import Batch
 
+pytestmark = pytest.mark.slow(2)
+
 FAST, ALL, CHUNK = 50, 200, 50
 
 
