@@ -31,7 +31,7 @@ SOAKS    := $(patsubst tests/soak/%.py,tests.soak.%,$(filter-out tests/soak/test
 # Compiled once, whatever the caller's environment says: tests start some two hundred processes that import the sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo compiled test test-compiled soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint bench docs clean stores-install stores-up stores-down stores-report
+.PHONY: help demo compiled test test-compiled soak test-gpu test-kernels test-vllm test-vllm-tier test-vllm-next test-sglang check lint style types bench docs clean stores-install stores-up stores-down stores-report
 .DELETE_ON_ERROR:
 
 help:
@@ -61,21 +61,27 @@ demo: $(VENV)/.installed-cli
 compiled: $(VENV)/.installed-dev
 	$(BIN)/python hatch_build.py
 
-# The compiled core's tests run beside the others in the time that these wait, and are told of when both are over.
-test: lint
-	@mkdir -p build
-	@setsid nice -n 19 make --no-print-directory test-compiled >build/test-compiled.log 2>&1 & beside=$$!; status=0; \
-	    trap 'kill -- -$$beside 2>/dev/null; exit 130' INT TERM; \
-	    $(PYTEST) $(SPREAD) -m "not soak" || status=1; \
-	    wait $$beside || status=1; sed 's/^/compiled core: /' build/test-compiled.log; exit $$status
+# $(call beside,TARGETS,MARKS): the tests of these marks, and beside them what uses one core or waits; told of when all are over.
+define beside
+	@mkdir -p build; status=0; parts=; \
+	    for part in $(1); do setsid make --no-print-directory $$part >build/$$part.log 2>&1 & parts="$$parts $$part:$$!"; done; \
+	    trap 'for part in $$parts; do kill -- -$${part#*:}; done 2>/dev/null; exit 130' INT TERM; \
+	    $(PYTEST) $(SPREAD) -m "$(2)" || status=1; \
+	    for part in $$parts; do \
+	        wait $${part#*:} || status=1; sed "s/^/$${part%:*}: /" build/$${part%:*}.log; \
+	    done; exit $$status
+endef
 
-# Where there is no compiler there is nothing to test. One process: there is no hurry.
+test: style
+	$(call beside,types test-compiled,not soak)
+
+# Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
-	@status=0; $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
-	    [ $$status = 0 ] && $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds
+	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
+	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds
 
-check: lint
-	$(PYTEST) $(SPREAD) -m "not slow and not soak"
+check: style
+	$(call beside,types,not slow and not soak)
 
 soak: $(VENV)/.installed-dev
 	$(PYTEST) $(SPREAD) -m soak
@@ -107,8 +113,12 @@ test-vllm-next: build/vllm/.installed build/vllm-next/.fetched
 test-sglang: build/sglang/.installed
 	build/sglang/bin/python -m pytest -q -rs --noconftest -W default tests/sglang
 
-lint: $(VENV)/.installed-dev
+lint: style types
+
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check $(SOURCES)
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 

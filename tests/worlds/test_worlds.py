@@ -21,9 +21,7 @@ from asynccache.testing.simulated_loop import Deadlock
 from asynccache.testing.simulated_world import WrongBytes, play
 from asynccache.worker.contract import Batch
 
-pytestmark = pytest.mark.slow(2)
-
-FAST, ALL, CHUNK = 50, 200, 50
+FAST, ALL, CHUNK = 25, 200, 25
 
 
 def chunks() -> list[object]:
@@ -32,7 +30,7 @@ def chunks() -> list[object]:
         return [range(int(seed), int(seed) + 1)]
     worlds = int(os.environ.get("ASYNCCACHE_WORLDS", ALL))
     ranges = [range(start, min(start + CHUNK, worlds)) for start in range(0, worlds, CHUNK)]
-    return [pytest.param(r, marks=[pytest.mark.slow] if r.start >= FAST else [], id=f"{r.start}-") for r in ranges]
+    return [pytest.param(r, marks=[pytest.mark.slow(3)] if r.start >= FAST else [], id=f"{r.start}-") for r in ranges]
 
 
 @pytest.mark.parametrize("seeds", chunks())
