@@ -129,10 +129,16 @@ def _builder() -> str:
     except ImportError as error:
         raise NothingToBuildWith(f"mypyc and setuptools are needed, and {error.name} is not installed: "
                                  f"pip install {shlex.join(NEEDS)}") from None
+    if shutil.which(_compiler()[0]) is None:
+        raise NothingToBuildWith(f"there is no C compiler: {_compiler()[0]} is not on the path")
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         raise NothingToBuildWith("Python's headers are not installed")
     told = sha256(Path(__file__).read_bytes())
     return f"mypyc {version}, {told.hexdigest()}\n"
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC", "") or sysconfig.get_config_vars()["CC"])
 
 
 def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
@@ -182,8 +188,8 @@ def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path,
     for path in sorted((work / "c").rglob("*.h")):
         headers.update(path.read_bytes())
     variables: dict[str, Any] = sysconfig.get_config_vars()
-    command = [*shlex.split(os.environ.get("CC", variables["CC"])), *shlex.split(variables["CFLAGS"]),
-               *shlex.split(variables["CCSHARED"]), *FLAGS, f"-I{sysconfig.get_path('include')}"]  # fmt: skip
+    command = [*_compiler(), *shlex.split(variables["CFLAGS"]), *shlex.split(variables["CCSHARED"]), *FLAGS,
+               f"-I{sysconfig.get_path('include')}"]  # fmt: skip
     link = shlex.split(variables["LDSHARED"])
 
     def compile_one(source: str, folders: Sequence[str]) -> Path:
@@ -215,8 +221,8 @@ def _compile(extensions: Sequence[tuple[str, list[str], list[str]]], work: Path,
 def _run(command: Sequence[str], folder: Path) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise NothingToBuildWith(f"there is no C compiler: {command[0]}: {error.strerror}") from None
+    except OSError as error:                           # the linker is named by Python, not by CC
+        raise NothingToBuildWith(f"there is no linker: {command[0]}: {error.strerror}") from None
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-300:].strip())
         raise CannotBuild(f"{command[0]} failed with status {done.returncode}: {said}")
