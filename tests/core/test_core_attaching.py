@@ -8,8 +8,8 @@ import pytest
 
 from asynccache.core.cache import Access, Skip
 from asynccache.core.plan import BackupStorage, Medium, Publish
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import FULL, SPACE, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdefgh"
 

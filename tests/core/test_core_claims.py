@@ -8,8 +8,8 @@ import pytest
 
 from asynccache.core.cache import Begin, Grant
 from asynccache.core.plan import BackupHost, BackupStorage, More, Wait
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 TEXTS = ("abcd", "efgh", "ijkl", "mnop")
 

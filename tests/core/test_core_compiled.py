@@ -22,7 +22,7 @@ from asynccache.core.eviction import EvictionPolicy
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.tree import Node, Root
 from asynccache.errors import ConfigError, InvariantViolation
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 ROOT = Path(compiled.PACKAGE).parent
 

@@ -7,8 +7,8 @@ import pytest
 from asynccache.core import transfers
 from asynccache.core.cache import Skip
 from asynccache.core.plan import More
-from asynccache.testing.fetching import open_fetch
-from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import open_fetch
+from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
 
 
 def pages_with_a_tail_that_no_host_holds(run: SynchronousRuntime) -> None:

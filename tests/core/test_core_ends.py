@@ -8,7 +8,7 @@ import pytest
 
 from asynccache.core.leases import Leases
 from asynccache.core.world import NOWHERE
-from asynccache.testing.synchronous import SPACE, Running, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, Running, SynchronousRuntime, core_config, spell
 
 
 def runtime(**options: Any) -> SynchronousRuntime:

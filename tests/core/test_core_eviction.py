@@ -10,7 +10,7 @@ import pytest
 
 from asynccache.core.cache import Grant
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
-from asynccache.testing.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 
 
 def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:

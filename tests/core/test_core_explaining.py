@@ -12,7 +12,7 @@ from asynccache.core.ghosts import Ghosts, Gone
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.core.tree import Root
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 FULL, SWA, MAMBA = ComponentKind
 

@@ -10,8 +10,8 @@ import pytest
 from asynccache.core.cache import Skip
 from asynccache.core.plan import BackupHost, Medium, More, Publish
 from asynccache.core.settings import ComponentSlots
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import SPACE, SWA, SynchronousRuntime, core_config, spell
 
 
 def fetching(text: str, **options: Any) -> tuple[SynchronousRuntime, Fetch]:

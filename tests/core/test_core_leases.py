@@ -9,7 +9,7 @@ import pytest
 from asynccache.core.cache import Ask, CacheCore, Grant
 from asynccache.core.plan import BackupHost, Clone, LoadBack, Plan, Retire, Status, Wait
 from asynccache.errors import CacheFull, InvariantViolation
-from asynccache.testing.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 
 def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:

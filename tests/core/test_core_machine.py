@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from asynccache.testing.machine import CacheMachine
+from tests.simulated.machine import CacheMachine
 
 COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
 OPTIONS: list[dict[str, Any]] = [

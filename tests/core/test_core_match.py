@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Match
-from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
 
 
 def runtime(components: str = "full", **options: Any) -> SynchronousRuntime:

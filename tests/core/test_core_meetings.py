@@ -7,7 +7,7 @@ import pytest
 from asynccache.core import invalidation
 from asynccache.core.cache import Ask, Grant, Skip
 from asynccache.core.plan import BackupHost, Clone, LoadBack, More, Status
-from asynccache.testing.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import MAMBA, SPACE, Running, Slots, SynchronousRuntime, core_config, spell
 
 
 def runtime(components: str = "full", **options: object) -> SynchronousRuntime:

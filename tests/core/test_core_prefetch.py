@@ -9,8 +9,8 @@ import pytest
 
 from asynccache.core.cache import Begin, Grant, Join, Shape, Skip, needed_pages, usable_end
 from asynccache.core.plan import BackupHost, Plan, Status, Wait
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import FULL, MAMBA, SPACE, SWA, Running, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdefgh"
 

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 
 from asynccache.core.settings import CoreConfig
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import FULL, SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import FULL, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 TEXT = "abcdef"
 OTHERS = ("mnop", "qrst", "uvwx", "MNOP", "QRST", "UVWX")

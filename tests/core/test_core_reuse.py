@@ -16,7 +16,7 @@ from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node, Root
 from asynccache.core.world import LATE
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 Requests = Sequence[tuple[float, str]]
 

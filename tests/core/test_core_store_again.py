@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynccache.core.plan import BackupHost, BackupStorage
-from asynccache.testing.synchronous import SynchronousRuntime, core_config
+from tests.simulated.synchronous import SynchronousRuntime, core_config
 
 
 def on_host(run: SynchronousRuntime, text: str) -> list[int]:

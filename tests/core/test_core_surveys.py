@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynccache.core.cache import Ask, Grant
 from asynccache.core.plan import Clone, More
 from asynccache.core.surveys import _SLICE
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
 
 TEXTS = 2 * _SLICE + 1
 

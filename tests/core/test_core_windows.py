@@ -13,7 +13,7 @@ from asynccache.core.matching import Matching
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.tree import Node, walk
 from asynccache.core.world import World
-from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
 
 OTHER = "qrstuvwx"
 

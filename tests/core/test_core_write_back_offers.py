@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asynccache.core import audit
-from asynccache.testing.synchronous import SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import SynchronousRuntime, core_config, spell
 
 
 def test_a_leaf_that_was_left_out_of_its_paths_backup_waits_in_its_order() -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from asynccache.core.plan import BackupHost, BackupStorage, Effect, Medium, Publish
-from asynccache.testing.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
+from tests.simulated.synchronous import FULL, HASH, MAMBA, SPACE, SWA, SynchronousRuntime, core_config, spell
 
 COMPONENTS = ["full", "full,swa", "full,mamba", "full,swa,mamba"]
 

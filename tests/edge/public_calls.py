@@ -60,7 +60,6 @@ from asynccache.storage import (
     take_options,
     weights_digest,
 )
-from asynccache.testing.simulated_backend import SimulatedBackend
 from asynccache.worker import RankWorker, Topology
 from asynccache.worker.given import Given as NothingGiven
 from asynccache.worker.performing import Performer
@@ -84,6 +83,7 @@ from tests.edge.edge_kit import (
     called,
 )
 from tests.runtime.runtime_kit import LAYERS, PAGE
+from tests.simulated.backend import SimulatedBackend
 
 Given = Mapping[str, Any]
 Params = Mapping[str, Kind | Unchecked]

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.lease import Lease
-from asynccache.testing.simulated_world import WrongBytes
 from asynccache.worker import Place
+from tests.simulated.world import WrongBytes
 
 
 class Task(NamedTuple):

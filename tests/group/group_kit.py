@@ -23,11 +23,6 @@ from asynccache.memory.device import PageCopy, Stream
 from asynccache.memory.faults import Fates, Faults
 from asynccache.runtime.lease import Lease
 from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice, SimulatedEvent
-from asynccache.testing.simulated_links import SimulatedGroup, SimulatedWorker
-from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
-from asynccache.testing.simulated_world import WrongBytes
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Storage
@@ -35,6 +30,11 @@ from asynccache.worker.local import LocalWorker
 from asynccache.worker.performing import Shard
 from tests.group.engine_bytes import Task, task_for
 from tests.group.rank_engine import RankEngine
+from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice, SimulatedEvent
+from tests.simulated.links import SimulatedGroup, SimulatedWorker
+from tests.simulated.loop import Order, SimulatedLoop, simulate
+from tests.simulated.world import WrongBytes
 
 T = TypeVar("T")
 

@@ -30,13 +30,13 @@ from asynccache.core.tree import Node
 from asynccache.errors import AsyncCacheError, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import Lease
-from asynccache.testing.simulated_backend import HONEST, Hostility
-from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
 from asynccache.worker import Topology
 from tests.group.engine_bytes import Task, task_for
 from tests.group.group_kit import GUEST, PAGE, GroupWorld, deepseek, performers, settings, text
 from tests.group.rank_engine import CANNOT
 from tests.group.striking import FATES
+from tests.simulated.backend import HONEST, Hostility
+from tests.simulated.loop import Order, SimulatedLoop, simulate
 
 ATTEMPTS = 30
 TIMEOUT = 3.0

@@ -13,9 +13,9 @@ import asyncio
 from random import Random
 
 from asynccache.errors import CopyFailed, RankFailure
-from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
 from asynccache.worker import EngineBatch, RankWorker
 from tests.group.engine_bytes import EngineBytes, task_of
+from tests.simulated.device import SimulatedDevice, SimulatedGate
 
 CANNOT = "the model raised"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asynccache.core.plan import BackupHost
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
+from tests.simulated.loop import SimulatedLoop
 
 
 def test_batches_that_commits_named_are_forgotten_when_they_are_over_also_without_a_host_tier() -> None:

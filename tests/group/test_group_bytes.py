@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asynccache import CacheConfig, Replicated, Sidecar
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from tests.group.group_kit import GroupWorld, play, settings, text
+from tests.simulated.loop import SimulatedLoop
 
 SHAPES = [Topology(), Topology(tp=2), Topology(pp=2), Topology(tp=2, pp=2), Topology(tp=2, cp=2)]
 KINDS = {

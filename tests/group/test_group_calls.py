@@ -15,10 +15,10 @@ from asynccache.events.announcer import Announcer
 from asynccache.events.mirror import Mirror
 from asynccache.metrics import CacheCollector
 from asynccache.storage import BreakerState, PageKey
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop
 
 SHAPES = [Topology(tp=2), Topology(tp=2, pp=2)]
 

@@ -12,10 +12,10 @@ import pytest
 from asynccache import CacheClosed, RankFailure
 from asynccache.errors import BackendError
 from asynccache.settle import completed
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import RankWorker, Topology
 from asynccache.worker.group import LATE, OPENING
 from tests.group.group_kit import GUEST, GroupWorld, play, settings, text
+from tests.simulated.loop import SimulatedLoop
 
 TIMEOUT = 3.0
 

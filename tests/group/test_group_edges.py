@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from asynccache import BatchFailed, ConfigError
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from tests.edge.odd_values import ODD
 from tests.group.group_kit import GroupWorld, play, random_of, settings, text
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop
 
 
 def test_an_event_or_a_number_that_was_not_sent_is_refused_by_name_and_the_lease_holds_what_it_held() -> None:

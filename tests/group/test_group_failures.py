@@ -8,12 +8,12 @@ import pytest
 
 from asynccache import ConfigError, RankFailure
 from asynccache.errors import BackendError, Unavailable
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from asynccache.worker.group import LATE
 from tests.group.group_kit import GroupWorld, play, settings, text
 from tests.group.striking import FATES, Fate
+from tests.simulated.loop import SimulatedLoop
 
 VICTIM = 1
 TIMEOUT = 3.0

@@ -9,10 +9,10 @@ import pytest
 
 from asynccache import RankFailure
 from asynccache.core.plan import BackupStorage, StoredPages
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker import messages as m
 from tests.group.group_kit import GroupWorld, play, settings
+from tests.simulated.loop import SimulatedLoop
 
 Lie = Callable[[Any], m.Message]
 

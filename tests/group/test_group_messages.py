@@ -8,11 +8,11 @@ import pytest
 
 from asynccache import BatchFailed, RankFailure
 from asynccache.core.plan import BackupStorage, StoredPages
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology, wire
 from asynccache.worker import messages as m
 from asynccache.worker.group import WorkerGroup
 from tests.group.group_kit import GroupWorld, play, settings, text
+from tests.simulated.loop import SimulatedLoop
 
 PAGES = 300
 

@@ -19,7 +19,6 @@ from asynccache.core.plan import BackupHost, Outcome, Status
 from asynccache.core.settings import ComponentKind
 from asynccache.runtime.engine import Engine
 from asynccache.storage.contract import Result
-from asynccache.testing.simulated_links import SimulatedLink
 from asynccache.worker import fold
 from asynccache.worker import messages as m
 from asynccache.worker.contract import Stored, Work
@@ -28,6 +27,7 @@ from asynccache.worker.performing import Performer
 from asynccache.worker.sent import SentBatches
 from asynccache.worker.stages import writing
 from tests.group.random_worlds import Climate, draw, play
+from tests.simulated.links import SimulatedLink
 
 pytestmark = pytest.mark.slow(2)
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from asynccache.errors import Unavailable
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker.group import OPENING
 from tests.group.group_kit import GUEST, GroupWorld, performers, play, settings, text
+from tests.simulated.loop import SimulatedLoop
 
 
 def test_a_store_that_is_attached_beside_one_that_is_away_is_used() -> None:

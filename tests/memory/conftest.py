@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from asynccache.memory.cpu import CpuDevice
-from asynccache.testing.simulated_device import SimulatedDevice
+from tests.simulated.device import SimulatedDevice
 
 
 @pytest.fixture(params=[CpuDevice, SimulatedDevice], ids=["cpu", "simulated"])

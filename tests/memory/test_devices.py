@@ -15,8 +15,8 @@ from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cpu import CpuDevice
 from asynccache.memory.faults import Faults
 from asynccache.memory.mover import Mover
-from asynccache.testing.simulated_device import SimulatedDevice
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.simulated.device import SimulatedDevice
 
 Make = Callable[..., CpuDevice | SimulatedDevice]
 SLOW = Faults(delayed=1.0, delay=(0.001, 0.002))

@@ -15,8 +15,8 @@ from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.device import Stream
 from asynccache.memory.mover import Mover
 from asynccache.memory.signals import HAPPENED
-from asynccache.testing.simulated_device import SimulatedDevice, SimulatedStream
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.simulated.device import SimulatedDevice, SimulatedStream
 
 FULL, SWA, MAMBA = ComponentKind
 CONFIG = CacheConfig(

@@ -9,9 +9,9 @@ import pytest
 from asynccache.errors import ConfigError
 from asynccache.memory.faults import Faults
 from asynccache.memory.mover import Mover
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import simulate
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import simulate
 
 
 async def backup_then_load(seed: int, *, waits: bool) -> tuple[float, bool]:

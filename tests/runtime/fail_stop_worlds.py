@@ -32,9 +32,6 @@ from asynccache.memory.faults import Faults
 from asynccache.runtime import parts as parts_module
 from asynccache.runtime.driver import Driver
 from asynccache.runtime.lease import Lease
-from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
-from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
 from tests.runtime.fail_stop_kit import Injected, Injector, armed
 from tests.runtime.runtime_kit import (
     PAGE,
@@ -48,6 +45,9 @@ from tests.runtime.runtime_kit import (
     settled,
     text,
 )
+from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice, SimulatedGate
+from tests.simulated.loop import Order, SimulatedLoop, simulate
 
 STEPS = 50_000
 

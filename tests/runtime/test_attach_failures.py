@@ -14,8 +14,8 @@ from asynccache.core.plan import BackupHost, BackupStorage
 from asynccache.errors import BackendError, Unavailable
 from asynccache.storage import opening
 from asynccache.storage.promotion import PROMOTION_POOL
-from asynccache.testing.synchronous import SynchronousRuntime, core_config
 from tests.runtime.runtime_kit import opened, serve, settings, text
+from tests.simulated.synchronous import SynchronousRuntime, core_config
 
 
 class Kept(MemoryBackend):

@@ -14,11 +14,11 @@ from asynccache.core.audit import check
 from asynccache.runtime.entry import GRACE
 from asynccache.storage import Breaker, CheckedStore, PageKey, Record, Result, settled
 from asynccache.storage.records import store_layout
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import parts, settings, text
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import SimulatedLoop, simulate
 
 
 class Hangs(WrappedBackend):

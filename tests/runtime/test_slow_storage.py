@@ -17,12 +17,12 @@ from asynccache import AsyncCache
 from asynccache.core.audit import check
 from asynccache.runtime.cache import CacheStatistics
 from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import local, parts, settings, text
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import SimulatedLoop, simulate
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from asynccache.errors import InvariantViolation
 from asynccache.memory.cpu import CpuDevice
 from asynccache.runtime.driver import Driver
 from asynccache.storage import PageKey, Record, Result
-from asynccache.testing.simulated_world import play
-from asynccache.testing.synchronous import SPACE, SynchronousRuntime, core_config, spell
 from tests.runtime.runtime_kit import PAGE, compute, local, opened, parts, serve, settings, settled, text, turns, until
+from tests.simulated.synchronous import SPACE, SynchronousRuntime, core_config, spell
+from tests.simulated.world import play
 
 SEEDS = range(8)
 

@@ -24,13 +24,13 @@ from asynccache.core import audit
 from asynccache.memory.faults import Faults
 from asynccache.runtime.lease import LeaseState
 from asynccache.storage import PageKey
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_links import SimulatedGroup
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.worker import Topology
 from asynccache.worker.contract import Storage
 from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.links import SimulatedGroup
+from tests.simulated.loop import SimulatedLoop
 
 TIMEOUT = 30.0
 REQUESTS = 10

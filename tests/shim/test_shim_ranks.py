@@ -24,11 +24,11 @@ from asynccache_shim.shards import Shards
 from asynccache import AsyncCache, BatchFailed, ConfigError, Lease, RankFailure
 from asynccache.memory.faults import Faults
 from asynccache.runtime import cache as cache_module
-from asynccache.testing.simulated_links import SimulatedGroup
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import Topology
 from tests.shim.shim_kit import LAYERS, PAGE, PatternModel, config, continuation, serving
 from tests.shim.shim_rank_world import REQUESTS, TIMEOUT, Ask, Report, World, draw_asks, draw_config, look_closely
+from tests.simulated.links import SimulatedGroup
+from tests.simulated.loop import SimulatedLoop, simulate
 
 pytestmark = pytest.mark.slow(0.5)
 

@@ -8,7 +8,7 @@ import pytest
 
 from asynccache.memory import mover
 from asynccache.runtime.fetching import Fetch
-from asynccache.testing.simulated_world import WrongBytes, draw_climate, play
+from tests.simulated.world import WrongBytes, draw_climate, play
 
 WORLDS = 60
 

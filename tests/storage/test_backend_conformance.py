@@ -12,8 +12,8 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache.storage import PageKey, StorageBackend, parse_url
 from asynccache.testing.backend_suite import LAYOUT, BackendSuite, OpenBackend
 from asynccache.testing.faulty_backend import FaultyBackend
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
 from asynccache.testing.slow_backend import SlowBackend
+from tests.simulated.backend import Hostility, SimulatedBackend
 
 
 class TestMemoryBackend(BackendSuite):

@@ -12,10 +12,10 @@ import pytest
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.testing.backend_suite import LAYOUT, blank, content, keys_of, page_key, record_of
-from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.storage.world_kit import in_world
 
 KEYS = keys_of(12, "odd")

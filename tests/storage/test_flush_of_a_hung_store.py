@@ -14,11 +14,11 @@ from asynccache.errors import Timeout
 from asynccache.runtime.saving import HOPELESS_ROUNDS
 from asynccache.storage import CheckedStore, PageKey, Record, Result
 from asynccache.storage.records import store_layout
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
 from tests.runtime.runtime_kit import settings, text
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import SimulatedLoop, simulate
 
 TIMEOUT, SLOW = 30.0, 10.0                             # as they are if nobody says otherwise
 

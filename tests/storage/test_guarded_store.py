@@ -13,10 +13,10 @@ from asynccache.errors import BackendError, Timeout, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.storage.places import READ, WRITE, Places
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.storage.world_kit import in_world
 
 KEYS = keys_of(2, "odd")

@@ -13,9 +13,9 @@ from asynccache.errors import Unavailable
 from asynccache.storage import CheckedStore, Result
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, put_all, record_of
 from asynccache.testing.faulty_backend import Fault, FaultyBackend, draw_fault
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.slow_backend import SlowBackend
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.loop import SimulatedLoop, simulate
 
 
 def test_faults_come_in_their_shares() -> None:

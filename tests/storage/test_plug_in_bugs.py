@@ -12,9 +12,9 @@ import pytest
 from asynccache.errors import Timeout
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop
 from tests.storage.world_kit import in_world
 
 KEYS = keys_of(3, "odd")

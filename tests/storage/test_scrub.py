@@ -27,9 +27,9 @@ from asynccache.storage import (
     parse_url,
 )
 from asynccache.testing.backend_suite import LAYOUT, aligned, keys_of, page_key
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.storage.page_kit import fill
 
 FULL = LAYOUT.page_bytes["full"]

@@ -17,9 +17,9 @@ from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import PROMOTION_POOL
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of
-from asynccache.testing.simulated_backend import SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop
 from asynccache.testing.wrapped_backend import WrappedBackend
+from tests.simulated.backend import SimulatedBackend
+from tests.simulated.loop import SimulatedLoop
 from tests.storage.world_kit import in_world
 
 KEYS = keys_of(2, "odd")

@@ -17,8 +17,8 @@ from asynccache.storage.options import StoreOptions
 from asynccache.storage.promotion import Ring, Wanted
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.testing.backend_suite import LAYOUT, blank, keys_of, record_of
-from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.storage.world_kit import in_world
 
 HIT, MISS, FAILED = Result.HIT, Result.MISS, Result.FAILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
+from tests.simulated.loop import SimulatedLoop, simulate
 
 World = Callable[[SimulatedLoop], Coroutine[Any, Any, None]]
 

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import PageKey, Pages, Record, Result, StorageBackend
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
+from tests.simulated.backend import Hostility, SimulatedBackend
 from tests.storage.pages_kit import Misbehaving, until
 from tests.stores.redis_server import RedisServer
 from tests.stores.server import CannotStart, required

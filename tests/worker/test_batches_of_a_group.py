@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from asynccache import AsyncCache, BatchFailed, RankFailure
-from asynccache.testing.simulated_links import SimulatedGroup
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import Topology, group
 from tests.runtime.runtime_kit import settings
+from tests.simulated.links import SimulatedGroup
+from tests.simulated.loop import SimulatedLoop, simulate
 
 Body = Callable[[AsyncCache, SimulatedGroup], Awaitable[None]]
 

@@ -10,11 +10,11 @@ import pytest
 
 from asynccache import ConfigError, CopyFailed, RankFailure
 from asynccache.core.plan import LoadBack, Move, Status
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import messages as m
 from asynccache.worker.layout import FULL
 from asynccache.worker.sent import EngineBatch, SentBatches
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import SimulatedLoop, simulate
 from tests.worker.test_waiting_threads import Opened, opened
 
 

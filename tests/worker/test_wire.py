@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from asynccache.errors import RankFailure
-from asynccache.testing.simulated_links import simulated_links
-from asynccache.testing.simulated_loop import SimulatedLoop, simulate
 from asynccache.worker import messages as m
 from asynccache.worker import wire
 from asynccache.worker.wire import Wire, slices
+from tests.simulated.links import simulated_links
+from tests.simulated.loop import SimulatedLoop, simulate
 
 
 def sent_of(orders: list[m.Message]) -> tuple[list[m.Message], list[str]]:

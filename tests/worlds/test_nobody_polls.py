@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from asynccache import AsyncCache, CacheConfig, Full
-from asynccache.testing.simulated_backend import HONEST, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice
-from asynccache.testing.simulated_loop import Deadlock, SimulatedLoop, simulate
+from tests.simulated.backend import HONEST, SimulatedBackend
+from tests.simulated.device import SimulatedDevice
+from tests.simulated.loop import Deadlock, SimulatedLoop, simulate
 
 CONFIG = CacheConfig(
     model="m", components=(Full(bytes_per_token=8, device_tokens=32, host_tokens=64),), page_size=4,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asynccache.testing.simulated_loop import Deadlock, Livelock, Order, SimulatedLoop, Strike, simulate
+from tests.simulated.loop import Deadlock, Livelock, Order, SimulatedLoop, Strike, simulate
 
 
 async def _sleepers(loop: SimulatedLoop) -> list[tuple[float, int]]:

@@ -17,9 +17,9 @@ from asynccache.runtime.engine import Engine
 from asynccache.runtime.fences import Fences, not_over
 from asynccache.runtime.publishing import Publishing
 from asynccache.runtime.retire import RetireStage
-from asynccache.testing.simulated_loop import Deadlock
-from asynccache.testing.simulated_world import WrongBytes, play
 from asynccache.worker.contract import Batch
+from tests.simulated.loop import Deadlock
+from tests.simulated.world import WrongBytes, play
 
 FAST, ALL, CHUNK = 25, 200, 25
 

@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 
 from asynccache.runtime.cache import AsyncCache
-from asynccache.testing import simulated_world
 from tests.events.test_events_mirror import Reader, on_tier
+from tests.simulated import world
 
 
 @pytest.mark.parametrize("seed", range(1000, 1016))
 def test_a_world_is_seen_as_it_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: dict[int, Reader] = {}
-    begin, look = AsyncCache.__init__, simulated_world._World._nothing_is_left
+    begin, look = AsyncCache.__init__, world._World._nothing_is_left
 
     def watched(self: AsyncCache, *args: Any, **options: Any) -> None:
         reader = readers[id(self)] = Reader()
         begin(self, *args, **options, on_event=reader.notices.append)
 
-    def compared(world: simulated_world._World) -> None:
-        look(world)
-        blocks = readers[id(world.cache)].read(world.cache)
-        assert blocks["GPU"] == on_tier(world.cache, 0)
-        assert blocks["CPU"] == on_tier(world.cache, 1)
-        found = world.cache.statistics().lookups
+    def compared(seen: world._World) -> None:
+        look(seen)
+        blocks = readers[id(seen.cache)].read(seen.cache)
+        assert blocks["GPU"] == on_tier(seen.cache, 0)
+        assert blocks["CPU"] == on_tier(seen.cache, 1)
+        found = seen.cache.statistics().lookups
         assert sum(found.hits.values()) + sum(found.misses.values()) == found.tokens
 
     monkeypatch.setattr(AsyncCache, "__init__", watched)
-    monkeypatch.setattr(simulated_world._World, "_nothing_is_left", compared)
-    simulated_world.play(seed)
+    monkeypatch.setattr(world._World, "_nothing_is_left", compared)
+    world.play(seed)
     assert readers

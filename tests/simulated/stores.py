@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from asynccache.runtime.cache import AsyncCache
-from asynccache.testing.simulated_backend import Hostility, SimulatedBackend
-from asynccache.testing.simulated_loop import SimulatedLoop
+from tests.simulated.backend import Hostility, SimulatedBackend
+from tests.simulated.loop import SimulatedLoop
 
 _COUNT = 2
 _SHARE = 0.5

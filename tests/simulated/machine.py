@@ -18,8 +18,8 @@ from asynccache.core.cache import Access, Backfill, Begin, Match
 from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import More, Plan, Status, Wait
 from asynccache.errors import CacheFull
-from asynccache.testing.fetching import Fetch, open_fetch
-from asynccache.testing.synchronous import FULL, MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
+from tests.simulated.fetching import Fetch, open_fetch
+from tests.simulated.synchronous import FULL, MAMBA, SWA, Running, Slots, SynchronousRuntime, core_config, spell
 
 SPACES = (b"one".ljust(32), b"two".ljust(32))
 

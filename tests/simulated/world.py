@@ -27,10 +27,10 @@ from asynccache.runtime.cache import AsyncCache
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.prefetch import PrefetchHandle
 from asynccache.storage import PageKey
-from asynccache.testing.simulated_backend import HONEST, Hostility, SimulatedBackend
-from asynccache.testing.simulated_device import SimulatedDevice, SimulatedGate
-from asynccache.testing.simulated_loop import Order, SimulatedLoop, simulate
-from asynccache.testing.simulated_stores import Guests
+from tests.simulated.backend import HONEST, Hostility, SimulatedBackend
+from tests.simulated.device import SimulatedDevice, SimulatedGate
+from tests.simulated.loop import Order, SimulatedLoop, simulate
+from tests.simulated.stores import Guests
 
 _ATTEMPTS = 60
 _PATIENCE = 600.0

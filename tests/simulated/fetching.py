@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from asynccache.core.cache import Begin, Join, Opened, Shape, Skip, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Plan, Wait
-from asynccache.testing.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
+from tests.simulated.synchronous import FULL, HOST, MAMBA, SPACE, SWA, Slots, SynchronousRuntime
 
 NAMES = {FULL: "full", SWA: "swa", MAMBA: "mamba"}
 
