@@ -37,11 +37,15 @@ def test_torch_is_pinned_and_both_commands_use_the_pin() -> None:
 
 
 def test_the_gate_is_ruff_mypy_contracts_and_every_test() -> None:
-    steps = dry_run("test")
-    for tool in ("ruff check", "mypy", "lint-imports", "pytest"):
+    steps, beside = dry_run("test"), dry_run("types")
+    for tool in ("ruff check", "pytest"):
         assert tool in steps
+    for tool in ("mypy", "lint-imports"):
+        assert tool in beside
     assert "not slow" not in steps
     assert "not slow" in dry_run("check")
+    assert "for part in types test-compiled;" in steps
+    assert "for part in types;" in dry_run("check")
 
 
 def test_ci_runs_what_the_readme_says() -> None:
