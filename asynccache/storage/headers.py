@@ -19,17 +19,18 @@ class HeaderPool:
         self.count = count
         self._map = mmap.mmap(-1, count * HEADER_BYTES)
         self.memory = memoryview(self._map)
-        self._free = [self.memory[at : at + HEADER_BYTES] for at in range(0, count * HEADER_BYTES, HEADER_BYTES)]
+        self._made = 0                                 # a store is opened sooner than thousands of views are made
+        self._free: list[memoryview] = []
         self._line: deque[tuple[int, asyncio.Future[list[memoryview]]]] = deque()
 
     @property
     def free(self) -> int:
         """Headers that are not lent."""
-        return len(self._free)
+        return len(self._free) + self.count - self._made
 
     async def take(self, number: int) -> list[memoryview]:
         """Lend ``number`` headers, at most ``count``. Cancelling it leaves the line, holding nothing."""
-        if not self._line and number <= len(self._free):
+        if not self._line and number <= self.free:
             return self._pop(number)
         place: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
         self._line.append((number, place))
@@ -42,12 +43,16 @@ class HeaderPool:
     def give(self, headers: list[memoryview]) -> None:
         """Take headers back and serve the line."""
         self._free.extend(headers)
-        while self._line and (self._line[0][1].cancelled() or self._line[0][0] <= len(self._free)):
+        while self._line and (self._line[0][1].cancelled() or self._line[0][0] <= self.free):
             number, place = self._line.popleft()
             if not place.cancelled():
                 place.set_result(self._pop(number))
 
     def _pop(self, number: int) -> list[memoryview]:
+        while len(self._free) < number:
+            at = self._made * HEADER_BYTES
+            self._free.append(self.memory[at : at + HEADER_BYTES])
+            self._made += 1
         cut = len(self._free) - number
         taken = self._free[cut:]
         del self._free[cut:]
