@@ -9,6 +9,8 @@ stream.
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 CALL_BYTES = 1 << 20
 THREADS = 2
+TELLING = 0.01
+"""Seconds of CPU time after which the engine's own pace says something of the machine."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -72,6 +76,17 @@ class Engine:
         for spec in specs:
             if spec.bytes_per_page:
                 self._pools[spec.component].append(_Pool(spec, pools[spec.name]))
+        self._count = threading.Lock()
+        self._wall = self._cpu = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long its jobs have taken so far as the CPU time that they needed: 1.0 where a thread had a
+        core whenever it wanted one, more on a machine with other work. 1.0 also before that can be told, and where the
+        pages are a GPU's, which a busy machine does not make slower."""
+        if self._cpu < TELLING or any(pool.is_cuda for pools in self._pools.values() for pool in pools):
+            return 1.0
+        return max(1.0, self._wall / self._cpu)
 
     def lane(self) -> Lane:
         """For one request."""
@@ -84,9 +99,19 @@ class Engine:
     def submit(self, job: Callable[[], None]) -> tuple[Future[None], Event]:
         """Start a job; the event fires when the threads have let go of its pages, also if it never begins."""
         gate = self._gate()
-        future = self._threads.submit(job)
+        future = self._threads.submit(self._timed, job)
         future.add_done_callback(lambda _: gate.open())
         return future, gate
+
+    def _timed(self, job: Callable[[], None]) -> None:
+        wall, cpu = time.monotonic(), time.thread_time()
+        try:
+            job()
+        finally:
+            wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
+            with self._count:
+                self._wall += wall
+                self._cpu += cpu
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Blocking."""
@@ -152,12 +177,13 @@ class _Pool:
             for number, layer in zip(spec.model_layers, self._layers, strict=True)
         ]
         self._slice = max(1, CALL_BYTES // size)
+        self.is_cuda = self._layers[0].is_cuda
 
     def write(self, piece: Piece) -> None:
         for ids, values, _ in self._slices(piece):
             for layer, pattern in zip(self._layers, self._patterns, strict=True):
                 pattern.write(layer, ids, values)
-        if self._layers[0].is_cuda:  # whoever opens the event says that it is written
+        if self.is_cuda:  # whoever opens the event says that it is written
             import torch
 
             torch.cuda.current_stream(self._layers[0].device).synchronize()

@@ -54,6 +54,7 @@ def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, An
                                 "without": percentiles(tally.first_token_without, 1e3)},
         "ttft_mean_ms": _mean(tally.first_token),
         "ttft_without_cache_mean_ms": _mean(tally.first_token_without),
+        "prefill_slowdown": round(tally.slowdown, 3),
         "loop_lag_ms": _spread(meter.lag_ms()),
         "run_queue_ms": _spread(meter.run_queue_ms()),
         "elapsed_s": round(meter.elapsed(), 3),

@@ -55,7 +55,11 @@ class Lane(Protocol):
 
 
 class Engine(Protocol):
-    """What fills and verifies pages: this process's, or that of several ranks."""
+    """What fills and verifies pages: this process's, or that of several ranks. ``slowdown``: by how much a busy machine
+    makes its work longer."""
+
+    @property
+    def slowdown(self) -> float: ...
 
     def lane(self) -> Lane: ...
 
@@ -140,7 +144,7 @@ class Server:
                 wait = time.monotonic() - began
                 self._tally.verdict(request, await lane.verify(list(self._expected(lease, text, lease.cached))))
                 await self._prefill(request, text, lease, lane)
-                self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate)
+                self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate, self._engine.slowdown)
                 end = await self._decoded(request, text, lease, lane)
                 if self._looks_twice:
                     self._note_path(text, end)

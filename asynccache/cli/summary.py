@@ -13,6 +13,8 @@ from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.text import bar, milliseconds, number, percent, size
 
 _ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+_FETCHES = ("load_back", "prefetch")
+_BUSY, _LITTLE, _QUEUED = 1.2, 0.2, 0.9
 _COLUMNS = 80
 _GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
@@ -67,6 +69,30 @@ def _first_token(report: Report) -> Iterator[str]:
     yield _times("with cache", report["ttft_ms"], with_cache) + times
     yield _times("without cache", report["ttft_without_cache_ms"], without)
     yield _times("of it waiting", report["wait_ms"], report["wait_mean_ms"])
+    slowdown = report["prefill_slowdown"]
+    if slowdown >= _BUSY:
+        yield f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is"
+        yield "  taken to be as slow, with and without the cache."
+    if with_cache > without:
+        yield from _why(report)
+
+
+def _why(report: Report) -> Iterator[str]:
+    """Why requests waited longer than they would have computed."""
+    total, hit = report["tokens"]["total"], sum(report["tokens"]["hit"].values())
+    spared = report["ttft_without_cache_mean_ms"] - report["ttft_mean_ms"] + report["wait_mean_ms"]
+    yield f"  It came later with the cache: hits spared {milliseconds(spared)} of computing on average,"
+    yield f"  and requests waited {milliseconds(report['wait_mean_ms'])}."
+    arrived, served = report["settings"].get("rate", 0.0), report["served"] / (report["elapsed_s"] or 1.0)
+    if served < _QUEUED * arrived:
+        yield f"  Requests queued: {arrived:g} came in a second, and {served:.1f} were served."
+    if hit < _LITTLE * total:
+        yield f"  Only {percent(hit, total)} of the prompts had been there before: there was little to spare."
+    ran = {name: stage["latency_ms"] for name, stage in report["stages"].items() if name in _FETCHES and stage["ops"]}
+    if ran:
+        slowest = max(ran, key=lambda name: ran[name]["p50"])
+        yield (f"  What took longest to bring pages: {slowest}, p50 {milliseconds(ran[slowest]['p50'])}, "
+               f"p99 {milliseconds(ran[slowest]['p99'])}.")
 
 
 def _times(name: str, spread: dict[str, float], mean: float) -> str:

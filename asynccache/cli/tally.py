@@ -76,6 +76,7 @@ class Tally:
     waits: Samples = field(default_factory=Samples)
     first_token: Samples = field(default_factory=Samples)
     first_token_without: Samples = field(default_factory=Samples)
+    slowdown: float = 1.0
     paths: Paths = field(default_factory=Paths)
     problems: list[str] = field(default_factory=list)
 
@@ -87,8 +88,12 @@ class Tally:
         """The hit ratio; see ``text.HIT_RATIO``."""
         return self.hit() / self.tokens if self.tokens else 0.0
 
-    def prompt(self, request: Request, cached: int, hits: tuple[int, int, int], wait: float, rate: float) -> None:
-        """A prompt's KV is complete: ``cached`` tokens came from the cache after ``wait`` seconds."""
+    def prompt(
+        self, request: Request, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float
+    ) -> None:  # fmt: skip
+        """A prompt's KV is complete: ``cached`` tokens came from the cache after ``wait`` seconds, the others are
+        computed at ``rate`` tokens a second, on a machine that makes the engine's work ``slowdown`` times as long. With
+        and without the cache it is the same machine: what else it has to do makes both slow."""
         self.tokens += request.length
         self.device += hits[0]
         self.host += hits[1]
@@ -97,8 +102,9 @@ class Tally:
         self.blocks_hit += cached // BLOCK_TOKENS
         self.blocks_shared += request.shared_blocks
         self.waits.append(wait)
-        self.first_token.append(wait + (request.length - cached) / rate)
-        self.first_token_without.append(request.length / rate)
+        self.slowdown = slowdown
+        self.first_token.append(wait + (request.length - cached) / rate * slowdown)
+        self.first_token_without.append(request.length / rate * slowdown)
 
     def path(self, values: Values, prompt: int, end: int, tokens: int) -> None:
         """A request with a prompt of ``tokens`` tokens looked up ``prompt`` pages and left ``end``."""

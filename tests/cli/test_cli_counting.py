@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli import meter
+from asynccache.cli.engine import Engine
 from asynccache.cli.faulty import device_faults
 from asynccache.cli.main import main
 from asynccache.cli.request import Request
@@ -98,11 +99,17 @@ def test_stages_count_pages_and_bytes(tmp_path: Path) -> None:
         assert 0 < stage["latency_ms"]["p50"] <= stage["latency_ms"]["max"]
 
 
-def test_time_to_first_token_is_the_wait_and_the_prefill_of_what_was_not_cached(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slowdown", [1.0, 2.5])
+def test_time_to_first_token_is_the_wait_and_the_prefill_of_what_was_not_cached(
+    slowdown: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine prefill is slow with and without the cache."""
+    monkeypatch.setattr(Engine, "slowdown", slowdown)
     requests = [(0, 1, [1, 2, 3, 4]), (0, 1, [1, 2, 3, 4])]
     found = replay(tmp_path, *requests, more="--host-tokens none --prefill-tokens-per-s 2049")
-    assert found["ttft_without_cache_mean_ms"] == pytest.approx(1000)
-    computed = (2049 + 1) / 2 / 2049 * 1000
+    assert found["prefill_slowdown"] == slowdown
+    assert found["ttft_without_cache_mean_ms"] == pytest.approx(1000 * slowdown)
+    computed = (2049 + 1) / 2 / 2049 * 1000 * slowdown
     assert found["ttft_mean_ms"] == pytest.approx(computed + found["wait_mean_ms"], abs=0.01)
 
 

@@ -110,6 +110,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "requests": 1_234_567, "served": 1_200_000, "cancelled": 34_000, "failed": 0, "entered_again": 567,
         "tokens": {"total": 144_793_823, "hit": {"device": 44_793_823, "host": 9_000_000, "storage": 1_000_000}},
         "verify": {"pages": 123_456_789, "mismatches": 0}, "ttft_mean_ms": 50.0, "ttft_without_cache_mean_ms": 150.0,
+        "prefill_slowdown": 1.0,
         "wait_mean_ms": 1.0, "wait_ms": spread, "ttft_ms": spread, "ttft_without_cache_ms": spread,
         "loop_lag_ms": spread, "run_queue_ms": spread, "elapsed_s": 1234.5, "cpu_s": 2345.6, "rss_bytes": 12 << 30,
         "leaks": {"device_pages": 0, "host_pages": 0, "pins": 0, "tasks": 0}, "lost_pages": 0,
@@ -128,6 +129,36 @@ def test_the_summary_fits_80_columns_and_leads_with_the_verdict() -> None:
     assert any("105,592 of 276,491 blocks" in row and "implies 105,592: 37.3 %" in row for row in lines)
     assert any("3.0 times sooner" in row for row in lines)
     assert any(row.startswith("left behind  nothing") for row in lines)
+
+
+def test_the_summary_says_that_a_busy_machine_makes_prefill_slow() -> None:
+    assert "busy" not in summary(report())
+    shown = summary(report(prefill_slowdown=2.34))
+    assert "1 s of the engine's CPU time took 2.3 s" in shown
+    assert max(map(len, shown.split("\n"))) <= 80
+
+
+def test_the_summary_of_a_cache_that_costs_more_than_it_spares_says_why() -> None:
+    assert "came later" not in summary(report())
+    stages = report()["stages"]
+    slow = {**stages["prefetch"], "latency_ms": {"p50": 44.0, "p99": 9999.0, "max": 9999.0}}
+    late = {"ttft_mean_ms": 1250.0, "ttft_without_cache_mean_ms": 1050.0, "wait_mean_ms": 1300.0,
+            "stages": stages | {"prefetch": slow}}
+    shown = summary(report(**late))
+    assert "hits spared 1.1 s of computing" in shown
+    assert "requests waited 1.3 s" in shown
+    assert "prefetch, p50 44.0 ms, p99 10.0 s" in shown
+    assert "little to spare" not in shown
+    assert "queued" not in shown
+    assert "Requests queued: 2000 came in a second, and 972.1 were served" in summary(
+        report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0})
+    )
+    assert max(map(len, shown.split("\n"))) <= 80
+    nothing = {"total": 1000, "hit": {"device": 100, "host": 0, "storage": 0}}
+    idle = {name: {**stage, "ops": 0} for name, stage in stages.items()}
+    shown = summary(report(**late | {"tokens": nothing, "stages": idle}))
+    assert "Only 10.0 % of the prompts had been there before" in shown
+    assert "took longest" not in shown
 
 
 def test_the_summary_of_a_run_that_was_interrupted_says_so_first() -> None:

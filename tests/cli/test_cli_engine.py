@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,22 @@ async def test_a_page_without_a_slot_and_one_torn_layer_are_named(engine: Engine
     verdict = await lane.verify([full(3, -1, 1)])
     assert (verdict.pages, verdict.wrong) == (3, 1)
     assert verdict.what == ("full page 1 has no slot",)
+
+
+def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(engine: Engine) -> None:
+    def busy(wait: float) -> None:
+        began = time.thread_time()
+        while time.thread_time() < began + 0.05:
+            pass
+        time.sleep(wait)
+
+    assert engine.slowdown == 1.0
+    engine.submit(lambda: None)[0].result()
+    assert engine.slowdown == 1.0, "so little tells nothing"
+    engine.submit(lambda: busy(0.0))[0].result()
+    assert engine.slowdown >= 1.0
+    engine.submit(lambda: busy(0.5))[0].result()
+    assert engine.slowdown > 4.0
 
 
 @pytest.mark.asyncio

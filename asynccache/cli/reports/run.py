@@ -153,13 +153,13 @@ def first_token(report: Report) -> Figure | None:
     rows = [(f"p{p}" if p < 100 else "max", milliseconds(found["with"][p]), milliseconds(found["without"][p]))
             for p in (10, 25, 50, 75, 90, 99, 100)]
     rows.append(("mean", milliseconds(report["ttft_mean_ms"]), milliseconds(report["ttft_without_cache_mean_ms"])))
-    rate = number(report["settings"]["prefill_tokens_per_s"])
+    rate, slowdown = number(report["settings"]["prefill_tokens_per_s"]), report["prefill_slowdown"]
     return Figure("first-token", "How much sooner does the first token come?",
                   _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), draw,
                   [(p.name, p.kind) for p in plots],
                   Table(("", "with", "without"), rows),
                   f"Share of requests that had their first token by then: the measured wait for pages, and prefill "
-                  f"modelled at {rate} tokens/s.")
+                  f"modelled at {rate} tokens/s, {slowdown:.2f} times as long for what else the machine had to do.")
 
 
 def _sooner(mean: float, without: float) -> str:
