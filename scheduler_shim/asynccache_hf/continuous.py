@@ -411,7 +411,7 @@ class Manager(api.ContinuousBatchingManager):  # type: ignore[misc]
         settings = ContinuousBatchingConfig(
             max_batch_tokens=step_tokens, max_requests_per_batch=step_tokens, use_async_batching=False,
             use_cuda_graph=False, max_blocks_per_request=0, auto_switch_to_flash=False, safety_margin=0.0, seed=seed,
-            per_request_processors=bool(generation.do_sample),
+            per_request_processors=bool(generation.do_sample), cpu_offload_space_safety_threshold=0.0,
         )  # fmt: skip
         try:
             super().__init__(model, generation, settings)

@@ -315,7 +315,8 @@ BENCHES = {
     "tree": ["--nodes", "1000,2000", "--shapes", "0"],
     "store": ["--page-sizes", "64KiB", "--bytes", "2MiB", "--repeat", "1"],
     "runtime": ["--calls", "100", "--duration", "1"],
-    "ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
+    "ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1", "--requests", "2",
+             "--prompt", "64", "--new", "4"],
 }
 PAPER = 718             # pixels between the margins of a sheet of A4
 
