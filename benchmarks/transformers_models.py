@@ -67,8 +67,8 @@ class Timed:
         return made
 
 
-def batched(model: Any, texts: Tokens) -> Tokens:
-    out = model.generate(torch.tensor(texts), max_new_tokens=NEW, do_sample=False)
+def batched(generate: Callable[..., Any], texts: Tokens) -> Tokens:
+    out = generate(torch.tensor(texts), max_new_tokens=NEW, do_sample=False)
     return [row[PROMPT:] for row in out.tolist()]
 
 
@@ -114,13 +114,13 @@ async def measure(rounds: int) -> dict[str, float]:
                 for number in range(-1, rounds):
                     texts = prompts(2 * number + 2)
                     again = [[*t[:SHARED], *u[SHARED:]] for t, u in zip(texts, prompts(2 * number + 3), strict=True)]
-                    wanted = timed.take("generate, batch of 8", lambda texts=texts: batched(model, texts))
-                    known = batched(model, again)
+                    wanted = timed.take("generate, batch of 8", lambda texts=texts: batched(model.generate, texts))
+                    known = batched(model.generate, again)
                     made = {
                         "generate, one by one": lambda texts=texts: one_by_one(model.generate, texts),
                         "continuous batching": lambda texts=texts: continuous(manager, texts),
                         "ContinuousBatching, cold": lambda texts=texts: on_pages(batching, texts),
-                        "PrefixCache, cold": lambda texts=texts: one_by_one(prefix.generate, texts),
+                        "PrefixCache, batch of 8, cold": lambda texts=texts: batched(prefix.generate, texts),
                     }
                     for way, work in made.items():
                         assert timed.take(way, work) == wanted, way
@@ -133,7 +133,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     made = {
                         "continuous batching, 88 % cached": lambda again=again: continuous(manager, again),
                         "ContinuousBatching, 88 % cached": lambda again=again: on_pages(batching, again),
-                        "PrefixCache, 88 % cached": lambda again=again: one_by_one(prefix.generate, again),
+                        "PrefixCache, batch of 8, 88 % cached": lambda again=again: batched(prefix.generate, again),
                     }
                     for way, work in made.items():
                         assert timed.take(way, work) == known, way

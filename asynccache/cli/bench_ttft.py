@@ -5,6 +5,9 @@ time counts from ``submit`` to the first token. Each request has the prefix and 
 every way once, so all meet the same machine; for L3 the cache is a new one on the store that another has filled. What
 a request found is checked: a figure of L2 is one of a whole hit in L2. "No cache" is transformers alone, in chunks as
 large. Every thread that computes has computed something before it is timed.
+
+A second table has many requests at once, by transformers' continuous batching alone and on the cache's pages:
+``bench_together``.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ try:
     import transformers
     from asynccache_hf import Layout, PagedModel, describe
     from asynccache_shim import Limits, Request, Scheduler, Settings
+
+    from asynccache.cli import bench_together
+    from asynccache.cli.bench_together import Load
 except ImportError as error:
     raise ConfigError(f"bench ttft runs a model of transformers: {INSTALL} ({error})") from error
 
@@ -53,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"shared tokens, a multiple of {PAGE} (default: %(default)s)")
     parser.add_argument("--own", type=int, default=32, metavar="N",
                         help="tokens of its own that each prompt ends with (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=8, metavar="N",
+                        help="of the second table, at once (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=128, metavar="N",
+                        help="tokens of each of them (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=24, metavar="N",
+                        help="tokens that each of them gets (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512, metavar="N",
@@ -62,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the table, return the figures.
+    """Measure, print the tables, return the figures.
 
     Raises:
         ConfigError: an option is unusable. Unavailable: the store cannot be opened.
@@ -71,13 +83,30 @@ def run(args: argparse.Namespace) -> Figures:
         raise ConfigError(f"--prefix must be a multiple of {PAGE}; --own, --repeats and --layers at least 1")
     if args.width < 64 or args.width % 64:
         raise ConfigError(f"--width={args.width} must be a multiple of 64")
+    if min(args.requests, args.new) < 1 or args.prompt < 2 * PAGE:
+        raise ConfigError(f"--requests and --new must be at least 1, --prompt at least {2 * PAGE}")
+    load = Load(args.requests, args.prompt, args.new)
     say = _Nothing() if args.quiet else _Progress(args.repeats)
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         bench = Bench(args, args.storage or f"file:{folder}/store?capacity={_store_bytes(args)}")
         times = uvloop.run(bench.measure(say))
-    figures = bench.figures(times)
+    together = bench_together.measure(bench.model, load, args.repeats, say.took)
+    figures = {**bench.figures(times), "together": _together(load, together)}
     say.table(figures)
     return figures
+
+
+def _together(load: Load, times: bench_together.Times) -> Figures:
+    """As plain values; the medians make the table."""
+    milliseconds = {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.first.items()}
+    speeds = {way: [round(speed, 1) for speed in each] for way, each in times.speed.items()}
+    return {
+        "requests": load.requests, "prompt_tokens": load.prompt, "cached_tokens": load.cached, "new_tokens": load.new,
+        "step_tokens": bench_together.STEP,
+        "first_tokens_ms": {way: round(median(each), 1) for way, each in milliseconds.items()},
+        "tokens_per_cpu_second": {way: round(median(each), 1) for way, each in speeds.items()},
+        "all_first_tokens_ms": milliseconds, "all_tokens_per_cpu_second": speeds,
+    }  # fmt: skip
 
 
 def make_model(layers: int, width: int, context: int) -> Any:
@@ -115,11 +144,15 @@ class Bench:
         self._args = args
         self._storage = storage
         self._length = args.prefix + args.own
-        self._model = make_model(args.layers, args.width, self._length + PAGE)
+        self._model = make_model(args.layers, args.width, max(self._length, args.prompt + args.new) + PAGE)
         self._layout: Layout = describe(self._model, PAGE)
         self._random = random.Random(0)
         self._prefix = self._tokens(args.prefix)
         self._thread = ThreadPoolExecutor(1)
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     async def _alone(self, work: Callable[[], float]) -> float:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -230,7 +263,7 @@ class _Progress(_Nothing):
     """Says on stderr how far it is, and in the end what came of it."""
 
     def __init__(self, rounds: int) -> None:
-        self._total = rounds * len(WAYS)
+        self._total = rounds * (len(WAYS) + 4)
         self._done = 0
 
     def filling(self) -> None:
@@ -238,7 +271,7 @@ class _Progress(_Nothing):
 
     def took(self, way: str, seconds: float) -> None:
         self._done += 1
-        print(f"[{self._done:>2}/{self._total}] {way:<9} {seconds * 1e3:8.1f} ms", file=sys.stderr)
+        print(f"[{self._done:>2}/{self._total}] {way:<32} {seconds * 1e3:8.1f} ms", file=sys.stderr)
 
     def table(self, figures: Figures) -> None:
         medians, millions = figures["ttft_ms"], figures["parameters"] / 1e6
@@ -247,3 +280,15 @@ class _Progress(_Nothing):
         print("| prefix    | time to first token |      |\n|---|---:|---:|", file=sys.stderr)
         for way, value in medians.items():
             print(f"| {way:<9} | {value:>16.1f} ms | {medians['no cache'] / value:>3.1f}× |", file=sys.stderr)
+        self._batches(figures["together"])
+
+    def _batches(self, figures: Figures) -> None:
+        first, speed = figures["first_tokens_ms"], figures["tokens_per_cpu_second"]
+        base = next(iter(speed.values()))
+        print(f"\n{figures['requests']} requests at once, {figures['prompt_tokens']} tokens each and "
+              f"{figures['new_tokens']} new ones\n", file=sys.stderr)  # fmt: skip
+        print(f"| {'continuous batching':<32} | until all have a token | new tokens per CPU second |      |\n"
+              "|---|---:|---:|---:|", file=sys.stderr)  # fmt: skip
+        for way, value in first.items():
+            print(f"| {way:<32} | {value:>19.1f} ms | {speed[way]:>25.1f} | {speed[way] / base:>3.2f}× |",
+                  file=sys.stderr)  # fmt: skip

@@ -1,7 +1,8 @@
 """Causal language models of transformers with their KV in asynccache's pages.
 
 Each name is imported when it is first asked for. Without transformers (the extra ``hf``) that raises
-``ModuleNotFoundError`` with the command that installs it.
+``ModuleNotFoundError`` with the command that installs it, and with a version of transformers that lacks what is used,
+``ImportError`` with the same command.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def __getattr__(name: str) -> Any:
         if (error.name or "").partition(".")[0] != "transformers":
             raise
         raise ModuleNotFoundError(f"{error}; asynccache_hf needs transformers: {INSTALL}", name=error.name) from None
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        what = f"{error}; asynccache_hf needs another version of transformers: {INSTALL}"
+        raise ImportError(what, name=error.name, path=error.path) from None
     value = globals()[name] = getattr(module, name)
     return value
 

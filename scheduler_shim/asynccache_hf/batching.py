@@ -1,9 +1,10 @@
 """``ContinuousBatching``: transformers' continuous batching on the cache's pages.
 
 Three threads: one has the event loop of the cache, where each request has a task; one is transformers' own, which
-generates; and there are those of whoever calls. A request's task takes a lease when the request arrives, waits until
-its pages are on the device, and only then hands the request to transformers: what waits for room or for a load is
-nothing that a step could see. The task publishes the prompt when it is computed, and all of it in the end.
+generates; and there are those of whoever calls. A request's task takes a lease when the request arrives, or when what
+it shares with one before it is computed; it waits until its pages are on the device, and only then hands the request to
+transformers: what waits for room, for a load or for another request is nothing that a step could see. The task
+publishes the prompt as it is computed, and all of it in the end.
 
 Law: a lease is released when transformers will not touch its pages again, and not before.
 """
@@ -22,6 +23,7 @@ import numpy as np
 from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
+from asynccache_hf.ahead import Prompt, Prompts
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
@@ -89,6 +91,7 @@ class ContinuousBatching:
         self._pages = PageCache(layout, slots_of(layout, self._cache.pools), device_tokens, step_tokens)
         self._ids = count(1)
         self._open: dict[str, _Served] = {}
+        self._prompts = Prompts(page_size)
         self._door, self._closer = threading.Lock(), threading.Lock()
         self._counts = Counts()
         self._closing = False
@@ -284,28 +287,33 @@ class ContinuousBatching:
 
     async def _leased(self, served: _Served) -> Finish:
         asked = served.request.asked
-        while True:
-            async with self._cache.lease(asked.tokens, new_tokens=asked.most, extra_key=asked.extra_key) as lease:
-                try:
-                    await lease.loaded()
-                except LoadFailed:
-                    continue  # what failed is forgotten: the next lease computes it
-                return await self._run(served, lease)
+        prompt = self._prompts.enter(asked.tokens, asked.extra_key)
+        try:
+            await prompt.turn()
+            while True:
+                async with self._cache.lease(asked.tokens, new_tokens=asked.most, extra_key=asked.extra_key) as lease:
+                    prompt.reach(lease.cached)
+                    try:
+                        await lease.loaded()
+                    except LoadFailed:
+                        continue  # what failed is forgotten: the next lease computes it
+                    return await self._run(served, lease, prompt)
+        finally:
+            self._prompts.leave(prompt)
 
-    async def _run(self, served: _Served, lease: Lease) -> Finish:
+    async def _run(self, served: _Served, lease: Lease, prompt: Prompt) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
         self._counts = self._counts.plus(len(asked.tokens), lease)
         request.hits = lease.hits
         swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
         places = places_of(self._layout, lease.pages, swa, self._model.device)
-        held = Held(lease.cached, places, len(asked.tokens), served.prefilled, served.over)
+        held = Held(lease.cached, places, len(asked.tokens), served.got_on, served.over)
         ends = sorted(asked.ends) or [-1]
         self._manager.submit(request.id, asked.tokens, asked.most, ends, asked.streaming, held, asked.options)
         served.handed = True
         asyncio.get_running_loop().call_soon(self._manager.wake)  # behind the others that got their leases in this turn
-        await served.next_news()
-        failed = await self._prompt_published(served, lease) if served.computed else None
+        failed = await self._prompt_published(served, lease, prompt)
         while not served.ended:
             await served.next_news()
         if failed is not None:
@@ -320,34 +328,47 @@ class ContinuousBatching:
         await lease.commit([*asked.tokens, *made[:-1]])  # the last token was not computed
         return Finish.STOP if made[-1] in asked.ends else Finish.LENGTH
 
-    async def _prompt_published(self, served: _Served, lease: Lease) -> Exception | None:
-        """The error, if it could not be: then the request is taken from transformers, which still has its pages."""
+    async def _prompt_published(self, served: _Served, lease: Lease, prompt: Prompt) -> Exception | None:
+        """Publish the prompt as it is computed, until all of it is, or the request is over. Returns the error, if that
+        could not be: then the request is taken from transformers, which still has its pages."""
         tokens = served.request.asked.tokens
+        at = lease.cached
         try:
-            await lease.commit(tokens)
-            lease.advance(len(tokens))
+            while at < len(tokens):
+                if at < served.computed:
+                    at = served.computed
+                    await lease.commit(tokens[:at])
+                    prompt.reach(at)
+                elif served.ended:
+                    return None
+                else:
+                    await served.next_news()
+            lease.advance(at)
         except Exception as error:
             self._manager.cancel_request(served.request.id)
             return error
+        finally:
+            self._prompts.leave(prompt)
         return None
 
 
 class _Served:
-    """A request, and what the thread that generates has said of it. ``computed``: the prompt is. ``ended``: no step
-    will touch its pages again. ``answer``: all its tokens, or its error; None where it was cancelled."""
+    """A request, and what the thread that generates has said of it. ``computed``: tokens of the prompt that are.
+    ``ended``: no step will touch its pages again. ``answer``: all its tokens, or its error; None where it was
+    cancelled."""
 
     def __init__(self, request: BatchRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.task: asyncio.Task[None] | None = None
         self.begun = self.handed = self.aborted = self.closed = False
-        self.computed = self.ended = False
+        self.computed, self.ended = 0, False
         self.answer: Told | None = None
         self._loop = loop
         self._news = asyncio.Event()
 
-    def prefilled(self) -> None:
+    def got_on(self, computed: int) -> None:
         """From the thread that generates."""
-        self.computed = True
+        self.computed = computed
         self._loop.call_soon_threadsafe(self._news.set)
 
     def over(self) -> None:

@@ -166,12 +166,13 @@ def _attention(parts: Sequence[Any]) -> Attention:
 @dataclass(slots=True)
 class Held:
     """A request's pages: ``cached`` tokens need no computing. ``places``: by component, where each token is kept.
-    ``prefilled`` is called when the prompt is computed, ``over`` when the request is; by the thread that generates."""
+    ``prompt``: its length, until all of it is computed. ``computed`` is called after each step that computes some of
+    them, with how many are; ``over`` when the request is; by the thread that generates."""
 
     cached: int
     places: Mapping[str, torch.Tensor]
     prompt: int
-    prefilled: Callable[[], None]
+    computed: Callable[[int], None]
     over: Callable[[], None]
 
 
@@ -237,9 +238,10 @@ class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """After each step, for each request that is not over."""
         held = self.held.get(state.request_id)
-        if held is not None and held.prompt and state.position_offset >= held.prompt:
-            held.prompt = 0
-            held.prefilled()
+        if held is not None and held.prompt:
+            held.computed(min(held.prompt, state.position_offset))
+            if state.position_offset >= held.prompt:
+                held.prompt = 0
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Nothing: transformers calls it before it tells the request's end."""

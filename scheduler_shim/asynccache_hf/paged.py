@@ -48,7 +48,8 @@ Tails = Sequence[Any]
 
 class Opened:
     """transformers' cache of one request (``cache``), filled with what precedes ``start``. Whatever a model adds to it,
-    in one call or in many, ``save`` writes to the pages."""
+    in one call or in many, ``save`` writes to the pages. By part: the layer of the cache in ``layers``, and what was
+    overheard of it in ``heard``."""
 
     def __init__(self, cache: Any, bound: Sequence[Bound], tables: Mapping[str, Any], start: int, tails: Tails,
                  page_size: int) -> None:  # fmt: skip
@@ -58,23 +59,24 @@ class Opened:
         self._tables = tables
         self._page_size = page_size
         span = self._span(start)
-        self._layers = [b.part.of(cache, b.layer) for b in bound]
+        self.layers = [b.part.of(cache, b.layer) for b in bound]
         if start:
-            for each, layer, tail in zip(bound, self._layers, tails, strict=True):
+            for each, layer, tail in zip(bound, self.layers, tails, strict=True):
                 each.part.load(layer, each.slots, span, tail)
-        self._heard = [each.part.watch(layer) for each, layer in zip(bound, self._layers, strict=True)]
+        self.heard = [each.part.watch(layer) for each, layer in zip(bound, self.layers, strict=True)]
 
     def _span(self, stop: int) -> Span:
         return Span(self._tables, self.start, stop, self._page_size)
 
-    def save(self, stop: int) -> None:
-        """Write what was added, up to ``stop`` tokens, where the cache now ends."""
-        for each, layer, calls in zip(self._bound, self._layers, self._heard, strict=True):
+    def save(self, stop: int, heard: Sequence[Any] | None = None) -> None:
+        """Write what was added, up to ``stop`` tokens, where the cache now ends. ``heard``: by part, instead of what
+        this one's own cache heard."""
+        for each, layer, calls in zip(self._bound, self.layers, heard or self.heard, strict=True):
             each.part.save(layer, each.slots, self._span(stop), calls)
 
     def tails(self) -> Tails:
         """What it takes to go on within a page and is not in it, for each part."""
-        return [each.part.tail(layer) for each, layer in zip(self._bound, self._layers, strict=True)]
+        return [each.part.tail(layer) for each, layer in zip(self._bound, self.layers, strict=True)]
 
 
 class PagedModel:

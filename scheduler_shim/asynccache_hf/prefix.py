@@ -1,8 +1,8 @@
 """``PrefixCache``: ``model.generate`` that begins where an earlier prompt has been before.
 
-A call takes a lease for each row, fills transformers' own cache from the lease's pages, lets transformers generate, and
-publishes what that cache has in the end. The event loop of the cache is in a thread of its own; the model runs in the
-thread of whoever calls.
+A call takes a lease for each row, fills transformers' own cache from the leases' pages, lets transformers generate, and
+publishes what that cache has in the end. Rows that begin at one place are one call of transformers (``rows``). The
+event loop of the cache is in a thread of its own; the model runs in the thread of whoever calls.
 
 Law: pages go back when transformers has returned, whatever came of it.
 """
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from asynccache_hf.generation import due
 from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
+from asynccache_hf.rows import Rows, can_be_together, leased, released
 
 R = TypeVar("R")
 
@@ -132,8 +133,11 @@ class PrefixCache:
 
     def generate(self, input_ids: Any = None, *, extra_key: str | bytes | None = None, **options: Any) -> Any:
         """What ``model.generate(input_ids, **options)`` returns, computed from where the cache ends. ``input_ids``:
-        ``[rows, tokens]``, shorter rows padded on the left. Rows are generated one after the other, so a draw of random
-        numbers goes to another row than in a batch. ``extra_key``: the namespace of the prompts.
+        ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
+
+        Rows of one length are generated in one call where the cache ends at one place for all of them, they share
+        nothing beyond that, and there is room for all. Otherwise, and where they are sampled, each has a call of its
+        own, so a draw of random numbers goes to another row than in a batch.
 
         Blocks the thread. A prompt that has no room in the cache, or is longer than its model's positions mean the
         same, is generated without the cache.
@@ -156,8 +160,46 @@ class PrefixCache:
         if len(rows) > 1:
             _refuse_rows(options, settings)
         options["num_return_sequences"] = 1
-        made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
+        made: list[Any] = []
+        while left := rows[len(made) :]:
+            made += self._together(left, options, settings, extra_key) or [
+                self._row(left[0][0], *_bounded(options, settings, len(left[0][0]), left[0][1]), extra_key)]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings, options)
+
+    # several rows
+
+    def _together(
+        self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
+        extra_key: str | bytes | None,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """All of ``rows`` in one call; none, if they cannot be: one of them has to go first, alone."""
+        texts = [row.tolist() for row, pads in rows if not pads]
+        options, most = _bounded(options, settings, len(rows[0][0]), 0)
+        limit = self._layout.limit
+        if (
+            not 1 < len(rows) == len(texts) or len({len(text) for text in texts}) > 1
+            or options.get("do_sample", getattr(settings, "do_sample", False)) or not can_be_together(self._layout)
+            or (limit is not None and len(texts[0]) + most - 1 > limit)
+        ):  # fmt: skip
+            return []
+        leases = self._loop.call(leased(self._cache, texts, most, extra_key, self._layout.page_size))
+        if not leases:
+            return []
+        try:
+            for text, lease in zip(texts, leases, strict=True):
+                self._counts = self._counts.plus(len(text), lease)
+            opened = Rows([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
+            ids = torch.stack([row for row, _ in rows])
+            out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
+                                       **{**options, cache_name(self._model): opened.cache})  # fmt: skip
+            with torch.inference_mode():
+                opened.save(out.shape[1] - 1)  # the last token has not been computed
+            ends = _ends(settings if options.get("eos_token_id") is None else SimpleNamespace(**options))
+            for made, lease in zip(out.tolist(), leases, strict=True):
+                self._loop.call(lease.commit(made[: _end(made, ids.shape[1], ends)]))
+            return list(out.split(1))
+        finally:
+            self._loop.call(released(leases))
 
     # one row
 
@@ -368,6 +410,11 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
 
 
 # results
+
+
+def _end(made: Sequence[int], prompt: int, ends: set[int]) -> int:
+    """Where the last token of a row is: what ends it, or else the last one. Behind it is padding."""
+    return next((at for at in range(prompt, len(made)) if made[at] in ends), len(made) - 1)
 
 
 def _sequences(out: Any) -> torch.Tensor:

@@ -26,7 +26,8 @@ SHORT = {
     "bench tree": ["--nodes", "1000", "--shapes", "0"],
     "bench store": ["--page-sizes", "64KiB", "--bytes", "4MiB", "--repeat", "1"],
     "bench runtime": ["--calls", "200", "--duration", "1"],
-    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1"],
+    "bench ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1",
+                   "--requests", "2", "--prompt", "64", "--new", "4"],
 }
 FEW = {"PROMPTS": 4, "CONTINUATIONS": 4, "CONVERSATIONS": 2, "TURNS": 3, "SAMPLE": 40,
        "MEMORY_NODES": 200, "EVICTED": 256}

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import asynccache_hf
 import pytest
+import transformers
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+(WANTED,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hf"]
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +33,25 @@ def test_no_name_is_hidden_by_a_module() -> None:
 
 def test_without_transformers_a_name_says_what_brings_it() -> None:
     """By a command that works beside an installed package and in a clone."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["hf"]
     done = python("sys.modules['transformers'] = None; import asynccache_hf; print('imported'); asynccache_hf.describe")
     assert done.stdout == "imported\n"
-    assert done.stderr.splitlines()[-1].endswith(f"asynccache_hf needs transformers: pip install '{wanted[0]}'")
+    assert done.stderr.splitlines()[-1].endswith(f"asynccache_hf needs transformers: pip install '{WANTED}'")
+
+
+def test_with_an_older_transformers_a_name_says_which_one_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.22, the one before the oldest that is named, has no ``DummyLayer``."""
+    monkeypatch.delattr(transformers.cache_utils, "DummyLayer")
+    monkeypatch.delitem(sys.modules, "asynccache_hf.describing", raising=False)
+    monkeypatch.delitem(vars(asynccache_hf), "describe", raising=False)
+    with pytest.raises(ImportError, match="cannot import name 'DummyLayer'") as told:
+        _ = asynccache_hf.describe
+    assert str(told.value).endswith(f"asynccache_hf needs another version of transformers: pip install '{WANTED}'")
+
+
+def test_the_versions_that_are_named_are_those_that_the_tests_run_with() -> None:
+    """asynccache_hf uses inner names of transformers: a version that nobody has tried is not promised."""
+    named = Requirement(WANTED).specifier
+    assert named.contains(transformers.__version__)
+    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
+    for other in (f"{major}.{minor - 1}.9", f"{major}.{minor + 1}.0"):
+        assert not named.contains(other), other

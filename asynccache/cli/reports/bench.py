@@ -145,3 +145,19 @@ def ttft(report: Report) -> Iterator[Figure]:
             for way, median in report["ttft_ms"].items()]),
         f"{report['prefix_tokens']:,} shared tokens and {report['own_tokens']} more, a model of "
         f"{report['parameters'] / 1e6:.0f} million parameters, {report['torch_threads']} threads.")
+    yield _together(report["together"])
+
+
+def _together(report: Report) -> Figure:
+    """New tokens per CPU second of many requests at once."""
+    speeds, first = report["tokens_per_cpu_second"], report["first_tokens_ms"]
+    rows = [svg.Row(way, [*(("l2", value) for value in report["all_tokens_per_cpu_second"][way]), ("l1", median)])
+            for way, median in speeds.items()]
+    return Figure("together", "How many new tokens does a second of CPU make, of many requests at once?", "; ".join(
+        f"{way}: {median:g}" for way, median in speeds.items()) + ".",
+        _dots(rows, "new tokens per CPU second", _log_axis(rows, lambda v: f"{v:g}")),
+        [("median", "l1"), ("each round", "l2")],
+        Table(("continuous batching", "until all have a token", "new tokens per CPU second"), [
+            (way, milliseconds(first[way]), f"{median:g}") for way, median in speeds.items()]),
+        f"{report['requests']} requests of {report['prompt_tokens']:,} tokens and {report['new_tokens']} new ones; "
+        f"where some are cached, {report['cached_tokens']:,} of each prompt.")

@@ -1,0 +1,160 @@
+"""``PrefixCache`` generates the rows of a batch in one call where they begin at one place, and what it returns is what
+``model.generate`` returns in any case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asynccache_hf import PrefixCache
+from asynccache_hf.rows import shared
+
+from asynccache.core.audit import check
+from tests.engine.engine_kit import model_of, prompt, settled
+from tests.engine.engine_models import make
+from tests.engine.test_engine_prefix import SIZES, ids
+
+pytestmark = pytest.mark.slow(0.3)
+
+LENGTH, NEW = 45, 9
+GIVEN: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+KINDS = ("llama", "gemma2", "mixtral", "gpt_oss", "deepseek_v3", "gpt2")
+"""Full attention, windows beside it, one window, sinks, latent attention, learned positions."""
+
+
+@contextmanager
+def calls_of(model: Any) -> Iterator[list[int]]:
+    """How many rows each call of the model has."""
+    calls: list[int] = []
+
+    def count(module: Any, args: Any, given: Any) -> None:
+        calls.append(given["input_ids"].shape[0])
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def rows_of(count: int, seed: int = 0) -> torch.Tensor:
+    """Prompts that share nothing, and begin with no padding."""
+    return ids(*([1 + seed + i, *prompt(LENGTH - 1, seed=seed + i)] for i in range(count)))
+
+
+@pytest.fixture
+def llama() -> Iterator[PrefixCache]:
+    with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached:
+        yield cached
+        cached._loop.call(settled(cached._cache))
+        check(cached._cache.core, idle=True)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_batch_is_one_call_cold_and_with_hits(family: str) -> None:
+    model, text = model_of(family), rows_of(3)
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for before in range(3):
+            wanted = model.generate(text, attention_mask=torch.ones_like(text), **GIVEN)
+            with calls_of(model) as calls:
+                assert cached.generate(text, **GIVEN).tolist() == wanted.tolist()
+            assert calls == [3] * NEW
+            assert cached.counts.device == before * 3 * 40
+        turn = torch.cat([wanted, rows_of(3, seed=7)[:, :5]], 1)
+        wanted = model.generate(turn, attention_mask=torch.ones_like(turn), **GIVEN)
+        assert cached.generate(turn, **GIVEN).tolist() == wanted.tolist()
+        assert cached.counts.device == 3 * (40 + 40 + 48)  # answers are found, too
+
+
+def test_from_host_and_storage_too(tmp_path: Path) -> None:
+    text, url = rows_of(3), f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    wanted = model_of("llama").generate(text, **GIVEN).tolist()
+    for found in (0, 120):
+        with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
+            with calls_of(model_of("llama")) as calls:
+                assert cached.generate(text, **GIVEN).tolist() == wanted
+            assert calls == [3] * NEW
+            assert cached.counts.storage == found
+
+
+def test_what_rows_share_is_computed_once_and_the_others_follow_together(llama: PrefixCache) -> None:
+    text = ids(*([*prompt(30), *prompt(LENGTH - 30, seed=1 + i)] for i in range(4)))
+    with calls_of(llama._model) as calls:
+        assert llama.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()[:]
+    assert calls[: 2 * NEW] == [1] * NEW + [3] * NEW
+    assert llama.counts.device == 3 * 24
+
+
+def test_rows_that_begin_at_several_places_are_right(llama: PrefixCache) -> None:
+    llama.generate(rows_of(2)[1:], **GIVEN)
+    assert llama.generate(rows_of(4), **GIVEN).tolist() == model_of("llama").generate(rows_of(4), **GIVEN).tolist()
+
+
+def test_a_row_that_ends_before_the_others_is_padded_and_its_padding_is_not_kept() -> None:
+    model = make("llama")
+    model.generation_config.pad_token_id = 0
+    text = rows_of(3)
+    free = model.generate(text, **GIVEN)[:, LENGTH:].tolist()
+    end = next(token for token in free[0][1:5] if token not in free[1])
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for given in ({"eos_token_id": end}, {"eos_token_id": [end, 511]}):
+            wanted = model.generate(text, **GIVEN, **given)
+            assert cached.generate(text, **GIVEN, **given).tolist() == wanted.tolist()
+        assert 0 in wanted[0, LENGTH:].tolist()
+        stop = wanted[0].tolist().index(end, LENGTH)
+        padded = wanted[0, : LENGTH + NEW].tolist()
+        kept = cached.ask(lambda cache: cache.match(padded))
+        assert kept.device == stop // 8 * 8
+
+
+def test_rows_that_are_sampled_are_drawn_one_after_the_other(llama: PrefixCache) -> None:
+    """So that a seed gives the same rows whatever is cached."""
+    given: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "max_new_tokens": NEW}
+    made = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        with calls_of(llama._model) as calls:
+            made.append(llama.generate(rows_of(3), **given).tolist())
+        assert calls == [1] * 3 * NEW
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "jamba", "deepseek_v4"])
+def test_states_are_of_one_row(family: str) -> None:
+    model, text = model_of(family), rows_of(2)
+    wanted = [model.generate(text[i : i + 1], **GIVEN)[0].tolist() for i in range(2)]
+    with PrefixCache(model, name=family, **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, **GIVEN).tolist() == wanted
+
+
+def test_rows_that_have_no_room_together_are_generated_one_after_the_other() -> None:
+    text = rows_of(4)
+    with PrefixCache(model_of("llama"), name="llama", page_size=8, device_tokens=128, host_tokens=512) as cached:
+        for _ in range(2):
+            assert cached.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        assert cached.counts.device + cached.counts.host == 4 * 40
+        cached._loop.call(settled(cached._cache))
+        check(cached._cache.core, idle=True)
+
+
+def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(llama: PrefixCache) -> None:
+    def stop(tokens: Any, scores: Any, **options: Any) -> Any:
+        raise RuntimeError("enough")
+
+    for _ in range(10):
+        with pytest.raises(RuntimeError, match="enough"):
+            llama.generate(rows_of(3), **GIVEN, stopping_criteria=[stop])
+    assert llama.generate(rows_of(3), **GIVEN).shape == (3, LENGTH + NEW)
+
+
+@pytest.mark.parametrize(("texts", "tokens"), [
+    ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 4), ([[1, 2, 3, 4], [1, 2, 3, 4]], 2), ([[1, 2, 3, 9], [1, 2, 4, 9]], 2),
+    ([[1, 2, 3], [5, 2, 3], [1, 2, 4]], 2), ([[1, 2, 3], [2, 2, 3]], 0), ([[7]] * 2, 0),
+])  # fmt: skip
+def test_what_rows_share_is_counted_in_whole_pages(texts: list[list[int]], tokens: int) -> None:
+    assert shared(texts, 2) == tokens
