@@ -47,6 +47,7 @@ WINDOW = 1024
 FREEZE_EVERY = 4096
 HASH = bytes(32)
 REMEMBERED = 16_384             # nodes, as a cache that runs has it
+BETWEEN_S = 0.37                # from one request to the next, on the clock that the core is told of
 
 OPERATIONS = {
     "match": "match of 2,560 tokens, with its pages",
@@ -125,7 +126,7 @@ class Bed:
 
     def __init__(
         self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0, slice_steps: int = 1 << 30,
-        remember: int = 0,
+        remember: int = 0, eviction: str = "lru",
     ) -> None:  # fmt: skip
         self.page = page
         self.kind = kind
@@ -137,9 +138,10 @@ class Bed:
             slots.append(ComponentSlots(ComponentKind.MAMBA, states, states if host else 0))
         self.core = CacheCore(CoreConfig(
             page_size=page, components=tuple(slots), storage=host, max_backup_ops=1 << 30, slice_steps=slice_steps,
-            remember=remember,
+            remember=remember, eviction=eviction,
         ))  # fmt: skip
         self._frozen = 0
+        self._now = 0.0
 
     def settle(self, plan: Plan) -> None:
         """Answer every effect, and those that follow."""
@@ -148,7 +150,9 @@ class Bed:
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
 
     def lease(self, key: bytes) -> Lease:
-        """A lease with room for ``key``."""
+        """A lease with room for ``key``, a while after the one before."""
+        self._now += BETWEEN_S
+        self.core.at(self._now)
         tokens = len(key) // 4
         ask = Ask(SPACE, key, tokens, tokens, tokens, 3 if self.kind == "all" else 0)
         while isinstance(answer := self.core.lease(ask), (More, Wait)):
@@ -210,10 +214,10 @@ def turns(seed: int = 0) -> Iterator[bytes]:
 # measurements
 
 
-def measure_shared(kind: str, page: int, remember: int = 0) -> dict[str, Timer]:
+def measure_shared(kind: str, page: int, eviction: str) -> dict[str, Timer]:
     """Insert, match and pin on *shared*."""
     keys = shared()
-    bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4, remember=remember)
+    bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4, eviction=eviction)
     timers = {name: timer() for name in ("insert", "match", "pin")}
     for key in keys:
         lease = bed.lease(key)
@@ -227,9 +231,9 @@ def measure_shared(kind: str, page: int, remember: int = 0) -> dict[str, Timer]:
     return timers
 
 
-def measure_turns(kind: str, page: int, remember: int = 0) -> dict[str, Timer]:
+def measure_turns(kind: str, page: int, eviction: str) -> dict[str, Timer]:
     """Match and pin on 40-node paths."""
-    bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3, remember=remember)
+    bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3, eviction=eviction)
     keys = list(turns())
     for key in keys:
         bed.insert(key)
@@ -261,11 +265,11 @@ def _pin_and_unpin(bed: Bed, end: Node) -> None:
     drop_hold(bed.core.world, take_hold(bed.core.world, end, end.end))
 
 
-def measure_evict(kind: str, page: int, remember: int = 0, calls: int = 60) -> dict[str, Timer]:
+def measure_evict(kind: str, page: int, eviction: str, calls: int = 60) -> dict[str, Timer]:
     """Leases that find the device full, each of 8,192 tokens: what one of them evicts goes in one call."""
     keys = shared()
     bed = Bed(kind, page, PROMPTS * PROMPT + len(keys) * CONTINUATION, host=False, states=PROMPTS * CONTINUATIONS + 4,
-              remember=remember)  # fmt: skip
+              eviction=eviction)  # fmt: skip
     for key in keys:
         bed.insert(key)
     timers = {"evict": timer(), "evict_node": timer()}
@@ -281,11 +285,11 @@ def measure_evict(kind: str, page: int, remember: int = 0, calls: int = 60) -> d
     return timers
 
 
-def measure_shape(kind: str, page: int) -> Figures:
+def measure_shape(kind: str, page: int, eviction: str) -> Figures:
     """Every row of the table for one configuration."""
     timers: dict[str, Timer] = {}
     for part in (measure_shared, measure_turns, measure_evict):
-        timers |= part(kind, page)
+        timers |= part(kind, page, eviction)
         gc.unfreeze()
         gc.collect()
     goals = COMPILED_GOALS if compiled.CORE == "compiled" else GOALS
@@ -345,14 +349,14 @@ GROWTH_PAGE, GROWTH_PAGES, FANOUT, SAMPLE = 16, 4, 16, 4000
 class Forest:
     """A tree that grows to any size: prompts of four pages, each with sixteen continuations of four pages."""
 
-    def __init__(self, kind: str, nodes: int) -> None:
+    def __init__(self, kind: str, nodes: int, eviction: str) -> None:
         self._random = Random(nodes)
         self._prompt = b""
         self._left = 0
         spare = 2 * SAMPLE * GROWTH_PAGES * GROWTH_PAGE
         self.bed = Bed(
             kind, GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE + spare, host=False, states=nodes + SAMPLE,
-            slice_steps=SLICE_STEPS,
+            slice_steps=SLICE_STEPS, eviction=eviction,
         )  # fmt: skip
         self.keys: list[bytes] = []
 
@@ -377,26 +381,26 @@ class Forest:
             self.bed.insert(self.key())
 
 
-def measure_growth(kind: str, sizes: Sequence[int], progress: Progress) -> list[Figures]:
-    """Match, pin, insert and evict in trees of different sizes."""
+def measure_growth(kind: str, sizes: Sequence[int], eviction: str, progress: Progress) -> list[Figures]:
+    """Match, pin, insert, release and evict in trees of different sizes."""
     rows = []
     for size in sizes:
         progress(f"{kind}: a tree of {size:,} nodes")
-        rows.append({"nodes": size} | _grown(kind, size))
+        rows.append({"nodes": size} | _grown(kind, size, eviction))
         gc.unfreeze()
         gc.collect()
     return rows
 
 
-def _grown(kind: str, size: int) -> Figures:
-    forest = Forest(kind, size)
+def _grown(kind: str, size: int, eviction: str) -> Figures:
+    forest = Forest(kind, size, eviction)
     forest.grow(size)
     bed = forest.bed
-    timers = {name: timer() for name in ("match", "pin", "insert", "evict")}
+    timers = {name: timer() for name in ("match", "pin", "insert", "release", "evict")}
     time_hits(bed, forest.sample(SAMPLE // 4), timers["match"], timers["pin"])
     worst = Worst()
     for _ in range(SAMPLE // 2):
-        _timed_insert(bed, forest.key(), timers["insert"], worst)
+        _timed_insert(bed, forest.key(), timers, worst)
     _fill(bed)
     ask = Ask(SPACE, b"", 0, GROWTH_PAGE * GROWTH_PAGES, GROWTH_PAGE * GROWTH_PAGES, 0)
     for _ in range(SAMPLE // 4):
@@ -416,11 +420,11 @@ def _evict_in_slices(bed: Bed, ask: Ask, call: Callable[[Callable[[], Answer]], 
     assert isinstance(answer, Grant)
 
 
-def _timed_insert(bed: Bed, key: bytes, insert: Timer, worst: Worst) -> None:
+def _timed_insert(bed: Bed, key: bytes, timers: dict[str, Timer], worst: Worst) -> None:
     lease = worst.call("lease", lambda: bed.lease(key))
-    plan = insert.call(lambda: worst.call("commit", lambda: bed.commit(lease, key)))
+    plan = timers["insert"].call(lambda: worst.call("commit", lambda: bed.commit(lease, key)))
     worst.call("settle", lambda: bed.settle(plan))
-    worst.call("release", lambda: bed.settle(bed.core.release(lease)))
+    bed.settle(timers["release"].call(lambda: worst.call("release", lambda: bed.core.release(lease))))
     worst.call("freeze", bed.freeze)
 
 
@@ -457,11 +461,13 @@ class Worst:
 # memory
 
 
-def measure_memory(kind: str) -> Figures:
-    """Bytes per node besides tokens (4 each), slots (4 per page and tier) and hashes (32 a page)."""
+def measure_memory(kind: str, eviction: str) -> Figures:
+    """Bytes per node besides tokens (4 each), slots (4 per page and tier) and hashes (32 a page); before anything was
+    evicted, so without what a policy remembers of nodes that left."""
     random = Random(1)
     nodes = MEMORY_NODES
-    bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes)
+    bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes,
+              eviction=eviction)  # fmt: skip
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     while bed.core.statistics().nodes < nodes:
@@ -474,6 +480,28 @@ def measure_memory(kind: str) -> Figures:
     freed = sum((shelf.capacity - shelf.free) * 4 for shelf in bed.core.statistics().device)
     return {"nodes": count, "bytes_per_node": round((used - payload) / count), "goal": 1024 if kind == "full" else 1843,
             "payload_per_node": round(payload / count), "free_list_shrunk": freed}  # fmt: skip
+
+
+def measure_ghosts(eviction: str) -> Figures | None:
+    """Bytes per node when every node has replaced one that was evicted, and per node that left and is remembered; None
+    for a policy that remembers none. ``most``: how many it may remember at this size."""
+    random, nodes = Random(2), MEMORY_NODES // 8
+    bed = Bed("full", GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE, host=False, eviction=eviction)
+    if bed.core.learned() is None:
+        return None
+    ghosts, counts = [], []
+    tracemalloc.start()
+    for rounds in (2, 16):
+        for _ in range(rounds * nodes):
+            bed.insert(random.randbytes(GROWTH_PAGES * GROWTH_PAGE * 4))
+        gc.collect()
+        learned = bed.core.learned()
+        assert learned is not None
+        ghosts.append(learned.ghosts)
+        counts.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    return {"nodes": bed.core.statistics().nodes, "ghosts": ghosts[1], "most": 8 * nodes,
+            "bytes_per_ghost": round((counts[1] - counts[0]) / (ghosts[1] - ghosts[0]))}  # fmt: skip
 
 
 def _payload(node: Node) -> int:
@@ -489,6 +517,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="sizes of tree whose growth is measured; empty: none (default: %(default)s)")
     parser.add_argument("--shapes", default=",".join(f"{i}" for i in range(len(SHAPES))), metavar="I,I",
                         help="which of " + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
+    parser.add_argument("--eviction", default="lru", choices=("lru", "p2c"),
+                        help="the eviction policy (default: %(default)s)")
     parser.add_argument("--metrics", type=int, default=0, metavar="N",
                         help="measure what counting for metrics adds instead, in N rounds with and without it")
     parser.add_argument("--this-core", action="store_true",
@@ -517,11 +547,12 @@ def run(args: argparse.Namespace) -> Figures:
     shapes = {}
     for name, (kind, page) in [list(SHAPES.items())[index] for index in chosen]:
         progress(f"{name}: shared, turns, evict")
-        shapes[name] = measure_shape(kind, page)
-    growth = {kind: measure_growth(kind, sizes, progress) for kind in ("full", "all")} if sizes else {}
-    memory = {kind: measure_memory(kind) for kind in ("full", "all")}
-    found = {"bench": "tree", "core": compiled.CORE, "python": sys.version.split()[0], "shapes": shapes,
-             "growth": growth, "memory": memory}  # fmt: skip
+        shapes[name] = measure_shape(kind, page, args.eviction)
+    growth = {kind: measure_growth(kind, sizes, args.eviction, progress) for kind in ("full", "all")} if sizes else {}
+    memory: Figures = {kind: measure_memory(kind, args.eviction) for kind in ("full", "all")}
+    ghosts = measure_ghosts(args.eviction)
+    found = {"bench": "tree", "core": compiled.CORE, "eviction": args.eviction, "python": sys.version.split()[0],
+             "shapes": shapes, "growth": growth, "memory": memory if ghosts is None else {**memory, "ghosts": ghosts}}
     pure = None
     if compiled.CORE == "compiled" and not args.this_core:
         progress("the pure core")
@@ -536,7 +567,7 @@ def _measured_pure(args: argparse.Namespace) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "tree.json")
         command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", args.nodes, "--shapes",
-                   args.shapes, "--quiet", "--json", path]  # fmt: skip
+                   args.shapes, "--eviction", args.eviction, "--quiet", "--json", path]  # fmt: skip
         subprocess.run(command, env={**os.environ, "ASYNCCACHE_PURE": "1"}, check=True)
         with open(path) as file:
             figures: Figures = json.load(file)

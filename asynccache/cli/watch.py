@@ -10,6 +10,7 @@ from asynccache.cli.display import Snapshot
 from asynccache.cli.driver import Driver
 from asynccache.cli.meter import Meter, peak_rss, spread
 from asynccache.cli.options import Settings
+from asynccache.runtime.learning import curves
 
 if TYPE_CHECKING:
     from asynccache.runtime.cache import AsyncCache
@@ -85,7 +86,7 @@ def progress(elapsed: float, duration: float | None, given: int, total: int | No
 def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
     """What the cache counted, as plain values."""
     statistics = cache.statistics()
-    core = statistics.core
+    core, learned = statistics.core, cache.learned()
     return {
         "stages": {name: _stage(stage, page_size) for name, stage in statistics.stages.items()},
         "evicted": {"device": core.evicted_device, "host": core.evicted_host},
@@ -100,6 +101,7 @@ def facts(cache: AsyncCache, page_size: int) -> dict[str, Any]:
             "device": {name: shelf._asdict() for name, shelf in statistics.device.items()},
             "host": {name: shelf._asdict() for name, shelf in statistics.host.items()},
         },
+        **({} if learned is None else {"learned": curves(cache.config.eviction, learned)}),
     }
 
 

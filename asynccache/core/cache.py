@@ -14,6 +14,7 @@ from asynccache.checks import integer, shown
 from asynccache.core.backfilling import Backfill, Filled
 from asynccache.core.claims import Claim
 from asynccache.core.commits import Commits, Committed
+from asynccache.core.eviction import Learned
 from asynccache.core.explaining import Explaining, Explanation
 from asynccache.core.invalidation import Invalidation
 from asynccache.core.keys import TOKEN_BYTES
@@ -289,6 +290,10 @@ class CacheCore:
     def backfill(self, *, store: bool) -> Backfill:
         """A pass over the tree for a store that was attached: in slices, each of which is a call of its own."""
         return Backfill(self.world, self._transfers, store=store)
+
+    def learned(self) -> Learned | None:
+        """What the eviction policy has learned until now, from all requests together; None: it learns nothing."""
+        return self.world.policy.learned(self.world.recency.time)
 
     def statistics(self) -> Statistics:
         """Counts of now; cheap."""

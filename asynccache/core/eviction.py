@@ -11,7 +11,7 @@ Whoever asked for the choice looks then, and puts the cell where it belongs. So 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from asynccache.core.tree import Node
 
@@ -225,6 +225,45 @@ class Order:
         ]  # fmt: skip
 
 
+class Curve(NamedTuple):
+    """What a policy has learned of one kind of page, by age; ``Learned.edges`` says where an age begins.
+
+    ``used``: blocks that were used again at that age. ``reached``: blocks that had reached it unused. ``again``: the
+    share that is used again before it is so old, 0 to 1. ``worth``: of two pages that one goes whose worth is smaller.
+    """
+
+    name: str
+    used: tuple[float, ...]
+    reached: tuple[float, ...]
+    again: tuple[float, ...]
+    worth: tuple[float, ...]
+
+
+class Learned(NamedTuple):
+    """What a policy has learned: one curve for each kind of page, the same for all components and tiers.
+
+    ``edges``: seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
+    worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: nodes that left and are
+    remembered. ``returned``: blocks that came back while they were. A block is 512 tokens.
+    """
+
+    curves: tuple[Curve, ...]
+    edges: tuple[float, ...]
+    requests: int
+    lessons: int
+    ghosts: int
+    returned: float
+
+
+class Judged(NamedTuple):
+    """What a policy thinks of one node: its kind, by the name of its curve; the seconds since its last use; and what it
+    is worth, 0 if it was ended and goes before the policy is asked."""
+
+    kind: str
+    age: float
+    worth: float
+
+
 class EvictionPolicy:
     """Has a say in which candidate goes. What is written here is the least a policy does.
 
@@ -260,6 +299,14 @@ class EvictionPolicy:
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
         """``node``, which began with ``page`` below ``parent``, has left every tier."""
+
+    def learned(self, now: int) -> Learned | None:
+        """What it has learned, for whoever wants to look; None: it learns nothing. ``now``: microseconds."""
+        return None
+
+    def judge(self, node: Node, age: int) -> Judged | None:
+        """What it thinks of ``node``, whose last use is ``age`` microseconds ago; None: it has no opinion."""
+        return None
 
 
 class Lru(EvictionPolicy):

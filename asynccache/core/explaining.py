@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asynccache.core.eviction import Judged, is_idle, last_touch
 from asynccache.core.ghosts import Gone
 from asynccache.core.matching import Matching
 from asynccache.core.settings import ComponentKind
@@ -24,13 +25,15 @@ class Cell(NamedTuple):
 
 class Run(NamedTuple):
     """Tokens ``start`` to ``stop`` of the prompt, which one node of the tree holds. ``stored``: FULL is known to be in
-    storage. ``whole``: the prompt covers the node to its end, where a state would be."""
+    storage. ``whole``: the prompt covers the node to its end, where a state would be. ``judged``: what the eviction
+    policy thinks of its FULL pages; None where it learns nothing."""
 
     start: int
     stop: int
     cells: tuple[Cell, ...]
     stored: bool
     whole: bool
+    judged: Judged | None
 
 
 class Load(NamedTuple):
@@ -141,9 +144,16 @@ class Explaining:
                      (node.pins[c], node.pins[c + count]))
                 for c, component in enumerate(self._world.components)
             )  # fmt: skip
-            runs.append(Run(start * size, stop * size, cells, bool(self._world.stored(node) & 1), stop == node.end))
+            stored = bool(self._world.stored(node) & 1)
+            runs.append(Run(start * size, stop * size, cells, stored, stop == node.end, self._judged(node)))
             start = stop
         return runs
+
+    def _judged(self, node: Node) -> Judged | None:
+        world = self._world
+        since = max(node.used, last_touch(node, 0))  # of what is no leaf the stamp is not kept up
+        judged = world.policy.judge(node, max(0, world.recency.time - since))
+        return Judged(judged.kind, judged.age, 0.0) if judged is not None and is_idle(node, 0) else judged
 
     def _loads(self, path: Sequence[Node], end: int) -> tuple[Load, ...]:
         lacking = zip(self._world.components, self._matching.missing(path, end), strict=True)

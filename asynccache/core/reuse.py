@@ -21,10 +21,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
-from typing import ClassVar, NamedTuple
+from operator import add
+from typing import ClassVar
 
-from asynccache.core.eviction import EvictionPolicy, Order, Queue
+from asynccache.core.eviction import Curve, EvictionPolicy, Judged, Learned, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import CoreConfig
 from asynccache.core.tree import Node
@@ -38,10 +40,11 @@ EDGES = (0.0, *(0.5 * 1.225**k for k in range(BINS - 1)))
 _EDGES = [int(edge * 1e6) for edge in EDGES]
 _NEVER = 1 << 62
 _ENDS = (*_EDGES[1:], _NEVER)
-_WIDTHS = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS))
+_WIDTHS_BACK = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS - 1, -1, -1))
+_AROUND = tuple(min(k, 2) + 1 + min(BINS - 1 - k, 2) for k in range(BINS))
 _LEARN_EVERY = 100
 _PRIOR_BLOCKS = 300.0
-_PRIOR_HAZARD = 0.02
+_PRIOR_USES = 0.02 * _PRIOR_BLOCKS
 _FADE = 0.99
 _COHORTS = 128
 _BLOCK_TOKENS = 512
@@ -64,26 +67,6 @@ def bin_of(age: int) -> int:
 Ghost = tuple[int, int, int, int, int]
 """What is remembered of a node that left: its name, where it ended, in pages from the root, its pages, its heat, and
 the stamp of its last use."""
-
-
-class Curve(NamedTuple):
-    """One class, for whoever wants to look. By bin: blocks that were used again at that age; blocks that had reached it
-    unused; and what a block is worth at it, in uses per second and block."""
-
-    name: str
-    used: tuple[float, ...]
-    reached: tuple[float, ...]
-    worth: tuple[float, ...]
-
-
-class Learned(NamedTuple):
-    """What a policy has learned: its curves; where the bins of age begin, in seconds; how many nodes that left are
-    remembered; and how many blocks came back while they were."""
-
-    curves: tuple[Curve, ...]
-    edges: tuple[float, ...]
-    ghosts: int
-    returned: float
 
 
 class Curves:
@@ -119,18 +102,15 @@ class Curves:
 
     def learn(self, now: int) -> None:
         """Work out the worth of every class and age."""
-        bins = [bin_of(now - birth) for birth in self._births]
-        reached = [self._reached(kind, bins) for kind in range(len(CLASSES))]
-        pool = [
-            (sum(used) + _PRIOR_BLOCKS * _PRIOR_HAZARD) / (sum(seen) + _PRIOR_BLOCKS)
-            for used, seen in zip(zip(*self._used, strict=True), zip(*reached, strict=True), strict=True)
-        ]
+        spans = self._spans(now)
+        reached = [self._reached(kind, spans) for kind in range(len(CLASSES))]
+        together = zip(zip(*self._used, strict=True), zip(*reached, strict=True), strict=True)
+        pool = [(sum(used) + _PRIOR_USES) / (sum(there) + _PRIOR_BLOCKS) * _PRIOR_BLOCKS for used, there in together]
+        flat = [_PRIOR_USES] * BINS
         for kind, seen in enumerate(reached):
-            prior = [_PRIOR_HAZARD] * BINS if kind >= _FORKED else pool
-            hazards = [
-                min(1.0, (used + _PRIOR_BLOCKS * guess) / (there + _PRIOR_BLOCKS))
-                for used, guess, there in zip(self._used[kind], prior, seen, strict=True)
-            ]
+            prior = flat if kind >= _FORKED else pool
+            counts = zip(self._used[kind], prior, seen, strict=True)
+            hazards = [(used + expected) / (there + _PRIOR_BLOCKS) for used, expected, there in counts]
             self.worth[kind] = _unimodal(_smooth(_worth(hazards)))
         for table in (self._used, self._gone):
             for row in table:
@@ -139,21 +119,34 @@ class Curves:
 
     def report(self, now: int) -> tuple[Curve, ...]:
         """Every class as it is known now."""
-        bins = [bin_of(now - birth) for birth in self._births]
-        return tuple([
-            Curve(name, tuple(self._used[kind]), tuple(self._reached(kind, bins)), tuple(self.worth[kind]))
-            for kind, name in enumerate(CLASSES)
-        ])  # fmt: skip
+        spans = self._spans(now)
+        found = []
+        for kind, name in enumerate(CLASSES):
+            used, reached = self._used[kind], self._reached(kind, spans)
+            again = tuple(_again(used, reached))
+            found.append(Curve(name, tuple(used), tuple(reached), again, tuple(self.worth[kind])))
+        return tuple(found)
 
-    def _reached(self, kind: int, bins: Sequence[int]) -> list[float]:
-        """Blocks that were there, unused, when they reached each bin. ``bins``: where the cohorts are now."""
-        counts = [used + gone for used, gone in zip(self._used[kind], self._gone[kind], strict=True)]
-        for k, blocks in zip(bins, self._waiting[kind], strict=True):
-            counts[k] += blocks
-        above = 0.0
-        for k in range(BINS - 1, -1, -1):
-            above += counts[k]
-            counts[k] = above
+    def _spans(self, now: int) -> list[tuple[int, int, int]]:
+        """The bins that cohorts are in now, and of each the first of them and the one after the last."""
+        found: list[tuple[int, int, int]] = []
+        births, start = self._births, 0
+        while start < len(births):
+            k = bin_of(now - births[start])
+            stop = bisect_right(births, now - _EDGES[k], start) if k else len(births)
+            found.append((k, start, stop))
+            start = stop
+        return found
+
+    def _reached(self, kind: int, spans: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Blocks that were there, unused, when they reached each bin. ``spans``: where the cohorts are now."""
+        counts = list(map(add, self._used[kind], self._gone[kind]))
+        waiting = self._waiting[kind]
+        for k, start, stop in spans:
+            counts[k] += sum(waiting[start:stop])
+        counts.reverse()
+        counts = list(accumulate(counts))
+        counts.reverse()
         return counts
 
     def _begin_cohort(self, now: int) -> None:
@@ -163,25 +156,41 @@ class Curves:
             for row in self._waiting:
                 row.append(0.0)
         if len(births) > _COHORTS:
-            at = min(range(1, len(births) - 1), key=lambda i: (births[i + 1] - births[i - 1]) / (now - births[i] + 1))
+            near = zip(births, births[1:], births[2:], strict=False)
+            gaps = [(after - before) / (now - birth + 1) for before, birth, after in near]
+            at = gaps.index(min(gaps)) + 1
             del births[at]
             for row in self._waiting:
                 row[at - 1] += row.pop(at)
+
+
+def _again(used: Sequence[float], reached: Sequence[float]) -> list[float]:
+    """The share that is used again before each bin, from what was used in the bins before it and what had reached them
+    (Kaplan and Meier, 1958)."""
+    found, unused = [], 1.0
+    for use, there in zip(used, reached, strict=True):
+        found.append(1.0 - unused)
+        if there > 0.0:
+            unused *= 1.0 - min(1.0, max(0.0, use / there))
+    return found
 
 
 def _worth(hazards: Sequence[float]) -> list[float]:
     """For each bin the largest ratio, over all horizons, of the probability of a use until then to the expected seconds
     until the use or the horizon. From the last bin back: a bin and the run after it are one if that makes it larger."""
     found: list[float] = []
-    runs: list[tuple[float, float, float]] = []  # probability of a use in a run of bins, seconds in it, their ratio
-    for k in range(len(hazards) - 1, -1, -1):
-        use, time = hazards[k], _WIDTHS[k] * (1.0 - hazards[k] / 2)
+    runs = [(0.0, 0.0, -1.0)]  # probability of a use in a run of bins, seconds in it, their ratio; the first is none
+    for use, width in zip(reversed(hazards), _WIDTHS_BACK, strict=True):
+        time = width * (1.0 - use / 2)
         ratio = use / time
-        while runs and runs[-1][2] > ratio:
-            later, longer, _ = runs.pop()
-            time += (1.0 - use) * longer
-            use += (1.0 - use) * later
+        later, longer, best = runs[-1]
+        while best > ratio:
+            runs.pop()
+            rest = 1.0 - use
+            time += rest * longer
+            use += rest * later
             ratio = use / time
+            later, longer, best = runs[-1]
         runs.append((use, time, ratio))
         found.append(ratio)
     found.reverse()
@@ -191,21 +200,14 @@ def _worth(hazards: Sequence[float]) -> list[float]:
 def _smooth(values: Sequence[float]) -> list[float]:
     """The mean over two bins to each side."""
     padded = [0.0, 0.0, *values, 0.0, 0.0]
-    sums = map(sum, zip(padded, padded[1:], padded[2:], padded[3:], padded[4:], strict=False))
-    return [total / (min(k, 2) + 1 + min(len(values) - 1 - k, 2)) for k, total in enumerate(sums)]
+    around = zip(_AROUND, padded, padded[1:], padded[2:], padded[3:], padded[4:], strict=False)
+    return [(a + b + c + d + e) / count for count, a, b, c, d, e in around]
 
 
 def _unimodal(values: Sequence[float]) -> list[float]:
     """Rising up to the peak, and falling from there: never below what came before it, then never above."""
-    peak = max(range(len(values)), key=values.__getitem__)
-    risen, last = [], 0.0
-    for value in values[: peak + 1]:
-        last = max(last, value)
-        risen.append(last)
-    for value in values[peak + 1 :]:
-        last = min(last, value)
-        risen.append(last)
-    return risen
+    after = values.index(max(values)) + 1
+    return [*accumulate(values[:after], max), *accumulate(values[after:], min)]
 
 
 class _Ends:
@@ -253,8 +255,14 @@ class P2c(EvictionPolicy):
         self.curves = Curves()
         self.returned = 0.0
 
-    def learned(self, now: int) -> Learned:
-        return Learned(self.curves.report(now), EDGES, len(self._ghosts), self.returned)
+    def learned(self, now: int) -> Learned | None:
+        return Learned(
+            self.curves.report(now), EDGES, self._uses, self._version, len(self._ghosts), self.returned
+        )  # fmt: skip
+
+    def judge(self, node: Node, age: int) -> Judged | None:
+        kind = _CLASS[node.heat]
+        return Judged(CLASSES[kind], age / 1e6, self.curves.worth[kind][bin_of(age)])
 
     # the choice
 

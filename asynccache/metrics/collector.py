@@ -21,11 +21,13 @@ from prometheus_client.registry import Collector
 from asynccache import checks, compiled
 from asynccache.metrics.lag import LoopLag
 from asynccache.metrics.server import a_cache
+from asynccache.runtime.learning import AGES, kinds
 from asynccache.storage import BreakerState
 from asynccache.version import VERSION
 from asynccache.worker.stats import Histogram
 
 if TYPE_CHECKING:
+    from asynccache.core.eviction import Learned
     from asynccache.runtime.cache import AsyncCache, CacheStatistics
 
 _PREFIX = "asynccache"
@@ -82,6 +84,9 @@ class CacheCollector(Collector):
         yield from self._tiers(statistics)
         yield from self._stages(statistics)
         yield from self._core(statistics)
+        learned = self._cache.learned()
+        if learned is not None:
+            yield from self._learned(learned)
         yield from self._storage(statistics)
         if self._lag is not None:
             yield self._histogram("loop_lag_seconds", "Lateness of a timer on the loop.", [((), self._lag.histogram())])
@@ -140,6 +145,22 @@ class CacheCollector(Collector):
                             (), [((), statistics.dropped_backups)])  # fmt: skip
         yield self._counter("failed_loads", "Loads from the host that failed.", (), [((), core.failed_loads)])
 
+    def _learned(self, learned: Learned) -> Iterator[Metric]:
+        found = kinds(learned)
+        yield self._counter("eviction_requests", "Requests that the eviction policy has learned from.", (),
+                            [((), learned.requests)])  # fmt: skip
+        yield self._counter("eviction_lessons", "How often it has worked out what pages are worth.", (),
+                            [((), learned.lessons)])  # fmt: skip
+        yield self._gauge("eviction_ghosts", "Nodes that left and that it remembers.", (), [((), learned.ghosts)])
+        yield self._counter("eviction_returned_blocks", "Blocks that came back while it remembered them.", (),
+                            [((), learned.returned)])  # fmt: skip
+        yield self._gauge("eviction_kind_blocks", "Blocks that it knows a kind of page from, faded with time.",
+                          ("kind",), [((kind.name,), kind.blocks) for kind in found])  # fmt: skip
+        yield self._gauge("eviction_reuse_share", "Share of a kind that is used again within so many seconds.",
+                          ("kind", "within"), _by_age((kind.name, kind.again) for kind in found))  # fmt: skip
+        yield self._gauge("eviction_worth", "What a block is worth so many seconds after its last use; the least goes.",
+                          ("kind", "age"), _by_age((kind.name, kind.worth) for kind in found))  # fmt: skip
+
     def _storage(self, statistics: CacheStatistics) -> Iterator[Metric]:
         stores = statistics.stores
         if not stores:
@@ -184,6 +205,10 @@ class CacheCollector(Collector):
         for values, histogram in rows:
             family.add_metric((self._name, *values), _buckets(histogram), histogram.total_ms / 1e3)
         return family
+
+
+def _by_age(values: Iterable[tuple[str, Sequence[float]]]) -> Rows:
+    return [((name, f"{age:g}"), value) for name, row in values for age, value in zip(AGES, row, strict=True)]
 
 
 def _rows(values: Mapping[str, float]) -> Rows:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asynccache.config import POOL_NAME
 from asynccache.core.cache import Shape, usable_end
+from asynccache.core.eviction import Judged, Learned
 from asynccache.core.explaining import Explanation
 from asynccache.core.settings import ComponentKind
+from asynccache.runtime import learning
 from asynccache.runtime.hashing import HASH_BYTES, Chain
 from asynccache.runtime.tokens import TOKEN_BYTES
 from asynccache.worker.contract import Asked, Result
@@ -35,7 +37,8 @@ class Where(Enum):
 
 class Span(NamedTuple):
     """Tokens ``start`` to ``stop``, all in one place. ``states``: by component, its state on device and host, as far as
-    the tree knows these tokens; ``pinned``: by how many, FULL on device and host. ``stored``: in storage as well."""
+    the tree knows these tokens; ``pinned``: by how many, FULL on device and host. ``stored``: in storage as well.
+    ``judged``: what an eviction policy that learns thinks of FULL, its age to a tenth of a second; else None."""
 
     start: int
     stop: int
@@ -43,6 +46,7 @@ class Span(NamedTuple):
     states: dict[str, tuple[str, str]]
     pinned: tuple[int, int]
     stored: bool
+    judged: Judged | None
 
 
 class Explained(NamedTuple):
@@ -50,7 +54,8 @@ class Explained(NamedTuple):
     match would reach with what the device has, with the host, and with storage (at least: a window that begins on
     the host and ends in storage is not put together here). ``loads``: pages by component that the match would bring
     from the host. ``ends``: what ends the match on device and host, ``why`` in words; ``fetch``: what a prefetch would
-    do."""
+    do. ``learned``: what the eviction policy ``policy`` has learned from all requests, whatever their prompts; None
+    where it learns nothing."""
 
     tokens: int
     length: int
@@ -62,15 +67,26 @@ class Explained(NamedTuple):
     ends: str | None
     why: str
     fetch: str
+    policy: str
+    learned: Learned | None
 
     def plain(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        spans = [{**span._asdict(), "where": span.where.value} for span in self.spans]
-        return {**self._asdict(), "spans": spans}
+        """As values that JSON has. ``learned`` is in short, at a few ages; it, ``policy`` and ``judged`` are left out
+        where they say nothing."""
+        values = self._asdict()
+        policy, learned = values.pop("policy"), values.pop("learned")
+        values["spans"] = [_plain_span(span) for span in self.spans]
+        return values if learned is None else {**values, "learned": learning.plain(policy, learned)}
 
     def lines(self) -> list[str]:
         """To be read."""
         return describe(self.plain())
+
+
+def _plain_span(span: Span) -> dict[str, Any]:
+    values = {**span._asdict(), "where": span.where.value}
+    judged = values.pop("judged")
+    return values if judged is None else {**values, "judged": judged._asdict()}
 
 
 async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, key: bytes) -> Explained:
@@ -85,6 +101,7 @@ async def explain(core: CacheCore, worker: Worker, pools: Layout, space: bytes, 
         spans=spans, loads={POOL_NAME[load.component]: load.pages for load in found.loads},
         ends=None if found.ends is None else POOL_NAME[found.ends], why=found.why,
         fetch=_fetch(core.config.prefetch_threshold, found, present, reach) if stores else "there is no storage",
+        policy=core.config.eviction, learned=core.learned(),
     )  # fmt: skip
 
 
@@ -108,7 +125,8 @@ def _in_tree(found: Explanation) -> Iterator[Span]:
         full = run.cells[0]
         where = Where.DEVICE if full.device in _HERE else Where.HOST if full.host == "present" else Where.NOWHERE
         states = {POOL_NAME[cell.component]: (cell.device, cell.host) for cell in run.cells}
-        yield Span(run.start, run.stop, where, states, full.pins, run.stored)
+        judged = run.judged and Judged(run.judged.kind, round(run.judged.age, 1), run.judged.worth)
+        yield Span(run.start, run.stop, where, states, full.pins, run.stored, judged)
 
 
 _WHERE = {int(Result.HIT): Where.STORAGE, int(Result.FAILED): Where.UNKNOWN}
@@ -119,7 +137,7 @@ def _beyond(found: Explanation, present: Sequence[int], size: int) -> Iterator[S
     for start in range(found.tree, found.length, size):
         at = start // size
         where = _WHERE.get(present[at], Where.NOWHERE) if at < len(present) else Where.NOWHERE
-        yield Span(start, start + size, where, {}, (0, 0), where is Where.STORAGE)
+        yield Span(start, start + size, where, {}, (0, 0), where is Where.STORAGE, None)
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
@@ -154,9 +172,10 @@ def describe(plain: dict[str, Any]) -> list[str]:
         return [*lines, "there is nothing to look for: only whole pages are kept"]
     for span in plain["spans"]:
         states = ", ".join(f"{name} {device}/{host}" for name, (device, host) in span["states"].items())
-        pins = "  pinned" if any(span["pinned"]) else ""
-        stored = "  +storage" if span["stored"] and span["where"] != "storage" else ""
-        lines.append(f"{span['start']:>9} .. {span['stop']:<9} {span['where']:<8} {states}{stored}{pins}".rstrip())
+        more = "  +storage" if span["stored"] and span["where"] != "storage" else ""
+        more += "  pinned" if any(span["pinned"]) else ""
+        more += f"  {learning.judgement(span['judged'])}" if "judged" in span else ""
+        lines.append(f"{span['start']:>9} .. {span['stop']:<9} {span['where']:<8} {states}{more}".rstrip())
     device, host, storage = plain["device"], plain["host"], plain["storage"]
     lines.append(f"match: {device} on the device, {host} with the host, {storage} with storage")
     if plain["loads"]:
@@ -164,4 +183,4 @@ def describe(plain: dict[str, Any]) -> list[str]:
         lines.append(f"would be loaded from the host, in pages: {loads}")
     lines.append(f"ended by {plain['ends']}: {plain['why']}" if plain["ends"] else plain["why"])
     lines.append(f"a prefetch would fetch: {plain['fetch']}")
-    return lines
+    return lines + (learning.lines(plain["learned"]) if "learned" in plain else [])

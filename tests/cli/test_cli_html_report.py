@@ -65,6 +65,7 @@ def test_it_is_well_formed_and_needs_nothing_else(stress: tuple[dict[str, Any], 
 
 
 def test_it_answers_all_questions_of_a_run(stress: tuple[dict[str, Any], str]) -> None:
+    assert "learned" not in stress[0], "lru learns nothing"
     root = parsed(stress[1])
     assert [s.get("id") for s in root.iter(f"{HTML}section")] == [*QUESTIONS, "settings"]
     names = [e.get("id") for e in root.iter() if e.get("id")]
@@ -106,6 +107,62 @@ def test_a_policy_that_is_not_lru_has_a_line_of_its_own(stress: tuple[dict[str, 
     assert all(len(row) == 5 for row in figure.table.rows)
     assert [name for name, _ in figure.colours][:3] == ["p2c, in use", "LRU of this size", "best of this size"]
     assert all(row["lru"] <= row["optimum"] <= found["points"][-1]["hit_ratio"] for row in found["compared"])
+
+
+def curve(name: str, blocks: float, again: float, worth: float) -> dict[str, Any]:
+    reached = [blocks / 2**k for k in range(8)]
+    return {"name": name, "used": [blocks / 4] * 8, "reached": reached,
+            "again": [again * k / 8 for k in range(8)], "worth": [worth / (k + 1) for k in range(8)]}
+
+
+LEARNED = {
+    "policy": "p2c", "requests": 1234, "lessons": 12, "ghosts": 7, "returned_blocks": 88.4,
+    "edges_s": [0.0, 0.5, 2.0, 8.0, 32.0, 128.0, 512.0, 2048.0],
+    "curves": [curve("used once", 4000, 0.4, 0.001), curve("used twice", 2000, 0.8, 0.01),
+               curve("never seen", 0, 0, 1)],
+}  # fmt: skip
+
+
+def test_what_a_policy_has_learned_is_drawn_by_kind(stress: tuple[dict[str, Any], str]) -> None:
+    root = parsed(page({**stress[0], "learned": LEARNED}))
+    assert [s.get("id") for s in root.iter(f"{HTML}section")] == [*QUESTIONS, "again", "worth", "settings"]
+    found = cells(root, "again")
+    assert found["kind"] == ["blocks", "10 s", "1 min", "10 min"]
+    assert list(found) == ["kind", "used once", "used twice"]
+    assert found["used twice"] == ["2,000", "30.8 %", "42.9 %", ""], "as far as thirty blocks have come"
+    assert cells(root, "worth")["used once"] == ["0.00025", "0.0002", "0.00014"]
+    for name in ("again", "worth"):
+        section = next(s for s in root.iter(f"{HTML}section") if s.get("id") == name)
+        lines = [(line.get("class"), len(line.get("points", "").split())) for line in section.iter(f"{SVG}polyline")]
+        assert lines == [("line k1", 7), ("line k2", 6)] * 2
+    assert "42.9 %" not in "".join(cells(root, "worth")["used twice"])
+    words = "".join(root.itertext())
+    assert "Most of all what was used twice: 60.0 % of it within 8.53 min." in words
+    assert "88 blocks came back after they had left" in words
+    assert "least what was used once, 34.1 min after it" in words
+
+
+def test_a_policy_that_has_seen_too_little_has_no_worths(stress: tuple[dict[str, Any], str]) -> None:
+    early = {**stress[0], "learned": {**LEARNED, "lessons": 0}}
+    assert [figure.name for figure in run.figures(early)][-1] == "again"
+    nothing = {**LEARNED, "curves": [curve("never seen", 0, 0, 1)]}
+    assert [figure.name for figure in run.figures({**stress[0], "learned": nothing})] == QUESTIONS
+
+
+def test_a_run_under_p2c_has_its_curves(tmp_path: Path) -> None:
+    files = tmp_path / "run.json", tmp_path / "run.html"
+    assert main(["stress", "--workload", "chat", "--requests", "250", "--rate", "0", "--concurrency", "8",
+                 "--device-tokens", "24576", "--host-tokens", "none", "--storage", "none", "--components", "full",
+                 "--eviction", "p2c", "--quiet", "--json", str(files[0]), "--report", str(files[1])]) == 0
+    report = json.loads(files[0].read_text())
+    assert report["learned"]["policy"] == "p2c"
+    assert report["learned"]["lessons"] == report["learned"]["requests"] // 100 >= 2
+    root = parsed(files[1].read_text())
+    names = [s.get("id") for s in root.iter(f"{HTML}section")]
+    assert names[-3:] == ["again", "worth", "settings"]
+    blocks = {c["name"]: f"{round(c['reached'][0]):,}" for c in report["learned"]["curves"]}
+    for name, row in list(cells(root, "again").items())[1:]:
+        assert row[0] == blocks[name]
 
 
 def test_a_cache_that_finds_all_there_is_lies_on_the_curve(tmp_path: Path) -> None:

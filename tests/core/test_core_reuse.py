@@ -10,7 +10,7 @@ import pytest
 
 from asynccache.core import reuse
 from asynccache.core.cache import Ask, CacheCore, Grant
-from asynccache.core.eviction import EvictionPolicy, Order, take
+from asynccache.core.eviction import EvictionPolicy, Learned, Order, take
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
 from asynccache.core.settings import CoreConfig
@@ -26,6 +26,18 @@ def runtime(eviction: str, components: str = "full", **options: Any) -> Synchron
     run = SynchronousRuntime(core_config(components, **settings))
     run.audit = lambda idle=False: None  # type: ignore[method-assign]
     return run
+
+
+def what_is_learned(run: SynchronousRuntime) -> Learned:
+    learned = run.core.learned()
+    assert learned is not None
+    return learned
+
+
+def judged(run: SynchronousRuntime, text: str) -> list[tuple[str, float, float]]:
+    """What the policy thinks of each run of a prompt; ages in seconds, to the millisecond."""
+    found = [one.judged for one in run.core.explain(SPACE, spell(text, 512)).runs]
+    return [(one.kind, round(one.age, 3), one.worth) for one in found if one is not None]
 
 
 def hits(eviction: str, requests: Requests, device: int) -> float:
@@ -124,7 +136,7 @@ def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
         for now, text in once(400):
             run.core.at(now)
             run.insert(text)
-        learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+        learned = what_is_learned(run)
         assert learned.ghosts == most
         assert learned.returned == 0
 
@@ -147,7 +159,7 @@ def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
     for now, text in ((1.0, "abcd"), (11.0, "abcd"), (31.0, "abXY"), (32.0, "abZZ")):
         run.core.at(now)
         run.insert(text)
-    learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+    learned = what_is_learned(run)
     used = {curve.name: {k: count for k, count in enumerate(curve.used) if count} for curve in learned.curves}
     assert used["used once"] == {bin_of(10_000_000): pytest.approx(4)}
     assert used["used twice"] == {bin_of(20_000_000): pytest.approx(2)}
@@ -155,11 +167,64 @@ def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
     assert sum(curve.reached[0] for curve in learned.curves) == pytest.approx(4 + 4 + 4 + 4)
 
 
+def test_curves_tell_the_share_that_comes_back_before_an_age() -> None:
+    """Of eight texts four come back after 10 s and two more after 100 s."""
+    run = runtime("p2c", device=64)
+    texts = [fresh(i, 2) for i in range(8)]
+    for now, again in ((1.0, texts), (11.0, texts[:4]), (101.0, texts[4:6]), (401.0, [])):
+        run.core.at(now)
+        for text in again:
+            run.insert(text)
+    learned = what_is_learned(run)
+    once = next(curve for curve in learned.curves if curve.name == "used once")
+    by_age = {age: once.again[bin_of(int(age * 1e6))] for age in (5, 20, 90, 300)}
+    assert by_age == {5: 0.0, 20: pytest.approx(0.5), 90: pytest.approx(0.5), 300: pytest.approx(0.75)}
+    assert list(once.again) == sorted(once.again)
+    assert (learned.requests, learned.lessons) == (14, 0)
+    assert len(once.again) == len(once.used) == len(once.reached) == len(once.worth) == len(learned.edges) == BINS
+
+
+def test_lessons_are_counted_and_make_worths_differ() -> None:
+    run = runtime("p2c", device=64)
+    for number, (now, text) in enumerate(conversations(300), 1):
+        run.core.at(now)
+        run.insert(text)
+        if number == 99:
+            learned = what_is_learned(run)
+            assert learned.lessons == 0
+            assert {worth for curve in learned.curves for worth in curve.worth} == {1.0}
+    learned = what_is_learned(run)
+    assert (learned.requests, learned.lessons) == (300, 3)
+    assert len({curve.worth for curve in learned.curves}) > 1
+
+
+def test_each_run_of_a_prompt_is_judged_and_what_was_ended_is_worth_nothing() -> None:
+    run = runtime("p2c", device=64)
+    for now, text in ((1.0, "abcd"), (3.0, "abXY"), (4.0, "abXY")):
+        run.core.at(now)
+        run.insert(text)
+    run.core.at(10.0)
+    first, *others = judged(run, "abXY")
+    assert first == ("forked once", 6.0, 1.0)
+    assert set(others) == {("used twice", 6.0, 1.0)}
+    insert_and_end(run, "mnop")
+    run.core.at(12.0)
+    assert judged(run, "mnop") == [("used once", 2.0, 0.0)]
+
+
+def test_a_policy_that_does_not_learn_says_nothing(mru: None) -> None:
+    for name in ("lru", "mru"):
+        run = runtime(name, device=16)
+        run.insert("abcd")
+        assert run.core.learned() is None
+        assert [one.judged for one in run.core.explain(SPACE, spell("abcd", 512)).runs] == [None]
+
+
 def test_without_a_clock_nothing_ages() -> None:
     run = runtime("p2c", device=16)
     for _, text in lately(300):
         run.insert(text)
-    learned = run.core.world.policy.learned(run.core.world.recency.time)  # type: ignore[attr-defined]
+    learned = what_is_learned(run)
     assert not any(any(curve.used[1:]) for curve in learned.curves)
 
 

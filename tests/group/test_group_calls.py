@@ -150,6 +150,25 @@ def test_explain_names_as_stored_what_all_workers_have_and_reads_only() -> None:
     play(main)
 
 
+@pytest.mark.parametrize("own", [0, None])
+def test_what_the_eviction_policy_has_learned_is_the_heads(own: int | None) -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(16, 0, eviction="p2c"), own=own)
+        async with world.opened() as cache:
+            for _ in range(3):
+                await world.serve(text(4, extra=1))
+            learned = cache.learned()
+            assert learned is not None
+            assert learned.requests == 3
+            told = await cache.explain(text(4))
+            assert [span.judged is not None and span.judged.kind for span in told.spans] == ["used 3 times"]
+            names = {metric.name for metric in CacheCollector(cache).collect()}
+            assert "asynccache_eviction_reuse_share" in names
+        await world.aclose()
+
+    play(main)
+
+
 # counting
 
 

@@ -64,6 +64,36 @@ async def test_a_scrape_says_what_happened() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_an_eviction_policy_has_learned_is_a_bounded_number_of_series() -> None:
+    async with opened(settings(device=64, eviction="p2c")) as cache:
+        registry = registered(cache)
+        before = scrape(registry)
+        for seed in range(60):
+            await serve(cache, text(8, seed=seed))
+            await serve(cache, text(8, seed=seed))
+        samples = scrape(registry)
+        assert samples.keys() == before.keys()
+        assert sum(name.startswith("asynccache_eviction_") for name, _ in samples) == 4 + 8 + 2 * 8 * 5
+        assert one(samples, "eviction_requests_total") == 120
+        assert one(samples, "eviction_lessons_total") == 1
+        learned = cache.learned()
+        assert learned is not None
+        assert one(samples, "eviction_ghosts") == learned.ghosts > 0
+        assert one(samples, "eviction_kind_blocks", kind="used once") == pytest.approx(60 * 8 * PAGE / 512, rel=0.02)
+        shares = [one(samples, "eviction_reuse_share", kind="used once", within=age) for age in ("1", "60", "3600")]
+        assert shares == sorted(shares)
+        assert shares[0] > 0.8
+        assert one(samples, "eviction_worth", kind="used once", age="1") > 0
+
+
+@pytest.mark.asyncio
+async def test_lru_learns_nothing_and_has_no_such_series() -> None:
+    async with opened(settings()) as cache:
+        await serve(cache, text(4))
+        assert not any(name.startswith("asynccache_eviction_") for name, _ in scrape(registered(cache)))
+
+
+@pytest.mark.asyncio
 async def test_pins_are_what_cannot_go() -> None:
     async with opened(settings(device=16)) as cache:
         registry = registered(cache)

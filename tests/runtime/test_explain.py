@@ -10,7 +10,7 @@ from asynccache_backends.memory import MemoryBackend
 from asynccache import AsyncCache
 from asynccache.runtime.explaining import Where
 from asynccache.storage import Result
-from tests.runtime.runtime_kit import PAGE, opened, serve, settings, settled, text
+from tests.runtime.runtime_kit import PAGE, opened, parts, serve, settings, settled, text
 
 
 async def tiers(cache: AsyncCache) -> list[tuple[int, int, Where]]:
@@ -87,3 +87,59 @@ async def test_it_can_be_read_and_sent() -> None:
         assert "0 .. 16" in lines[1]
         assert lines[-2] == "the whole prompt is there"
         assert (await cache.explain([1])).spans == ()
+
+
+async def taught(cache: AsyncCache) -> None:
+    """A hundred requests, most of which come twice."""
+    for seed in range(50):
+        await serve(cache, text(8, seed=seed))
+        await serve(cache, text(8, seed=seed if seed % 5 else seed + 1000))
+
+
+@pytest.mark.asyncio
+async def test_what_the_eviction_policy_has_learned_is_told() -> None:
+    async with opened(settings(device=64, eviction="p2c")) as cache:
+        await serve(cache, text(8, seed=2000))
+        early = (await cache.explain(text(8))).lines()
+        assert early[-1] == "p2c has learned from 1 requests, which is too few to choose by"
+        await taught(cache)
+        found = await cache.explain(text(8, seed=49))
+        (span,) = found.spans
+        assert span.judged is not None
+        assert (span.judged.kind, span.judged.worth > 0) == ("used twice", True)
+        lines = found.lines()
+        assert ", worth " in lines[1]
+        start = next(i for i, line in enumerate(lines) if line.startswith("p2c has learned from 101 requests"))
+        assert lines[start + 1].split()[:2] == ["used", "once"]
+        assert len(lines[start + 1].split("%")) == 6
+        plain = json.loads(json.dumps(found.plain()))
+        assert plain["spans"][0]["judged"]["kind"] == "used twice"
+        assert [len(kind["again"]) for kind in plain["learned"]["kinds"]] == [len(plain["learned"]["ages_s"])] * 8
+        learned = cache.learned()
+        assert learned is not None
+        assert (learned.requests, learned.lessons) == (101, 1)
+
+
+@pytest.mark.asyncio
+async def test_under_lru_nothing_of_it_appears() -> None:
+    async with opened(settings(device=64)) as cache:
+        await serve(cache, text(8))
+        found = await cache.explain(text(8))
+        assert cache.learned() is None
+        assert not {"learned", "policy", "judged"} & {*found.plain(), *found.plain()["spans"][0]}
+        assert not any("worth" in line or "learned" in line for line in found.lines())
+
+
+@pytest.mark.asyncio
+async def test_a_question_tells_ages_as_of_now() -> None:
+    async with opened(settings(device=64, eviction="p2c")) as cache:
+        now = 100.0
+        parts(cache).driver.clock = lambda: now
+        await serve(cache, text(4))
+        now = 160.0
+        (span,) = (await cache.explain(text(4))).spans
+        assert span.judged is not None
+        assert span.judged.age == 60.0
+        assert "used once, 60.0 s ago" in (await cache.explain(text(4))).lines()[1]
+        once = next(curve for curve in cache.learned().curves if curve.name == "used once")  # type: ignore[union-attr]
+        assert once.reached[-20] > 0, "it is known to have been unused for a minute"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asynccache.cli.reports import svg
+from asynccache.cli.reports import learned, svg
 from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
 from asynccache.cli.text import HIT_RATIO, milliseconds, number, percent, size
 
@@ -16,7 +16,7 @@ _BINS = 40
 
 def figures(report: Report) -> list[Figure]:
     """All that the report has data for."""
-    makers = (hits, capacity, first_token, filling, bandwidth, lag, ages)
+    makers = (hits, capacity, first_token, filling, bandwidth, lag, ages, learned.again, learned.worth)
     return [found for make in makers if (found := make(report)) is not None]
 
 

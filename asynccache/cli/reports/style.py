@@ -2,9 +2,13 @@
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fcfcfb; --ink: #1c1d20; --soft: #5a5d66; --grid: #e3e4e8; --card: #ffffff;
-  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e; }
+  --l1: #0067ac; --l2: #c95f00; --l3: #00805c; --plain: #80838c; --good: #00704f; --bad: #b3261e;
+  --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
+  --k6: #f0a860; --k7: #d2700f; --k8: #8a3f00; }
 @media (prefers-color-scheme: dark) { :root { --page: #15161a; --ink: #ececf0; --soft: #a6a9b4; --grid: #32343c;
-  --card: #1c1e23; --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80; } }
+  --card: #1c1e23; --l1: #62b4f0; --l2: #f2a654; --l3: #45cfa0; --plain: #90939e; --good: #4fd0a2; --bad: #ff8a80;
+  --k1: #3f6a8c; --k2: #4b86b4; --k3: #62a6da; --k4: #8cc4ee; --k5: #c3e2fa;
+  --k6: #a06424; --k7: #e08a30; --k8: #ffc98a; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 20px 40px; }
@@ -36,6 +40,9 @@ td { white-space: nowrap; } #settings td { white-space: normal; }
 .swatch.l1 { background: var(--l1); } .swatch.l2 { background: var(--l2); } .swatch.l3 { background: var(--l3); }
 .swatch.soft { background: var(--soft); } .swatch.plain { background: var(--plain); }
 .swatch.ink { background: var(--ink); }
+.swatch.k1 { background: var(--k1); } .swatch.k2 { background: var(--k2); } .swatch.k3 { background: var(--k3); }
+.swatch.k4 { background: var(--k4); } .swatch.k5 { background: var(--k5); } .swatch.k6 { background: var(--k6); }
+.swatch.k7 { background: var(--k7); } .swatch.k8 { background: var(--k8); }
 .swatch.limit { width: 3px; background: var(--ink); border-radius: 0; margin: 0 10px 0 5px; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name { fill: var(--ink); }
 .grid { stroke: var(--grid); stroke-width: 1; } .axis { stroke: var(--soft); stroke-width: 1; }
@@ -45,6 +52,10 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg text.name 
 .line.l1 { stroke: var(--l1); } .line.l2 { stroke: var(--l2); } .line.l3 { stroke: var(--l3); }
 .line.plain { stroke: var(--plain); stroke-dasharray: 6 4; }
 .line.soft { stroke: var(--soft); stroke-dasharray: 2 3; } .line.ink { stroke: var(--ink); }
+.line.k1 { stroke: var(--k1); } .line.k2 { stroke: var(--k2); }
+.line.k3 { stroke: var(--k3); } .line.k4 { stroke: var(--k4); }
+.line.k5 { stroke: var(--k5); } .line.k6 { stroke: var(--k6); }
+.line.k7 { stroke: var(--k7); } .line.k8 { stroke: var(--k8); }
 .area.l1, .bar.l1, .dot.l1 { fill: var(--l1); } .area.l2, .bar.l2, .dot.l2 { fill: var(--l2); }
 .area.l3, .bar.l3, .dot.l3 { fill: var(--l3); }
 .dot { stroke: var(--card); stroke-width: 1.5; }
@@ -55,7 +66,9 @@ footer { color: var(--soft); font-size: .85rem; }
   th, td { padding-left: 8px; } table { font-size: .8rem; }
   svg.wide { display: none; } svg.narrow { display: block; } }
 @media print { :root { --page: #fff; --card: #fff; --ink: #000; --soft: #444; --grid: #ccc; --l1: #0067ac;
-  --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e; }
+  --l2: #c95f00; --l3: #00805c; --plain: #777; --good: #00704f; --bad: #b3261e;
+  --k1: #8fb8d8; --k2: #5b9bcb; --k3: #2b7fbb; --k4: #0b5e9a; --k5: #083a63;
+  --k6: #f0a860; --k7: #d2700f; --k8: #8a3f00; }
   body { font-size: 11pt; } main { max-width: none; padding: 0; }
   section { break-inside: avoid; border: 0; padding: 4px 0; margin: 10px 0; } #settings { break-inside: auto; }
   .beside { flex-direction: row; gap: 20px; } figure { flex: 0 0 350px; width: auto; }
