@@ -5,6 +5,7 @@ copies at once, without touching a byte: what is left is the way there and back,
 single operation; *plan*: 64 of one plan, until the last outcome is handed to the core. *echo*: the same bytes, sent to
 as many processes on the same loop, each of which has a plain TCP echo beside its worker. Operations and echoes take
 turns one by one, so that both meet the same machine. With more processes than cores either is mostly the wait for one.
+What the core has decided, and the bytes of the echo, are there before the clock starts.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _effect(op: int) -> BackupHost:
 
 def _frame(size: int) -> bytes:
     """What goes over each link for so many operations."""
-    frame = messages.encode([messages.Backup(_effect(1000 + op)) for op in range(size)])
+    frame = messages.encode([messages.Perform.of(_effect(1000 + op)) for op in range(size)])
     return bytes(4) + frame
 
 
@@ -159,13 +160,17 @@ class Head:
     def _failed(self, error: BaseException) -> None:
         raise error
 
-    async def plan(self, size: int) -> None:
-        """So many operations, there and back."""
+    def decide(self, size: int) -> list[Work]:
+        """So many operations, as the core has decided them."""
+        self._op += size
+        return [Work(_effect(self._op - at)) for at in range(size)]
+
+    async def way(self, plan: Sequence[Work]) -> None:
+        """There and back."""
         self._done.clear()
-        self._left = size
-        for _ in range(size):
-            self._op += 1
-            self._group.perform(Work(_effect(self._op)))
+        self._left = len(plan)
+        for work in plan:
+            self._group.perform(work)
         await self._done.wait()
 
 
@@ -188,7 +193,7 @@ class Echo:
             made._transports.append(transport)
         return made
 
-    async def plan(self, _: int) -> None:
+    async def way(self, _: object) -> None:
         """There and back."""
         self._done.clear()
         self._left = len(self._content) * len(self._transports)
@@ -219,9 +224,10 @@ class _Counting(asyncio.Protocol):
 async def _turns(head: Head, echo: Echo, size: int, rounds: int) -> Figures:
     taken: dict[object, list[float]] = {head: [], echo: []}
     for at in range(WARM + rounds):
+        plan = head.decide(size)
         for one in (head, echo):
             began = time.perf_counter()
-            await one.plan(size)
+            await one.way(plan)
             if at >= WARM:
                 taken[one].append(time.perf_counter() - began)
     p50, bare = _percentile(taken[head], 50), _percentile(taken[echo], 50)
@@ -234,9 +240,10 @@ async def _turns(head: Head, echo: Echo, size: int, rounds: int) -> Figures:
 
 async def _cpu(head: Head, workers: int, rounds: int) -> float:
     """Of this process, all threads, in µs an operation and worker."""
+    plans = [head.decide(PLAN) for _ in range(rounds)]
     began = time.process_time()
-    for _ in range(rounds):
-        await head.plan(PLAN)
+    for plan in plans:
+        await head.way(plan)
     return round((time.process_time() - began) / (rounds * PLAN * workers) * 1e6, 2)
 
 
@@ -282,10 +289,10 @@ class _Echoing(asyncio.Protocol):
 async def _work(rank: int, address: str) -> None:
     """Until the head closes."""
 
-    def ends_at_once(self: Performer, order: messages.Backup) -> None:
-        self._ended(Outcome(order.effect.op, Status.DONE))
+    def ends_at_once(self: Performer, order: messages.Perform) -> None:
+        self._ended(Outcome(order.op, Status.DONE))
 
-    Performer._perform = ends_at_once  # type: ignore[method-assign,assignment]
+    Performer._perform = ends_at_once  # type: ignore[method-assign]
     server = await asyncio.get_running_loop().create_server(_Echoing, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with connect(address, rank) as worker:

@@ -16,7 +16,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from asynccache import checks
 from asynccache.config import CacheConfig
@@ -28,6 +30,7 @@ from asynccache.settle import settled
 from asynccache.storage.options import StoreOptions, check_name
 from asynccache.worker import fold
 from asynccache.worker import messages as m
+from asynccache.worker.change import Change
 from asynccache.worker.contract import Asked, Read, Reports, Storage, Stored, StoreEntry, Work
 from asynccache.worker.holdings import Holdings
 from asynccache.worker.layout import FULL
@@ -53,9 +56,6 @@ UNABLE = 1024
 DELETED = 4096
 """Pages in one message."""
 
-_EFFECTS: dict[type, Callable[[Any, tuple[int, ...]], m.Effects]] = {
-    BackupHost: m.Backup, LoadBack: m.Load, Clone: m.Copy,
-}  # fmt: skip
 _STAGES: dict[type, str] = {BackupHost: "backup_host", LoadBack: "load_back", Clone: "load_back"}
 
 
@@ -63,13 +63,13 @@ class GroupBatch:
     """A batch from when it was sent. ``left``: the ranks on which it is not over. ``errors``: those that could not run
     it, and why."""
 
-    __slots__ = ("_failed", "_waiters", "errors", "left", "number")
+    __slots__ = ("_changed", "_failed", "errors", "left", "number")
 
     def __init__(self, number: int, ranks: set[int]) -> None:
         self.number = number
         self.left = ranks
         self.errors: dict[int, str] = {}
-        self._waiters: dict[asyncio.Future[None], None] = {}
+        self._changed = Change()
         self._failed: Callable[[], BaseException] | None = None
 
     def __repr__(self) -> str:
@@ -86,48 +86,36 @@ class GroupBatch:
             RankFailure: the group is.
             CacheClosed: the cache was closed before.
         """
-        if self.left and self._failed is not None:
-            raise self._failed()
-        if self.left:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters[waiter] = None
-            try:
-                await waiter
-            finally:
-                del self._waiters[waiter]
+        while self.left:
+            if self._failed is not None:
+                raise self._failed()
+            await self._changed.wait()
 
     def over(self, rank: int, error: str) -> None:
         """It is over on ``rank``."""
         self.left.discard(rank)
         if error:
             self.errors[rank] = error
-        if not self.left:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        self._changed.tell()
 
     def fail(self, error: Callable[[], BaseException]) -> None:
         """Nobody will ever know. Who waits is told ``error``, and who comes later."""
         self._failed = error
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(error())
+        self._changed.tell()
 
 
-class _Open(NamedTuple):
-    """An operation in flight: the ranks that are at it."""
+class _Open(msgspec.Struct, gc=False):
+    """An operation in flight. ``left``: the ranks that are at it. ``failed``: whether it has failed on one. A struct is
+    made in a tenth of a class's time, and this is the one object that an operation costs here."""
 
     effect: BackupHost | LoadBack | Clone
     left: set[int]
-    failed: set[int]
     at: float
+    failed: bool = False
 
 
 class _Call:
-    """``answers``: by rank. ``done``: set when all have answered, or the group is over. ``giving_up``: of a call that
-    was cancelled, until when it is waited for."""
-
-    giving_up: asyncio.TimerHandle
+    """``answers``: by rank. ``done``: set when all have answered, or the group is over."""
 
     def __init__(self, ranks: set[int]) -> None:
         self.left = ranks
@@ -197,7 +185,7 @@ class WorkerGroup:
         self._leads = [spec.name for spec in config.pools() if int(spec.component) == FULL]
         self._holdings = Holdings(self._report_keys)
         self._closing = self._leaving = self._late = self._hurried = False
-        self._stirred = asyncio.Event()
+        self._stirred = Change()
         self._timers: list[asyncio.TimerHandle] = []
         self._took: dict[type, Callable[[int, Any], None]] = {
             m.Ended: self._ended, m.Over: self._over, m.Keys: self._keys, m.Health: self._health,
@@ -274,7 +262,6 @@ class WorkerGroup:
         self.close_by(patience)
         latest = asyncio.get_running_loop().time() + patience + LATE
         while self._batches and self.failure is None and not self._hurried:
-            self._stirred.clear()
             await self._stirred.wait()
         self._leaving = True
         try:
@@ -296,7 +283,7 @@ class WorkerGroup:
     def _hurry(self) -> None:
         """An engine that is still at a batch loses its pages."""
         self._hurried = True
-        self._stirred.set()
+        self._stirred.tell()
 
     def _give_up_late(self) -> None:
         """Who has not answered by now may be stopped, and its link may take much longer to notice; and a store may
@@ -364,7 +351,8 @@ class WorkerGroup:
             await call.done
         except asyncio.CancelledError:
             if call.left and self.failure is None:
-                await self._cancel(number, call)
+                self._put(m.Cancel(number))
+                await completed_quietly(self._let_go_of(call))
             raise
         finally:
             del self._calls[number]
@@ -378,30 +366,18 @@ class WorkerGroup:
             found[rank] = one
         return found
 
-    async def _cancel(self, number: int, call: _Call) -> None:
-        """Return when all have let go of this call, or the group is over: who does not let go within the time-out, and
-        what a store's call may take, is as good as silent."""
+    async def _let_go_of(self, call: _Call) -> None:
+        """Return when all have let go of what was cancelled, or the group is over: who does not let go within the
+        time-out, and what a store's call may take, is as good as silent."""
         loop = asyncio.get_running_loop()
-        slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
-        seconds = OPENING if self._opening else self._timeout + slowest
-        call.done = loop.create_future()
-        self._put(m.Cancel(number))
-        call.giving_up = loop.call_later(seconds, self._never_let_go, call, seconds)
-        try:
-            await settled([call.done])
-        finally:
-            call.giving_up.cancel()
-            if not call.done.cancelled():
-                call.done.exception()
-
-    def _never_let_go(self, call: _Call, seconds: float) -> None:
-        if not call.left:
-            return
-        if self._opening and seconds < OPENING:  # since it was cancelled, something is being opened
-            more = OPENING - seconds
-            call.giving_up = asyncio.get_running_loop().call_later(more, self._never_let_go, call, OPENING)
-            return
-        self._fail(RankFailure(f"did not let go of what was cancelled within {seconds:g} s", min(call.left)))
+        began, call.done = loop.time(), loop.create_future()
+        while call.left and self.failure is None:
+            slowest = max((one.options.timeout for one in self._opened.values()), default=0.0)
+            seconds = OPENING if self._opening else self._timeout + slowest
+            if loop.time() >= began + seconds:
+                self._fail(RankFailure(f"did not let go of what was cancelled within {seconds:g} s", min(call.left)))
+            else:
+                await asyncio.wait([call.done], timeout=began + seconds - loop.time())
 
     def _heard(self, rank: int, frame: bytes) -> None:
         for message in m.decode_news(frame):
@@ -452,7 +428,7 @@ class WorkerGroup:
         if self.failure is not None:
             return
         self.failure = failure
-        self._stirred.set()
+        self._stirred.tell()
         self._wire.put(m.Lost(-1 if failure.rank is None else failure.rank, failure.reason))
         self._wire.flush()
         for call in self._calls.values():
@@ -517,7 +493,7 @@ class WorkerGroup:
         batch.over(rank, news.error)
         if batch.done():
             del self._batches[news.number]
-            self._stirred.set()
+            self._stirred.tell()
             if batch.errors:
                 self._unable[news.number] = batch.errors
                 if len(self._unable) > UNABLE:
@@ -528,8 +504,8 @@ class WorkerGroup:
         effect, after = work
         if self._to_forget and not isinstance(effect, BackupHost):
             self._forget()
-        self._open[effect.op] = _Open(effect, set(self._ranks), set(), perf_counter())
-        self._put(_EFFECTS[type(effect)](effect, after))
+        self._open[effect.op] = _Open(effect, set(self._ranks), perf_counter())
+        self._put(m.Perform.of(effect, after))
 
     def _forget(self) -> None:
         """What is loaded now was decided with all outcomes applied that were known: no batch and no private copy names
@@ -539,38 +515,34 @@ class WorkerGroup:
             self._put(m.Forget(op))
 
     def _ended(self, rank: int, news: m.Ended) -> None:
-        open_op = self._open.get(news.op)
-        if open_op is None or rank not in open_op.left:
-            self._nonsense(rank, f"ended operation {news.op}, which it was not given or had ended")
-            return
-        open_op.left.discard(rank)
-        if news.status is not Status.DONE:
-            open_op.failed.add(rank)
-        if not open_op.left:
-            del self._open[news.op]
-            self._close_op(news.op, open_op)
+        failed, now = news.status is not Status.DONE, perf_counter()
+        for op in news.ops:
+            one = self._open.get(op)
+            if one is None or rank not in one.left:
+                self._nonsense(rank, f"ended operation {op}, which it was not given or had ended")
+                return
+            one.left.remove(rank)
+            one.failed |= failed
+            if not one.left:
+                del self._open[op]
+                self._close_op(op, one, now)
 
-    def _close_op(self, op: int, done: _Open) -> None:
+    def _close_op(self, op: int, done: _Open, now: float) -> None:
         meter = self._meters[_STAGES[type(done.effect)]]
-        meter.took(perf_counter() - done.at)
+        meter.took(now - done.at)
         if done.failed:
             meter.errors += 1
             if not isinstance(done.effect, BackupHost):
                 self._to_forget.append(op)
         else:
-            meter.count(1, *self._size_of(done.effect))
+            meter.ops += 1
+            for component, _, slots in done.effect.moves:
+                count, (pools, weight) = len(slots) // SLOT_BYTES, self._weights[component]
+                meter.pages += count * pools
+                meter.full_pages += count if component == FULL else 0
+                meter.bytes += count * weight
         if self._reports is not None:
             self._reports.ended(Outcome(op, Status.FAILED if done.failed else Status.DONE))
-
-    def _size_of(self, effect: BackupHost | LoadBack | Clone) -> tuple[int, int, int]:
-        pages = full_pages = size = 0
-        for move in effect.moves:
-            count = len(move.src) // SLOT_BYTES
-            pools, weight = self._weights[move.component]
-            pages += count * pools
-            full_pages += count if move.component == FULL else 0
-            size += count * weight
-        return pages, full_pages, size
 
     async def layer(self, op: int, i: int) -> None:
         """See ``Worker``; on the head's own worker."""

@@ -20,6 +20,7 @@ A failure's text says what the peer did ("was silent for 30 s"): who knows the p
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable
 from math import inf
 from typing import Protocol, cast
@@ -39,6 +40,7 @@ DOUBT = 0.05
 time-out, and what the peer said meanwhile waits in the socket."""
 
 LENGTH = 4
+_PACK, _UNPACK = struct.Struct("<I").pack, struct.Struct("<I").unpack_from
 BEAT = bytes(LENGTH)
 BYE = b"\xff" * LENGTH
 
@@ -238,7 +240,7 @@ class StreamLink(asyncio.Protocol):
     def _write(self, frame: bytes) -> None:
         assert self._transport is not None
         self._spoke = True
-        self._transport.write(len(frame).to_bytes(LENGTH, "little") + frame)
+        self._transport.write(_PACK(len(frame)) + frame)
         kept = self._transport.get_write_buffer_size()
         if kept > MOST_UNSENT:
             self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
@@ -296,28 +298,28 @@ class StreamLink(asyncio.Protocol):
         """All frames that are whole; what remains waits for more, and is not copied again for each piece of it."""
         heard = self._heard
         assert heard is not None
+        start, end = 0, len(data)
         if self._rest:
             self._rest += data
-            data = self._rest
-        start, end = 0, len(data)
-        while end - start >= LENGTH and self._lost is not None:
-            begin = start + LENGTH
-            size = int.from_bytes(data[start:begin], "little")
-            if size > MOST_FRAME:
-                self._end(_unheard(data[start:begin], size))
-                return
-            if end - begin < size:
-                break
-            start = begin + size
-            if size:
-                try:
-                    heard(bytes(data[begin:start]))
-                except Exception as error:
-                    self._end(_raised(error))
+            data, end = self._rest, len(self._rest)
+        try:
+            while end - start >= LENGTH and self._lost is not None:
+                begin = start + LENGTH
+                size = _UNPACK(data, start)[0]
+                if size > MOST_FRAME:
+                    self._end(_unheard(data[start:begin], size))
                     return
+                if end - begin < size:
+                    break
+                start = begin + size
+                if size:
+                    heard(bytes(data[begin:start]))
+        except Exception as error:
+            self._end(_raised(error))
+            return
         if data is self._rest:
             del self._rest[:start]
-        else:
+        elif start < end:
             self._rest = bytearray(data[start:])
 
     def eof_received(self) -> None:

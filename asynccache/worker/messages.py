@@ -1,8 +1,7 @@
 """What goes over a link between the head and a worker: typed values, several of them in one frame.
 
 Laws:
-* A frame is a MessagePack array of messages; a message is an array that begins with the number of its kind. The core's
-  effects travel as the core has decided them.
+* A frame is a MessagePack array of messages; a message is an array that begins with the number of its kind.
 * Everything is checked while it is read: a frame that holds anything else raises ``RankFailure``, which ends the link,
   and none of its messages is acted on.
 * All that the head says is for every worker alike, and is encoded once.
@@ -14,14 +13,13 @@ Laws:
 
 from __future__ import annotations
 
-from dataclasses import fields
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Status
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Move, Status
 from asynccache.errors import RankFailure
 from asynccache.storage.options import StoreOptions
 from asynccache.worker.contract import Asked, Read
@@ -53,6 +51,18 @@ class Welcome(Message):
     topology: Places
 
 
+class Call(Message):
+    """From the head, and answered once."""
+
+    call: int
+
+
+class Answer(Message):
+    """To the call of this number."""
+
+    call: int
+
+
 # from the head
 
 
@@ -64,10 +74,9 @@ class Settings(Message):
     others: dict[str, Any]
 
 
-class Open(Message, tag=1):
+class Open(Call, tag=1):
     """Open pools and stores. Answered by ``Opened``."""
 
-    call: int
     settings: Settings
 
 
@@ -75,25 +84,38 @@ class Ready(Message, tag=2):
     """All workers are open: the cache takes requests."""
 
 
-class Backup(Message, tag=3):
-    """Device to host, when the batches ``after`` are over on the device."""
+class Kind(IntEnum):
+    """What an effect copies: from the device to the host, back, or on the device."""
 
-    effect: BackupHost
+    BACKUP = 0
+    LOAD = 1
+    CLONE = 2
+
+
+class Perform(Message, tag=3):
+    """An effect of the core, when the batches ``after`` are over on the device. ``source``: the load that a private
+    copy is made of, or 0."""
+
+    kind: Kind
+    op: int
+    moves: tuple[Move, ...]
+    source: int = 0
     after: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, effect: BackupHost | LoadBack | Clone, after: tuple[int, ...] = ()) -> Perform:
+        """``effect``, to be sent."""
+        return cls(_KINDS[type(effect)], effect.op, effect.moves, effect.after if type(effect) is Clone else 0, after)
 
-class Load(Message, tag=4):
-    """Host to device, likewise."""
+    @property
+    def effect(self) -> BackupHost | LoadBack | Clone:
+        """What was sent."""
+        if self.kind is Kind.CLONE:
+            return Clone(self.op, self.moves, self.source)
+        return (BackupHost if self.kind is Kind.BACKUP else LoadBack)(self.op, self.moves)
 
-    effect: LoadBack
-    after: tuple[int, ...] = ()
 
-
-class Copy(Message, tag=5):
-    """Device to device, likewise."""
-
-    effect: Clone
-    after: tuple[int, ...] = ()
+_KINDS = {BackupHost: Kind.BACKUP, LoadBack: Kind.LOAD, Clone: Kind.CLONE}
 
 
 class Forget(Message, tag=6):
@@ -110,10 +132,9 @@ class SendBatch(Message, tag=7):
     loads: tuple[int, ...] = ()
 
 
-class Store(Message, tag=8):
+class Store(Call, tag=8):
     """Write host pages to the stores. Answered by ``Written``."""
 
-    call: int
     batch: tuple[BackupStorage, ...]
 
 
@@ -123,38 +144,31 @@ class GiveUp(Message, tag=9):
     op: int
 
 
-class Ask(Message, tag=10):
+class Ask(Call, tag=10):
     """Which of these pages do the stores have? Answered by ``Answers``."""
 
-    call: int
     asked: tuple[Asked, ...]
 
 
-class Fetch(Message, tag=11):
+class Fetch(Call, tag=11):
     """Read these pages into host slots; ``run``: see ``Worker.read``. Answered by ``Answers``."""
 
-    call: int
     reads: tuple[Read, ...]
     run: bool
 
 
-class Delete(Message, tag=12):
+class Delete(Call, tag=12):
     """Forget stored pages; ``hashes`` joined. Answered by ``Done``."""
 
-    call: int
     hashes: bytes
 
 
-class Clear(Message, tag=13):
+class Clear(Call, tag=13):
     """Forget everything that is stored. Answered by ``Done``."""
 
-    call: int
 
-
-class Flush(Message, tag=14):
+class Flush(Call, tag=14):
     """Make durable what is stored. Answered by ``Done``."""
-
-    call: int
 
 
 class Probe(Message, tag=15):
@@ -163,10 +177,9 @@ class Probe(Message, tag=15):
     page_hash: bytes
 
 
-class OpenStore(Message, tag=16):
+class OpenStore(Call, tag=16):
     """Open a store under this number. Answered by ``StoreOpened``."""
 
-    call: int
     number: int
     url: str
     options: dict[str, str]
@@ -180,10 +193,9 @@ class UseStore(Message, tag=17):
     position: int | None
 
 
-class DropStore(Message, tag=18):
+class DropStore(Call, tag=18):
     """Close one that was opened, if it was, and is not used. Answered by ``Done``."""
 
-    call: int
     number: int
 
 
@@ -193,10 +205,9 @@ class LeaveStore(Message, tag=19):
     number: int
 
 
-class CloseStore(Message, tag=20):
+class CloseStore(Call, tag=20):
     """Close one that was left. Answered by ``Done``."""
 
-    call: int
     number: int
 
 
@@ -213,10 +224,9 @@ class Cancel(Message, tag=22):
     call: int
 
 
-class Close(Message, tag=23):
+class Close(Call, tag=23):
     """Close stores, pools and device; ``patience``: see ``LocalWorker.aclose``. Answered by ``Done``, the last word."""
 
-    call: int
     patience: float
 
 
@@ -230,9 +240,8 @@ class Lost(Message, tag=24):
         self.reason = _sendable(self.reason)
 
 
-Effects = Backup | Load | Copy
 Orders = (
-    Open | Ready | Effects | Forget | SendBatch | Store | GiveUp | Ask | Fetch | Delete | Clear | Flush | Probe
+    Open | Ready | Perform | Forget | SendBatch | Store | GiveUp | Ask | Fetch | Delete | Clear | Flush | Probe
     | OpenStore | UseStore | DropStore | LeaveStore | CloseStore | Watch | Cancel | Close | Lost
 )  # fmt: skip
 """What a head says."""
@@ -241,10 +250,10 @@ Orders = (
 
 
 class Ended(Message, tag=1):
-    """An operation has let go of its buffers."""
+    """Operations have let go of their buffers, in this order, and all have come to the same."""
 
-    op: int
     status: Status
+    ops: list[int]
 
 
 class Over(Message, tag=2):
@@ -257,16 +266,13 @@ class Over(Message, tag=2):
         self.error = _sendable(self.error)
 
 
-class Done(Message, tag=3):
+class Done(Answer, tag=3):
     """A call without a result went well."""
 
-    call: int
 
-
-class Failed(Message, tag=4):
+class Failed(Answer, tag=4):
     """A call failed. ``kind``: the error's class."""
 
-    call: int
     kind: str
     reason: str
 
@@ -274,39 +280,35 @@ class Failed(Message, tag=4):
         self.reason = _sendable(self.reason)
 
 
-class Opened(Message, tag=5):
+class Opened(Answer, tag=5):
     """``layers``: the last that this worker has, and one. ``weights``: bytes a page, of the pools that have any.
     ``stores``: nearest first, and whether others write there, too. ``digest``: of the pool whose stored pages stand for
     FULL; empty, if it has none here."""
 
-    call: int
     layers: int
     weights: dict[str, int]
     stores: tuple[tuple[StoreOptions, bool], ...]
     digest: bytes
 
 
-class Answers(Message, tag=6):
+class Answers(Answer, tag=6):
     """A ``Result`` a page, for each pool that was asked about or read."""
 
-    call: int
     answers: tuple[bytes, ...]
 
 
-class Written(Message, tag=7):
+class Written(Answer, tag=7):
     """See ``Stored``."""
 
-    call: int
     failed: tuple[int, ...]
     pages: int
     full_pages: int
     bytes: int
 
 
-class StoreOpened(Message, tag=8):
+class StoreOpened(Answer, tag=8):
     """A store is open. ``shared``: whether others write there, too."""
 
-    call: int
     options: StoreOptions
     shared: bool
 
@@ -341,8 +343,7 @@ class Died(Message, tag=12):
         self.reason = _sendable(self.reason)
 
 
-Reply = Done | Failed | Opened | Answers | Written | StoreOpened
-News = Ended | Over | Keys | Health | Counters | Died | Reply
+News = Ended | Over | Keys | Health | Counters | Died | Done | Failed | Opened | Answers | Written | StoreOpened
 """What a worker says."""
 
 
@@ -400,8 +401,9 @@ _COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full
 
 def settings_of(config: CacheConfig) -> Settings:
     """``config``, to be sent."""
-    components = tuple((type(part).__name__, _plain(part)) for part in config.components)
-    return Settings(components, tuple(map(_plain, config.sidecars)), _plain(config, "components", "sidecars"))
+    plain = msgspec.msgpack.decode(_encoder.encode(config))
+    kinds = [type(part).__name__ for part in config.components]
+    return Settings(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
 
 
 def config_of(settings: Settings) -> CacheConfig:
@@ -412,16 +414,3 @@ def config_of(settings: Settings) -> CacheConfig:
         return CacheConfig(components=components, sidecars=sidecars, **settings.others)
     except (KeyError, TypeError, ValueError) as error:
         raise RankFailure(f"sent settings that are none: {error}") from None
-
-
-def _plain(made: Any, *without: str) -> dict[str, Any]:
-    values = {one.name: getattr(made, one.name) for one in fields(made) if one.name not in without}
-    return {name: _value(value) for name, value in values.items()}
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    return list(value) if isinstance(value, tuple) else value
-
-

@@ -26,6 +26,7 @@ from asynccache.core.keys import HASH_BYTES
 from asynccache.core.plan import Outcome, Status
 from asynccache.errors import ConfigError, RankFailure
 from asynccache.worker import messages as m
+from asynccache.worker.change import Change
 from asynccache.worker.contract import Reports
 from asynccache.worker.sent import EngineBatch, SentBatches
 from asynccache.worker.topology import Topology
@@ -66,42 +67,42 @@ class Performer:
         self._shard = shard
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, asyncio.Task[m.Message]] = {}
+        self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
         self._storing: set[int] = set()
         self._stages: list[asyncio.Task[None]] = []
-        self._held: dict[int, m.Effects] = {}
-        self._begun: dict[asyncio.Future[None], None] = {}
+        self._held: dict[int, m.Perform] = {}
+        self._begun = Change()
         self._loads: set[int] = set()
         self._failed: set[int] = set()
         self._shut = False
         self._stopped = False
         self._closing: asyncio.Task[None] | None = None
         self._counted = m.Counters({}, {})
-        self._take: dict[type, Callable[[Any], None]] = {
-            m.Open: lambda o: self._begin(o.call, self._open(o)),
+        self._do: dict[type, Callable[[Any], Coroutine[Any, Any, m.Message | None]]] = {
+            m.Open: lambda o: self._open(o),
+            m.Store: lambda o: self._store(o),
+            m.Ask: lambda o: self._ask(o),
+            m.Fetch: lambda o: self._fetch(o),
+            m.Delete: lambda o: self._delete(o),
+            m.Clear: lambda _: self._own.clear(),
+            m.Flush: lambda o: self._flush(o),
+            m.OpenStore: lambda o: self._open_store(o),
+            m.DropStore: lambda o: self._drop_store(o),
+            m.CloseStore: lambda o: self._own.close_store(o.number),
+            m.Close: lambda o: self.aclose(o.patience),
+        }
+        self._take: dict[type, Callable[[Any], object]] = {
             m.Ready: lambda _: None,
             m.Lost: lambda _: None,
-            m.Backup: self._effect,
-            m.Load: self._effect,
-            m.Copy: self._effect,
+            m.Perform: self._effect,
             m.Forget: lambda o: self._failed.discard(o.op),
             m.SendBatch: self._sent,
-            m.Store: self._begin_store,
             m.GiveUp: self._give_up,
-            m.Ask: lambda o: self._begin(o.call, self._ask(o)),
-            m.Fetch: lambda o: self._begin(o.call, self._fetch(o)),
-            m.Delete: lambda o: self._begin(o.call, self._delete(o)),
-            m.Clear: lambda o: self._begin(o.call, self._done(o.call, self._own.clear())),
-            m.Flush: lambda o: self._begin(o.call, self._done(o.call, self._flush())),
-            m.Probe: lambda o: self._probe(o.page_hash),
-            m.OpenStore: lambda o: self._begin(o.call, self._open_store(o)),
+            m.Probe: lambda o: self._own.is_away(o.page_hash),
             m.UseStore: self._use_store,
-            m.DropStore: lambda o: self._begin(o.call, self._done(o.call, self._drop_store(o.number))),
             m.LeaveStore: self._leave_store,
-            m.CloseStore: lambda o: self._begin(o.call, self._done(o.call, self._own.close_store(o.number))),
-            m.Watch: self._watch,
+            m.Watch: lambda o: (self._own.watch_store if o.on else self._own.unwatch_store)(o.number),
             m.Cancel: self._cancel,
-            m.Close: lambda o: self._begin(o.call, self._close(o)),
         }
 
     def __repr__(self) -> str:
@@ -110,7 +111,10 @@ class Performer:
     def take(self, message: m.Message) -> None:
         """Do what the head says. Never waits and never raises; what goes wrong is told to the head."""
         try:
-            self._take[type(message)](message)
+            if isinstance(message, m.Call):
+                self._begin(message)
+            else:
+                self._take[type(message)](message)
         except Exception as error:
             self._die(error)
 
@@ -163,10 +167,6 @@ class Performer:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(error)
 
-    async def _close(self, order: m.Close) -> m.Message:
-        await self.aclose(order.patience)
-        return m.Done(order.call)
-
     async def aclose(self, patience: float) -> None:
         """Have what is under way let go, then close all. ``patience``: as for ``LocalWorker.aclose``. Twice is once.
         Cancelling it stops the waiting.
@@ -190,7 +190,7 @@ class Performer:
         self.batches.stop()
         local, self.local = self.local, None
         self._held.clear()
-        self._wake_begun()
+        self._begun.tell()
         if local is not None:
             self._count(local)
             await local.aclose(patience)
@@ -199,28 +199,27 @@ class Performer:
         """Nothing more comes from the head. ``failure``: what the engine is told, whatever it asks; None: that the
         worker is closed."""
         self.batches.finish(failure)
-        self._wake_begun()
+        self._begun.tell()
 
     # effects
 
-    def _effect(self, order: m.Effects) -> None:
-        if not isinstance(order, m.Backup):
-            self._loads.add(order.effect.op)
+    def _effect(self, order: m.Perform) -> None:
+        if order.kind is not m.Kind.BACKUP:
+            self._loads.add(order.op)
         if self._must_wait(order):
-            self._held[order.effect.op] = order
+            self._held[order.op] = order
         else:
             self._perform(order)
 
-    def _must_wait(self, order: m.Effects) -> bool:
-        if isinstance(order, m.Copy) and order.effect.after in self._held:
-            return True
-        return self.batches.lacks_event(order.after)
+    def _must_wait(self, order: m.Perform) -> bool:
+        return order.source in self._held or self.batches.lacks_event(order.after)
 
-    def _perform(self, order: m.Effects) -> None:
-        if isinstance(order, m.Copy) and order.effect.after in self._failed:
-            self._ended(Outcome(order.effect.op, Status.FAILED))
+    def _perform(self, order: m.Perform) -> None:
+        if order.source in self._failed:
+            self._ended(Outcome(order.op, Status.FAILED))
         else:
-            self._own.put[type(order.effect)](order.effect, self.batches.events(order.after))
+            effect = order.effect
+            self._own.put[type(effect)](effect, self.batches.events(order.after))
 
     def _try_held(self) -> None:
         """A batch has its event."""
@@ -230,15 +229,9 @@ class Performer:
                 self._held[op] = order
             else:
                 self._take_up(order)
-        self._wake_begun()
+        self._begun.tell()
 
-    def _wake_begun(self) -> None:
-        """Some of what was held is so no more."""
-        for future in self._begun:
-            if not future.done():
-                future.set_result(None)
-
-    def _take_up(self, order: m.Effects) -> None:
+    def _take_up(self, order: m.Perform) -> None:
         """Perform what was held. What goes wrong is the end of the group, and not the affair of who ended a batch."""
         try:
             self._perform(order)
@@ -251,7 +244,7 @@ class Performer:
             if outcome.status is Status.FAILED:
                 self._failed.add(outcome.op)
                 self.batches.lose(outcome.op)
-        self._tell(m.Ended(outcome.op, outcome.status))
+        self._tell(m.Ended(outcome.status, [outcome.op]))
 
     # the engine's side
 
@@ -277,12 +270,7 @@ class Performer:
         has arrived."""
         while op in self._held:
             self.batches.check()
-            future = self._loop.create_future()
-            self._begun[future] = None
-            try:
-                await future
-            finally:
-                del self._begun[future]
+            await self._begun.wait()
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
@@ -310,33 +298,29 @@ class Performer:
 
     # calls
 
-    def _begin(self, call: int, work: Coroutine[Any, Any, m.Message]) -> None:
-        task = self._calls[call] = self._loop.create_task(work, name=f"asynccache-call-{self.rank}")
+    def _begin(self, order: m.Call) -> None:
+        call = order.call
+        task = self._loop.create_task(self._do[type(order)](order), name=f"asynccache-call-{self.rank}")
+        self._calls[call] = task
+        if isinstance(order, m.Store):
+            first = order.batch[0].op
+            self._storing.add(first)  # at once: that it is given up may be heard in this turn
+            task.add_done_callback(lambda _: self._storing.discard(first))
         task.add_done_callback(lambda done: self._answer(call, done))  # also of one that is cancelled before it begins
 
-    def _answer(self, call: int, done: asyncio.Task[m.Message]) -> None:
+    def _answer(self, call: int, done: asyncio.Task[m.Message | None]) -> None:
         del self._calls[call]
         if done.cancelled():
             self._tell(m.Failed(call, asyncio.CancelledError.__name__, "it was cancelled"))
         elif (error := done.exception()) is not None:
             self._tell(m.Failed(call, type(error).__name__, str(error)))
         else:
-            self._tell(done.result())
+            self._tell(done.result() or m.Done(call))
 
     def _cancel(self, order: m.Cancel) -> None:
         task = self._calls.get(order.call)
         if task is not None:
             task.cancel()
-
-    async def _done(self, call: int, work: Coroutine[Any, Any, None]) -> m.Message:
-        await work
-        return m.Done(call)
-
-    def _begin_store(self, order: m.Store) -> None:
-        first = order.batch[0].op
-        self._storing.add(first)  # at once: that it is given up may be heard in this turn
-        self._begin(order.call, self._store(order))
-        self._calls[order.call].add_done_callback(lambda _: self._storing.discard(first))
 
     def _give_up(self, order: m.GiveUp) -> None:
         """Others may still write a batch that this worker has written."""
@@ -353,12 +337,11 @@ class Performer:
     async def _fetch(self, order: m.Fetch) -> m.Message:
         return m.Answers(order.call, tuple(await self._own.read(order.reads, run=order.run)))
 
-    async def _delete(self, order: m.Delete) -> m.Message:
+    async def _delete(self, order: m.Delete) -> None:
         hashes = order.hashes
         await self._own.delete([hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
-        return m.Done(order.call)
 
-    async def _flush(self) -> None:
+    async def _flush(self, _: m.Flush) -> None:
         """What the stores count then is told with it."""
         try:
             await self._own.flush()
@@ -373,9 +356,9 @@ class Performer:
         entry = await own.open_store(storage, order.options, order.position, number=order.number)
         return m.StoreOpened(order.call, entry.options, own.is_shared(entry.number))
 
-    async def _drop_store(self, number: int) -> None:
-        if self._own.knows_store(number):
-            await self._own.drop_store(number)
+    async def _drop_store(self, order: m.DropStore) -> None:
+        if self._own.knows_store(order.number):
+            await self._own.drop_store(order.number)
 
     def _use_store(self, order: m.UseStore) -> None:
         self._own.use_store(order.number, order.position)
@@ -385,18 +368,9 @@ class Performer:
         self._own.leave_store(order.number)
         self._note_health()
 
-    def _watch(self, order: m.Watch) -> None:
-        if order.on:
-            self._own.watch_store(order.number)
-        else:
-            self._own.unwatch_store(order.number)
-
     def _keys(self, store: int, there: bool, keys: Sequence[bytes]) -> None:
         for at in range(0, len(keys), KEYS):
             self._tell(m.Keys(store, there, tuple(keys[at : at + KEYS])))
-
-    def _probe(self, page_hash: bytes) -> None:
-        self._own.is_away(page_hash)
 
     def _note_health(self) -> None:
         """A breaker has changed its mind, or a store has come or gone."""

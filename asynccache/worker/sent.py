@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, CopyFailed, RankFailure
+from asynccache.worker.change import Change
 
 if TYPE_CHECKING:
     from asynccache.memory.device import Event
@@ -71,7 +72,7 @@ class SentBatches:
         self._events: dict[int, Event] = {}
         self._running: dict[int, EngineBatch] = {}
         self._unread: dict[int, EngineBatch] = {}
-        self._came: dict[asyncio.Future[None], None] = {}
+        self._came = Change()
         self._watching: set[asyncio.Task[None]] = set()
         self._finished = False
         self._failure: RankFailure | None = None
@@ -88,18 +89,13 @@ class SentBatches:
         """The head has sent it."""
         self.last = batch.number
         self._sent[batch.number] = self._unended[batch.number] = self._unread[batch.number] = batch
-        self._wake()
+        self._came.tell()
 
     def finish(self, failure: RankFailure | None) -> None:
         """Nothing more comes. ``failure``: what the engine is told then; None: that all is over."""
         if not self._finished:
             self._finished, self._failure = True, failure
-            self._wake()
-
-    def _wake(self) -> None:
-        for future in self._came:
-            if not future.done():
-                future.set_result(None)
+            self._came.tell()
 
     # what the engine does
 
@@ -111,7 +107,7 @@ class SentBatches:
             RankFailure: the head is gone, or the group has failed; likewise.
         """
         while not self._finished and not self._unread:
-            await self._change()
+            await self._came.wait()
         if self._finished:
             raise self._why() or StopAsyncIteration
         return self._unread.pop(next(iter(self._unread)))
@@ -122,7 +118,7 @@ class SentBatches:
         while self.last < number:
             if self._finished:
                 raise self._why() or ConfigError(f"batch {number} was never sent: the cache is closed")
-            await self._change()
+            await self._came.wait()
         self.check()
         self._unread.pop(number, None)
         return self._unended.get(number)
@@ -130,7 +126,7 @@ class SentBatches:
     async def ended(self) -> None:
         """Return when nothing more comes. Cancelling it stops the waiting. Raises ``RankFailure``: as ``next``."""
         while not self._finished:
-            await self._change()
+            await self._came.wait()
         self.check()
 
     def check(self) -> None:
@@ -141,14 +137,6 @@ class SentBatches:
     def _why(self) -> RankFailure | None:
         """A new error for one waiter."""
         return None if self._failure is None else RankFailure(self._failure.reason, self._failure.rank)
-
-    async def _change(self) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._came[future] = None
-        try:
-            await future
-        finally:
-            del self._came[future]
 
     def find(self, number: int) -> EngineBatch:
         """The batch of this number, which is sent and was not ended. Raises ``ConfigError``: it was, or is not here."""
@@ -210,7 +198,7 @@ class SentBatches:
 
     def lacks_event(self, numbers: Sequence[int]) -> bool:
         """Whether one of these is sent and was not ended."""
-        return any(number in self._sent for number in numbers)
+        return bool(numbers) and not self._sent.keys().isdisjoint(numbers)
 
     def events(self, numbers: Sequence[int]) -> list[Event]:
         """The events of those that are not over."""

@@ -8,10 +8,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
@@ -49,6 +49,11 @@ class Serving:
         self._gives_up_at = inf
         self._closing_takes = 0.0
         self._opening: set[int] = set()
+        self._notes: dict[type, Callable[[Any], None]] = {
+            m.Ready: self._all_open, m.Close: self._is_closing,
+            m.Lost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
+            m.OpenStore: self._wait_for_stores, m.UseStore: self._wait_for_stores, m.DropStore: self._wait_for_stores,
+        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Serving({self.performer!r})"
@@ -82,20 +87,19 @@ class Serving:
 
     def _heard(self, frame: bytes) -> None:
         for order in m.decode_orders(frame):
-            if isinstance(order, m.Ready):
-                self._link.patience(None)
-                if not self._opened.done():
-                    self._opened.set_result(None)
-            elif isinstance(order, m.Lost):
-                self._end(RankFailure(order.reason, order.rank if order.rank >= 0 else None))
-            else:
-                if isinstance(order, m.Close):
-                    self._last_call = order.call
-                    self._closing_takes = order.patience
-                elif isinstance(order, (m.OpenStore, m.UseStore, m.DropStore)):
-                    self._wait_for_stores(order)
-                self.performer.take(order)
+            note = self._notes.get(type(order))
+            if note is not None:
+                note(order)
+            self.performer.take(order)
         self._wire.flush()
+
+    def _all_open(self, _: m.Ready) -> None:
+        self._link.patience(None)
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def _is_closing(self, order: m.Close) -> None:
+        self._last_call, self._closing_takes = order.call, order.patience
 
     def _wait_for_stores(self, order: m.OpenStore | m.UseStore | m.DropStore) -> None:
         """Be patient until the head has done with opening a store: its own worker may pin the host's memory."""
@@ -104,10 +108,12 @@ class Serving:
 
     def _tell(self, message: m.Message) -> None:
         self._wire.put(message)
-        if isinstance(message, (m.Done, m.Failed)) and message.call == self._last_call:
+        if not isinstance(message, m.Answer):
+            return
+        if message.call == self._last_call:
             self._wire.flush()
             self._end(None)
-        elif isinstance(message, m.Reply) and self._counting is None:
+        elif self._counting is None:
             self._counting = self._loop.call_later(COUNTED, self._count)
 
     def _count(self) -> None:

@@ -77,7 +77,8 @@ class Meter:
         self._count += 1
         self._total += milliseconds
         self._buckets[bisect_left(BOUNDS_MS, milliseconds)] += 1
-        self._max = max(self._max, milliseconds)
+        if milliseconds > self._max:
+            self._max = milliseconds
 
     def histogram(self) -> Histogram:
         """All latencies so far."""

@@ -2,7 +2,7 @@
 
 Laws:
 * What is put is sent in the order in which it was put, over each link. Putting never waits and never fails; a frame
-  that would be too long is sent as several.
+  that would be too long is sent as several. Outcomes that follow each other and are alike are one message.
 * A message that cannot be sent takes no other one along, and is never lost in silence: ``failed`` hears of it.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from asynccache.errors import RankFailure
 from asynccache.worker.link import MOST_FRAME, Link
-from asynccache.worker.messages import Message, encode
+from asynccache.worker.messages import Ended, Message, encode
 
 SLICE = 1024
 """Messages in a frame at most, so that a long plan is performed while its end is still being encoded."""
@@ -55,9 +55,13 @@ class Wire:
 
     def put(self, message: Message) -> None:
         """Send it with the others of this turn."""
-        if not self._unsent:
+        unsent = self._unsent
+        if not unsent:
             self._loop.call_soon(self.flush)
-        self._unsent.append(message)
+        elif type(message) is Ended and type(last := unsent[-1]) is Ended and last.status is message.status:
+            last.ops += message.ops
+            return
+        unsent.append(message)
 
     def flush(self) -> None:
         """Send now what was put."""

@@ -232,7 +232,8 @@ class GroupWorld:
 
     def _note_ends(self, rank: int, tell: Callable[[m.Message], None], message: m.Message) -> None:
         if isinstance(message, m.Ended):
-            self.said[message.op][rank] = message.status
+            for op in message.ops:
+                self.said[op][rank] = message.status
         tell(message)
 
     def _check_ends(self, plan: Plan) -> None:

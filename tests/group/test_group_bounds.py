@@ -101,8 +101,8 @@ def test_who_stops_waiting_for_a_batch_or_the_next_one_is_forgotten() -> None:
                 for _ in range(3):
                     with pytest.raises(TimeoutError):
                         await asyncio.wait_for(wait(), 0.01)
-            assert not group._batches[number]._waiters
-            assert len(face._performer.batches._came) == 1, "its process waits for the end"
+            assert not group._batches[number]._changed._event._waiters
+            assert len(face._performer.batches._came._event._waiters) == 1, "its process waits for the end"
             waiting = [asyncio.ensure_future(cache.batch_ended(number)) for _ in range(2)]
             await asyncio.sleep(0)
             group.own.batches.find(number).end()

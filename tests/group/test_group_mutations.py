@@ -84,22 +84,26 @@ def one_done_is_done(patch: Patch) -> None:
     """An operation is DONE, and its slots are free, when the first worker says so."""
     plain = WorkerGroup._ended
 
-    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
-        one = self._open.get(news.op)
-        if one is not None and news.status is Status.DONE and len(one.left) > 1 and self._reports is not None:
+    def end(self: WorkerGroup, rank: int, op: int, status: Status) -> None:
+        one = self._open.get(op)
+        if one is not None and status is Status.DONE and len(one.left) > 1 and self._reports is not None:
             if not hasattr(self, "early"):
                 self.early = set[int]()  # type: ignore[attr-defined]
-            if news.op not in self.early:  # type: ignore[attr-defined]
-                self.early.add(news.op)  # type: ignore[attr-defined]
-                self._reports.ended(Outcome(news.op, Status.DONE))
+            if op not in self.early:  # type: ignore[attr-defined]
+                self.early.add(op)  # type: ignore[attr-defined]
+                self._reports.ended(Outcome(op, Status.DONE))
             one.left.discard(rank)
             return
-        early = news.op in getattr(self, "early", ())
+        early = op in getattr(self, "early", ())
         reports = self._reports
         if early and reports is not None:
             self._reports = reports._replace(ended=lambda _: None)
-        plain(self, rank, news)
+        plain(self, rank, m.Ended(status, [op]))
         self._reports = reports
+
+    def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
+        for op in news.ops:
+            end(self, rank, op, news.status)
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
@@ -108,8 +112,9 @@ def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
     plain = WorkerGroup._close_op
 
-    def close_op(self: WorkerGroup, op: int, done: Any) -> None:
-        plain(self, op, done._replace(failed=set()))
+    def close_op(self: WorkerGroup, op: int, done: Any, now: float) -> None:
+        done.failed = False
+        plain(self, op, done, now)
 
     patch.setattr(WorkerGroup, "_close_op", close_op)
 
@@ -120,14 +125,15 @@ def one_failure_ends_it(patch: Patch) -> None:
 
     def ended(self: WorkerGroup, rank: int, news: m.Ended) -> None:
         gone: set[int] = self.__dict__.setdefault("gone", set())
-        if news.op in gone:
-            return
-        one = self._open.get(news.op)
-        if one is not None and news.status is not Status.DONE:
-            gone.add(news.op)
-            one.left.clear()
-            one.left.add(rank)
-        plain(self, rank, news)
+        for op in news.ops:
+            if op in gone:
+                continue
+            one = self._open.get(op)
+            if one is not None and news.status is not Status.DONE:
+                gone.add(op)
+                one.left.clear()
+                one.left.add(rank)
+            plain(self, rank, m.Ended(news.status, [op]))
 
     patch.setattr(WorkerGroup, "_ended", ended)
 
@@ -145,7 +151,7 @@ def stored_when_one_has(patch: Patch) -> None:
 
 def failed_copies_are_forgotten(patch: Patch) -> None:
     """A worker does not remember which loads have failed on it."""
-    patch.setattr(Performer, "_ended", lambda self, outcome: self._tell(m.Ended(outcome.op, outcome.status)))
+    patch.setattr(Performer, "_ended", lambda self, outcome: self._tell(m.Ended(outcome.status, [outcome.op])))
 
 
 def outcomes_of_another_number(patch: Patch) -> None:
@@ -157,7 +163,7 @@ def outcomes_of_another_number(patch: Patch) -> None:
         before, last[id(self)] = last.get(id(self)), outcome.op
         plain(self, outcome)
         if before is not None and before != outcome.op and self._loop.time() % 1 < 0.2:
-            self._tell(m.Ended(before, outcome.status))
+            self._tell(m.Ended(outcome.status, [before]))
 
     patch.setattr(Performer, "_ended", ended)
 

@@ -105,7 +105,7 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
         slots = bytes(4)
         performer.take(m.SendBatch(8, b"", (7,)))
         performer.take(m.Forget(7))
-        performer.take(m.Load(LoadBack(9, (Move(FULL, slots, slots),))))
+        performer.take(m.Perform.of(LoadBack(9, (Move(FULL, slots, slots),))))
         with pytest.raises(CopyFailed):
             await worker.face.layer(performer.batches.find(8), 0)
         performer.take(m.SendBatch(10, b"", (7,)))

@@ -23,8 +23,9 @@ CONFIG = CacheConfig(
 )  # fmt: skip
 MOVES = (Move(0, b"abcd", b"efgh"), Move(2, b"", b""))
 ORDERS: list[m.Message] = [
-    m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Backup(BackupHost(7, MOVES), (1, 2)), m.Load(LoadBack(8, MOVES)),
-    m.Copy(Clone(9, MOVES, 8)), m.Forget(8), m.SendBatch(3, bytes(range(256)), (8,)),
+    m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Perform.of(BackupHost(7, MOVES), (1, 2)),
+    m.Perform.of(LoadBack(8, MOVES)), m.Perform.of(Clone(9, MOVES, 8)), m.Forget(8),
+    m.SendBatch(3, bytes(range(256)), (8,)),
     m.Store(2, (BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),)),)), m.GiveUp(10),
     m.Ask(3, (Asked("full", bytes(64)),)), m.Fetch(4, (Read("full", bytes(32), bytes(4)),), True),
     m.Delete(5, bytes(32)), m.Clear(6), m.Flush(7), m.Probe(bytes(32)),
@@ -32,7 +33,7 @@ ORDERS: list[m.Message] = [
     m.CloseStore(10, 2), m.Watch(1, True), m.Cancel(5), m.Close(11, 1.5), m.Lost(2, "was silent"),
 ]  # fmt: skip
 NEWS: list[m.Message] = [
-    m.Ended(7, Status.FAILED), m.Over(3, "no memory"), m.Over(4), m.Done(1), m.Failed(2, "Unavailable", "locked"),
+    m.Ended(Status.FAILED, [7, 9]), m.Over(3, "no memory"), m.Over(4), m.Done(1), m.Failed(2, "Unavailable", "locked"),
     m.Opened(3, 4, {"full": 64}, ((StoreOptions(name="x"), True),), bytes(32)),
     m.Answers(4, (bytes([0, 1, 2, 3]), b"")), m.Written(5, (7, 8), 1, 2, 3),
     m.StoreOpened(6, StoreOptions(write=False), False),
@@ -46,7 +47,7 @@ def test_all_messages_of_one_frame_come_back_as_they_were_sent_and_in_order() ->
     assert m.decode_news(m.encode(NEWS)) == NEWS
     kinds = {type(one) for one in (*ORDERS, *NEWS)}
     assert kinds == {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m.Message)} - {
-        m.Message, m.Hello, m.Welcome, m.Settings,
+        m.Message, m.Call, m.Answer, m.Hello, m.Welcome, m.Settings,
     }, "each kind of message is among them"  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Opened:
     def loaded(self, number: int, after: tuple[int, ...] = ()) -> EngineBatch:
         """A batch that needs a load of all pages, which the worker has just heard of."""
         slots = np.arange(PAGES, dtype=np.int32).tobytes()
-        self.performer.take(m.Load(LoadBack(number, (Move(FULL, slots, slots),)), after))
+        self.performer.take(m.Perform.of(LoadBack(number, (Move(FULL, slots, slots),)), after))
         self.performer.take(m.SendBatch(number, b"", (number,)))
         return self.performer.batches.find(number)
 

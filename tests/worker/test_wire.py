@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from asynccache.core.plan import Status
 from asynccache.errors import RankFailure
 from asynccache.worker import messages as m
 from asynccache.worker import wire
@@ -46,6 +47,30 @@ def test_a_message_that_cannot_be_sent_takes_no_other_one_along_and_is_told_of(
     assert len(told) == 3
     for one, why in zip(told, ("Delete: it has 20", "OpenStore: 'utf-8' codec", "Flush: "), strict=True):
         assert one.startswith(f"cannot send its {why}")
+
+
+def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_another() -> None:
+    def ended(status: Status, *ops: int) -> m.Ended:
+        return m.Ended(status, list(ops))
+
+    frames: list[list[m.Message]] = []
+
+    async def main(loop: SimulatedLoop) -> None:
+        link = simulated_links(loop.entropy("links"))[0]
+        link.send = lambda frame: frames.append(list(m.decode_news(frame)))  # type: ignore[method-assign]
+        one = Wire([link], lambda failure: None)
+        done, failed = Status.DONE, Status.FAILED
+        for said in (ended(done, 1), ended(done, 2), ended(failed, 3), ended(done, 4), m.Over(1), ended(done, 5)):
+            one.put(said)
+        await asyncio.sleep(1)
+        one.put(ended(done, 6))
+        await asyncio.sleep(1)
+
+    simulate(main, 1)
+    assert frames == [
+        [ended(Status.DONE, 1, 2), ended(Status.FAILED, 3), ended(Status.DONE, 4), m.Over(1), ended(Status.DONE, 5)],
+        [ended(Status.DONE, 6)],
+    ]
 
 
 def test_a_reason_can_be_sent_whatever_it_says() -> None:

@@ -1,0 +1,56 @@
+"""How much code the workers of several ranks are: `python .ci/code_lines.py` prints what docs/design.md says of it.
+
+Counted are lines that hold code: no blank lines, no comments, and no string that stands alone (docstrings, and what
+is said below a constant). Other files may be given instead, as arguments.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+WORKER = (
+    "change", "fold", "gathering", "group", "holdings", "link", "messages", "performing", "rank", "sent", "serving",
+    "sockets", "topology", "wire",
+)  # fmt: skip
+LINKS = [Path(f"asynccache/worker/{name}.py") for name in WORKER]
+BESIDE = [
+    *sorted(Path("asynccache/cli/ranked").glob("*.py")), Path("asynccache/cli/bench_ranks.py"),
+    Path("tests/simulated/links.py"), Path("scheduler_shim/asynccache_shim/shards.py"),
+    Path("scheduler_shim/asynccache_shim/payload.py"),
+]  # fmt: skip
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(path: Path) -> int:
+    """How many lines of ``path`` hold code."""
+    text = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def tell(title: str, paths: list[Path]) -> int:
+    """Print the lines of each, and their sum, which is returned."""
+    counts = [code_lines(path) for path in paths]
+    for path, count in zip(paths, counts, strict=True):
+        sys.stdout.write(f"{count:6,}  {path}\n")
+    sys.stdout.write(f"{sum(counts):6,}  {title}\n\n")
+    return sum(counts)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        tell("in all", [Path(name) for name in sys.argv[1:]])
+    else:
+        links = tell("both ends of a link, messages, fold and what serves on a rank (goal 1,200)", LINKS)
+        beside = tell("command, bench, simulated links and shim beside them", BESIDE)
+        sys.stdout.write(f"{links + beside:6,}  in all (goal 2,600)\n")
