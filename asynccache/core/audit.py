@@ -187,24 +187,22 @@ def _orders_hold_what_they_should(core: CacheCore) -> None:
                 _require((id(node), place) not in waiting, node, "place", place, "waits twice")
                 waiting[id(node), place] = late
     for node in _nodes(core):
-        for place, entry in enumerate(node.entry):
+        for place, part in enumerate(node.entry):
             found = waiting.get((id(node), place))
-            _require((entry is None) == (found is None), node, "place", place, "has an entry that is in no order")
-            if entry is None:
+            _require((part is None) == (found is None), node, "place", place, "has an entry that is in no order")
+            if part is None:
                 _require(not world.is_candidate(node, place), node, "place", place, "is evictable, waits in no order")
                 continue
             _require(node.state[place] == PRESENT, node, "place", place, "waits in an order and is not there")
             _require(found == world.late(node, place), node, "place", place, "waits in the wrong order")
-            stamp = node.stamp[place % world.count]
-            _require(entry[0] <= stamp, node, "place", place, "waits behind its stamp")
-            part = entry[1]
             queue = part.queue
             _require(part in queue.slices, node, "place", place, "waits in a slice that was taken apart")
-            if entry[0] == stamp:
+            _require(part.nodes.count(node) == 1, node, "place", place, "waits in another slice than it says")
+            stamp, waits_by = node.stamp[place % world.count], part.stamps[part.nodes.index(node)]
+            _require(waits_by <= stamp, node, "place", place, "waits behind its stamp")
+            if waits_by == stamp:
                 wanted = world.queue(node, place, world.late(node, place))
                 _require(queue is wanted, node, "place", place, "waits in another queue than the policy says")
-            waits_by = part.stamps[part.nodes.index(node)]
-            _require(waits_by == entry[0], node, "place", place, "waits by another stamp than it says")
     for place, shelf in enumerate(world.shelves):
         for order in shelf.orders:
             for queue in (order.first, *order.rest):

@@ -11,13 +11,13 @@ Whoever asked for the choice looks then, and puts the cell where it belongs. So 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from asynccache.core.tree import Node
 
-_ENDED = -(1 << 60)
-_IDLE = -(1 << 59)
-_SLICE = 64
+_ENDED: Final = -(1 << 60)
+_IDLE: Final = -(1 << 59)
+_SLICE: Final = 64
 
 
 class Recency:
@@ -79,7 +79,7 @@ def last_touch(node: Node, c: int) -> int:
 
 
 class Slice:
-    """Some neighbours of a queue, the coldest first."""
+    """Some neighbours of a queue, the coldest first. ``stamps``: by which each of ``nodes`` waits."""
 
     __slots__ = ("nodes", "queue", "stamps")
 
@@ -131,7 +131,7 @@ class Queue:
             part.stamps.append(stamp)
             part.nodes.append(node)
             self.changed = self.order.changed = True
-            node.entry[self._place] = (stamp, part)
+            node.entry[self._place] = part
             return
         part = slices[max(0, bisect_right(slices, stamp, key=_coldest_of) - 1)]
         stamps, nodes = part.stamps, part.nodes
@@ -140,7 +140,7 @@ class Queue:
             at += 1
         stamps.insert(at, stamp)
         nodes.insert(at, node)
-        node.entry[self._place] = (stamp, part)
+        node.entry[self._place] = part
         if not at or at == len(nodes) - 1:
             self.changed = self.order.changed = True
         if len(nodes) > 2 * _SLICE:
@@ -151,40 +151,43 @@ class Queue:
         upper.stamps, part.stamps = part.stamps[_SLICE:], part.stamps[:_SLICE]
         upper.nodes, part.nodes = part.nodes[_SLICE:], part.nodes[:_SLICE]
         self.slices.insert(self.slices.index(part) + 1, upper)
-        for stamp, node in zip(upper.stamps, upper.nodes, strict=True):
-            node.entry[self._place] = (stamp, upper)
+        for node in upper.nodes:
+            node.entry[self._place] = upper
 
 
 def withdraw(node: Node, place: int) -> None:
     """Have ``node``'s cell wait no longer; nothing if it does not."""
-    entry = node.entry[place]
-    if entry is None:
+    part = node.entry[place]
+    if part is None:
         return
     node.entry[place] = None
-    stamp, part = entry
     nodes = part.nodes
     if nodes[0] is node:
         at = 0
     elif nodes[-1] is node:
         at = len(nodes) - 1
     else:
-        at = bisect_left(part.stamps, stamp)
-        while nodes[at] is not node:
+        stamps, stamp = part.stamps, node.stamp[place % len(node.stamp)]
+        at = bisect_left(stamps, stamp)
+        while at < len(stamps) and stamps[at] == stamp and nodes[at] is not node:
             at += 1
+        if at == len(stamps) or nodes[at] is not node:  # it was used since, and waits by a stamp that it had before
+            at = nodes.index(node)
     if _drop(part, at):
         part.queue.order.changed = True
 
 
-def take(node: Node, place: int) -> None:
+def take(node: Node, place: int) -> int:
     """``withdraw`` for a cell that was chosen: the oldest or the newest one of its queue. So ``changed`` of its order
-    is left as it is."""
-    entry = node.entry[place]
-    assert entry is not None
+    is left as it is. Returns the stamp that it waited by."""
+    part = node.entry[place]
+    assert part is not None
     node.entry[place] = None
-    part = entry[1]
     at = 0 if part.nodes[0] is node else len(part.nodes) - 1
     assert part.nodes[at] is node, "a policy chooses the oldest or the newest cell of a queue"
+    stamp = part.stamps[at]
     _drop(part, at)
+    return stamp
 
 
 def _drop(part: Slice, at: int) -> bool:

@@ -1,11 +1,13 @@
-"""Keys: runs of int32 tokens as ``bytes``, compared by memcmp, counted in whole pages; names of namespaces."""
+"""What keys are made of, runs of int32 tokens as ``bytes``, and the names of namespaces."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from asynccache.checks import integer, text
 
-TOKEN_BYTES = 4
-HASH_BYTES = 32
+TOKEN_BYTES: Final = 4
+HASH_BYTES: Final = 32
 
 
 class Adapter(str):
@@ -28,17 +30,3 @@ class Adapter(str):
 
     def __repr__(self) -> str:
         return f"Adapter({str(self)!r}, lora_name={self.lora_name!r}, lora_id={self.lora_id})"
-
-
-def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) -> int:
-    """How many whole pages ``key[at:stop]`` and ``other`` have in common from their starts."""
-    low, high = 0, min(stop - at, len(other)) // page_bytes
-    if key.startswith(other[: high * page_bytes], at):
-        return high
-    while low + 1 < high:  # the first ``low`` are common, the first ``high`` are not
-        middle = (low + high) // 2
-        if key.startswith(other[low * page_bytes : middle * page_bytes], at + low * page_bytes):
-            low = middle
-        else:
-            high = middle
-    return low

@@ -7,7 +7,7 @@ the lease into the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asynccache.core.holds import Hold, drop_hold, drop_until, take_hold
 from asynccache.core.keys import TOKEN_BYTES
@@ -22,7 +22,8 @@ from asynccache.core.tree import Node, walk
 from asynccache.core.world import NOWHERE, World, split_at
 from asynccache.errors import CacheFull
 
-EVERYTHING = 1 << 60
+EVERYTHING: Final = 1 << 60
+_NO_ENDS = Ends(0, 0, 0)
 
 
 class Ask(NamedTuple):
@@ -120,9 +121,11 @@ class Leases:
         tried: set[tuple[int, bool]] = set()
         while True:  # an attempt may have evicted what a shorter match needs, so each one matches again
             path, reached = walk(root, ask.key, 0, self._world.page_bytes, stop)
-            ends = self._matching.ends(path, reached) if path else Ends(0, 0, 0)
-            target, exact = next((way for way in self._ways(ask, path, ends) if way not in tried), (NOWHERE, False))
-            if target == NOWHERE:
+            ends = self._matching.ends(path, reached) if path else _NO_ENDS
+            for target, exact in self._ways(ask, path, ends):
+                if (target, exact) not in tried:
+                    break
+            else:
                 return Wait(self._world.plan())
             tried.add((target, exact))
             room, lease = self._try(ask, root, self._cut_path(path, target, exact, self._private(ask)), ends, target)
@@ -135,25 +138,27 @@ class Leases:
 
     def check_possible(self, ask: Ask) -> None:
         """See ``CacheCore.check_possible``."""
-        slots = [shelf.slots.capacity for shelf in self._world.shelves]
-        needs = [self._ceil(ask.reserve)]
+        self._check_capacity(0, self._ceil(ask.reserve))
         if self._swa:
-            needs.append(self._ceil(min(ask.reserve_swa, ask.chunk_swa)))
+            self._check_capacity(self._swa, self._ceil(min(ask.reserve_swa, ask.chunk_swa)))
         if self._mamba:
-            needs.append(ask.states)
-        for component, need in zip(self._world.components, needs, strict=True):
-            if need > slots[component.index]:
-                raise CacheFull(
-                    f"{component.kind.name}: {need} slots are asked for, the device has {slots[component.index]} in all"
-                )
+            self._check_capacity(self._mamba, ask.states)
+
+    def _check_capacity(self, c: int, need: int) -> None:
+        capacity = self._world.shelves[c].slots.capacity
+        if need > capacity:
+            kind = self._world.components[c].kind
+            raise CacheFull(f"{kind.name}: {need} slots are asked for, the device has {capacity} in all")
 
     def _ceil(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
     def _ways(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[tuple[int, bool]]:
         """The match ends to try, best first, and whether to cut a node for the sake of a window that ends there."""
-        exact = (False, True) if self._swa else (False,)
-        return [(target, cut) for target in self._targets(ask, path, ends) for cut in exact]
+        targets = self._targets(ask, path, ends)
+        if not self._swa:
+            return [(target, False) for target in targets]
+        return [(target, cut) for target in targets for cut in (False, True)]
 
     def _targets(self, ask: Ask, path: Sequence[Node], ends: Ends) -> list[int]:
         """The match ends to try, best first. When nothing else runs, a match may not stand in its own way."""
@@ -175,7 +180,7 @@ class Leases:
         world = self._world
         end = path[-1] if path else root
         hold = take_hold(world, end, target)
-        loads = self._loads(path, target)
+        loads = self._loads(path, target) if target > ends.device else []
         for node, mask in loads:
             world.pin(node, HOST, mask.bit_length() - 1)
         needs, own = self._needs(ask, target, loads)
@@ -212,10 +217,11 @@ class Leases:
                 if start < first < node.end and (exact or forks or node.state[self._swa] == ABSENT):
                     path.insert(i, split_at(world, node, first))
                     break
-        for i, node in enumerate(path):
-            if node.parent.end < private < node.end:  # type: ignore[union-attr]
-                path.insert(i, split_at(world, node, private))
-                break
+        if path and private < path[-1].end:
+            for i, node in enumerate(path):
+                if node.parent.end < private < node.end:  # type: ignore[union-attr]
+                    path.insert(i, split_at(world, node, private))
+                    break
         return path
 
     def _loads(self, path: Sequence[Node], target: int) -> list[tuple[Node, int]]:
@@ -279,17 +285,17 @@ class Leases:
 
     def _await_arrivals(self, lease: Lease, path: Sequence[Node], target: int) -> None:
         """Have the lease hear of every load that brings pages it matched."""
-        firsts = [c.first_page(target) for c in self._world.components]
         loads: dict[int, None] = {}
         for node in path:
             if node.ops and any(
-                node.end > firsts[c] and node.state[c] == ARRIVING for c in range(self._count)
+                node.state[c.index] == ARRIVING and node.end > c.first_page(target) for c in self._world.components
             ):
                 for op in node.ops:
                     if op.kind is LOAD_BACK and op.id not in loads:
                         loads[op.id] = None
                         op.leases.append(lease)
-        lease.loads = tuple(loads)
+        if loads:
+            lease.loads = tuple(loads)
 
     def _clone(self, lease: Lease, path: Sequence[Node]) -> None:
         """Give the request its private copy of the state that it matched."""

@@ -8,7 +8,7 @@ pins is part of the fragment: pages under an operation are nobody else's until i
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from asynccache.core.plan import Status
 
@@ -28,8 +28,8 @@ class Kind(IntEnum):
     PREFETCH = 5
 
 
-DEVICE = 0
-HOST = 1
+DEVICE: Final = 0
+HOST: Final = 1
 
 # Reading a member from its Enum costs a quarter of a microsecond, a module's name almost nothing.
 BACKUP_HOST, LOAD_BACK, BACKUP_STORAGE, CLONE, RETIRE, PREFETCH = Kind

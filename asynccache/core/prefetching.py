@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from asynccache.core.keys import HASH_BYTES, common_pages
+from asynccache.core.keys import HASH_BYTES
 from asynccache.core.ledger import BACKUP_HOST, DEVICE, HOST, PREFETCH, Operation
 from asynccache.core.matching import Matching
 from asynccache.core.plan import Medium, More, Plan, Status, Wait
@@ -21,7 +21,7 @@ from asynccache.core.settings import Access, ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.states import ABSENT, ARRIVING, LEAVING, PRESENT
 from asynccache.core.transfers import Transfers
-from asynccache.core.tree import Node, link, walk
+from asynccache.core.tree import Node, common_pages, link, walk
 from asynccache.core.world import World, split_at
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 from operator import add
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from asynccache.core.eviction import Curve, EvictionPolicy, Judged, Learned, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
@@ -33,22 +33,22 @@ from asynccache.core.tree import Node
 
 CLASSES = ("used once", "used twice", "used 3 times", "used 4 to 6 times", "used 7 times or more",
            "forked once", "forked 2 to 4 times", "forked 5 times or more")  # fmt: skip
-BINS = 48
-_FORKED = 5
+BINS: Final = 48
+_FORKED: Final = 5
 EDGES = (0.0, *(0.5 * 1.225**k for k in range(BINS - 1)))
 """Ages in seconds: bin k reaches from ``EDGES[k]`` to ``EDGES[k + 1]``; the last has no end."""
 _EDGES = [int(edge * 1e6) for edge in EDGES]
-_NEVER = 1 << 62
+_NEVER: Final = 1 << 62
 _ENDS = (*_EDGES[1:], _NEVER)
 _WIDTHS_BACK = tuple(0.5 * 1.225**k - EDGES[k] for k in range(BINS - 1, -1, -1))
 _AROUND = tuple(min(k, 2) + 1 + min(BINS - 1 - k, 2) for k in range(BINS))
 _LEARN_EVERY = 100
-_PRIOR_BLOCKS = 300.0
-_PRIOR_USES = 0.02 * _PRIOR_BLOCKS
-_FADE = 0.99
-_COHORTS = 128
-_BLOCK_TOKENS = 512
-_GHOST_SHARE = 8
+_PRIOR_BLOCKS: Final = 300.0
+_PRIOR_USES: Final = 0.02 * _PRIOR_BLOCKS
+_FADE: Final = 0.99
+_COHORTS: Final = 128
+_BLOCK_TOKENS: Final = 512
+_GHOST_SHARE: Final = 8
 _MOST_GHOSTS = 1 << 17
 
 # ``Node.heat``: eight times the uses, up to 7, and the forks, up to 5; ``_CLASS`` and the heat after a use, by heat.

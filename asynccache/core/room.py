@@ -52,8 +52,15 @@ class RoomMaker:
         host copies go that storage has, and none that was made so that its device cell can go."""
         base = tier * self._world.count
         shelves = self._world.shelves
-        if any(need > shelves[base + c].reachable() for c, need in enumerate(needs)):
-            return Room.SHORT
+        free = True
+        for c, need in enumerate(needs):
+            shelf = shelves[base + c]
+            if need > shelf.slots.left:
+                if need > shelf.reachable():
+                    return Room.SHORT
+                free = False
+        if free:
+            return Room.FREE
         for c, need in enumerate(needs):
             place = base + c
             while shelves[place].slots.left < need:
@@ -162,12 +169,10 @@ class RoomMaker:
             node = first.oldest() if first.slices else world.policy.choose(order, now) if order.rest else None
             if node is None:
                 return None
-            entry = node.entry[place]
-            assert entry is not None
-            take(node, place)
+            stamp = take(node, place)
             if not world.is_candidate(node, place):
                 continue  # it is offered again when it becomes one
-            if node.stamp[c] == entry[0]:
+            if node.stamp[c] == stamp:
                 return node
             world.offer(node, place)
 

@@ -7,11 +7,12 @@ again as it is, so most takes and gives move one reference.
 from __future__ import annotations
 
 from array import array
+from typing import Final
 
 from asynccache.errors import InvariantViolation
 
-SLOT_BYTES = 4
-NO_SLOT = b"\xff\xff\xff\xff"
+SLOT_BYTES: Final = 4
+NO_SLOT: Final = b"\xff\xff\xff\xff"
 
 # Runs of a new pool, and the size up to which neighbours on the stack are joined: long enough that a stack of single
 # slots costs little memory, short enough that dividing a run is a small copy.

@@ -14,12 +14,14 @@ every step of a walk.
 
 from __future__ import annotations
 
+from typing import Final
+
 from asynccache.errors import InvariantViolation
 
-ABSENT = 0
-ARRIVING = 1
-PRESENT = 2
-LEAVING = 3
+ABSENT: Final = 0
+ARRIVING: Final = 1
+PRESENT: Final = 2
+LEAVING: Final = 3
 
 HERE = (PRESENT, ARRIVING)
 

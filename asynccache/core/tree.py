@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asynccache.core.keys import HASH_BYTES, common_pages
+from asynccache.core.keys import HASH_BYTES
 from asynccache.core.states import ABSENT, NAMES
 
 if TYPE_CHECKING:
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from asynccache.core.ledger import Operation
 
 
-Entry = tuple[int, "Slice"]
-
-
 class Node:
     """A run of pages, and a cell for each component on each tier.
 
     A cell's *place* is its component on the device, then on the host. By place: ``state``; ``slots``, bytes of int32;
-    ``pins``, how many hold it; ``entry``, if it waits in an eviction order: by which stamp, and where. By component,
+    ``pins``, how many hold it; ``entry``, where it waits in an eviction order, if it does. By component,
     for both tiers: ``stamp``. Lists, one by attribute: an object a cell costs a commit more than all it does with them.
 
     ``kids``: children whose FULL is not ABSENT on the device, on the host. ``ops``: operations that cover this node.
@@ -50,7 +47,7 @@ class Node:
         self.state = [ABSENT] * places
         self.slots = [b""] * places
         self.pins = [0] * places
-        self.entry: list[Entry | None] = [None] * places
+        self.entry: list[Slice | None] = [None] * places
         self.stamp = [0] * components
         self.kids_device = self.kids_host = 0
         self.hashes = b""
@@ -103,6 +100,20 @@ def walk(start: Node, key: bytes, at: int, page_bytes: int, stop: int | None = N
         at += len(child.key)
         node = child
     return path, min(at, stop // page_bytes * page_bytes)
+
+
+def common_pages(key: bytes, at: int, stop: int, other: bytes, page_bytes: int) -> int:
+    """How many whole pages ``key[at:stop]`` and ``other`` have in common from their starts."""
+    low, high = 0, min(stop - at, len(other)) // page_bytes
+    if key.startswith(other[: high * page_bytes], at):
+        return high
+    while low + 1 < high:  # the first ``low`` are common, the first ``high`` are not
+        middle = (low + high) // 2
+        if key.startswith(other[low * page_bytes : middle * page_bytes], at + low * page_bytes):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def link(parent: Node, child: Node, page_bytes: int) -> None:

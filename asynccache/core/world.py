@@ -11,6 +11,7 @@ of component c comes with pins of all components before it, so what is pinned is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from asynccache.core import components
 from asynccache.core.eviction import Order, Queue, Recency, is_idle, withdraw
@@ -25,9 +26,9 @@ from asynccache.core.states import ABSENT, LEAVING, MAY, PRESENT, illegal
 from asynccache.core.tree import Node, Root, cut, unlink
 from asynccache.errors import InvariantViolation
 
-EARLY = 0
-LATE = 1
-NOWHERE = 1 << 60
+EARLY: Final = 0
+LATE: Final = 1
+NOWHERE: Final = 1 << 60
 
 # ``Node.stored``: so many bits for components, and above them an era.
 _BITS = len(ComponentKind)
@@ -326,14 +327,21 @@ class World:
         """No match is likely to end where it would need component ``c`` of ``node``. Whether that was known."""
         if is_idle(node, c):
             return True
+        self._withdraw_both(node, c)
         self.recency.idle(node, c)
         self.reorder(node, c)
         self.reorder(node, c + self.count)
         return False
 
+    def _withdraw_both(self, node: Node, c: int) -> None:
+        """Before component ``c`` gets another stamp: it is found by the one that it has."""
+        withdraw(node, c)
+        withdraw(node, c + self.count)
+
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
         for c in range(self.count):
+            self._withdraw_both(node, c)
             self.recency.end(node, c)
             self.reorder(node, c)
             self.reorder(node, c + self.count)

@@ -18,7 +18,7 @@ from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics,
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.runtime.closing import SavingLimit
-from asynccache.runtime.entry import checked_terms
+from asynccache.runtime.entry import ask_for
 from asynccache.runtime.explaining import Explained, explain
 from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Kept
@@ -322,15 +322,16 @@ class AsyncCache:
         ``ResourceWarning`` that says where this was called.
 
         Raises:
-            ConfigError: an argument is unusable. The tokens are looked at when it is entered.
+            ConfigError: an argument is unusable.
         """
-        leasing = self._opened().leasing
-        terms = checked_terms(
-            leasing.door, tokens, new_tokens, extra_key, prefetch, wait, timeout, states, chunk, swa_chunk, shorter,
-            shared_tokens,
-        )
+        door = self._opened().door
+        handle = None if prefetch is None else door.prefetching.own(prefetch)
+        wait = checks.flag("wait", wait)
+        if timeout is not None:
+            timeout = checks.number("timeout", timeout, 0)
+        ask = ask_for(door, tokens, new_tokens, extra_key, states, chunk, swa_chunk, shorter, shared_tokens)
         caller = sys._getframe(1)
-        return Lease(leasing, terms, (caller.f_code, caller.f_lasti))
+        return Lease(door, ask, extra_key, handle, wait, timeout, (caller.f_code, caller.f_lasti))
 
     async def keep(self, tokens: Tokens, ttl: float = 60.0, extra_key: ExtraKey = None) -> Kept:
         """Pin what is cached of ``tokens`` for ``ttl`` seconds, as far as ``kept_fraction`` allows; ``kept.tokens``

@@ -1,4 +1,4 @@
-"""Where requests come in: what leases have in common before they hold anything, and who holds something.
+"""Where requests come in: what the leases of one cache share, and who holds something.
 
 Mutable state: ``holders`` (the core's leases, each with the task that was granted it, and kept prefixes; neither a
 request's ``Lease`` nor its task is kept alive by it).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asynccache import checks
 from asynccache.core.settings import ComponentKind
@@ -19,14 +19,28 @@ from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.worker.contract import Worker
 
+if TYPE_CHECKING:
+    from asynccache.runtime.engine import Engine
+    from asynccache.runtime.lookups import Lookups
+    from asynccache.runtime.publishing import Publisher
+    from asynccache.runtime.supervisor import Supervisor
+
 CHECKPOINTS = 2
 
 
 class Door:
     """``default_states``: MAMBA slots of a lease that asks for none; 0 where there are no recurrent states."""
 
-    def __init__(self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces) -> None:
+    def __init__(
+        self, driver: Driver, worker: Worker, prefetching: Prefetching, namespaces: Namespaces, engine: Engine,
+        publisher: Publisher, lookups: Lookups, supervisor: Supervisor,
+    ) -> None:  # fmt: skip
         self.driver = driver
+        self.engine = engine
+        self.publisher = publisher
+        self.lookups = lookups
+        self.supervisor = supervisor
+        self.loop = asyncio.get_running_loop()
         self.worker = worker
         self.prefetching = prefetching
         self.namespaces = namespaces

@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from asynccache.checks import flag, integer, namespace, number
+from asynccache.checks import flag, integer
 from asynccache.core.cache import EVERYTHING, Ask, Grant
 from asynccache.core.plan import Wait
 from asynccache.core.settings import PrefetchPolicy
 from asynccache.errors import CacheFull, ConfigError
 from asynccache.runtime.line import Place
-from asynccache.runtime.prefetch import Held, Prefetch, PrefetchHandle, Wish
+from asynccache.runtime.prefetch import Held, Prefetch, Wish
 from asynccache.runtime.tokens import TOKEN_BYTES, Tokens, as_key
 
 if TYPE_CHECKING:
@@ -31,73 +31,27 @@ GRACE = 0.5
 Granted = Callable[[Grant], None]
 
 
-class Terms(NamedTuple):
-    """What ``AsyncCache.lease`` was asked for. All but the tokens is checked; see ``checked_terms``."""
-
-    tokens: Tokens
-    new_tokens: int = 0
-    extra_key: str | bytes | None = None
-    prefetch: Prefetch | None = None
-    wait: bool = True
-    timeout: float | None = None
-    states: int | None = None
-    chunk: int | None = None
-    swa_chunk: int | None = None
-    shorter: bool = True
-    shared_tokens: int | None = None
-
-
-def checked_terms(
-    door: Door, tokens: Tokens, new_tokens: int, extra_key: str | bytes | None, prefetch: PrefetchHandle | None,
-    wait: bool, timeout: float | None, states: int | None, chunk: int | None, swa_chunk: int | None, shorter: bool,
-    shared_tokens: int | None,
-) -> Terms:  # fmt: skip
-    """The terms in Python's own types, but for the tokens, which ``ask_for`` checks.
+def ask_for(
+    door: Door, tokens: Tokens, new_tokens: object, extra_key: str | bytes | None, states: object, chunk: object,
+    swa_chunk: object, shorter: object, shared_tokens: object,
+) -> Ask:  # fmt: skip
+    """What the core is asked for: the request, in Python's own types, as it stays until the lease is over.
 
     Raises:
-        ConfigError: a term is unusable; the message names it and its value.
+        ConfigError: an argument is unusable; the message names it and its value.
     """
-    if extra_key is not None:
-        namespace("extra_key", extra_key)
-    own = None if prefetch is None else door.prefetching.own(prefetch)
-    if timeout is not None:
-        timeout = number("timeout", timeout, 0)
-    if states is not None:
-        states = door.check_states(states)
-    if chunk is not None:
-        chunk = integer("chunk", chunk, 1)
-    if swa_chunk is not None:
-        swa_chunk = integer("swa_chunk", swa_chunk, 1)
-    if shared_tokens is not None:
-        shared_tokens = integer("shared_tokens", shared_tokens, 0)
-    return Terms(
-        tokens, integer("new_tokens", new_tokens, 0), extra_key, own, flag("wait", wait), timeout, states, chunk,
-        swa_chunk, flag("shorter", shorter), shared_tokens,
-    )  # fmt: skip
-
-
-def ask_for(door: Door, terms: Terms) -> Ask:
-    """What the core is asked for these terms.
-
-    Raises:
-        ConfigError: the tokens are unusable.
-    """
-    tokens, new_tokens, extra_key, _, _, _, states, chunk, swa_chunk, shorter, shared = terms
     key = as_key(tokens)
     if not key:
         raise ConfigError("tokens: a lease needs at least one")
-    if states is None:
-        states = door.default_states
-    if chunk is None:
-        chunk = EVERYTHING
-    if swa_chunk is None:
-        swa_chunk = chunk
     length = len(key) // TOKEN_BYTES
-    reserve = length + new_tokens
-    swa = reserve if door.has_swa else 0
+    reserve = length + integer("new_tokens", new_tokens, 0)
+    slots = door.default_states if states is None else door.check_states(states)
+    most = EVERYTHING if chunk is None else integer("chunk", chunk, 1)
+    most_swa = most if swa_chunk is None else integer("swa_chunk", swa_chunk, 1)
+    shared = EVERYTHING if shared_tokens is None else integer("shared_tokens", shared_tokens, 0)
     return Ask(
-        door.namespaces.space(extra_key), key, length - 1, reserve, swa, states, True, chunk, swa_chunk, shorter,
-        EVERYTHING if shared is None else shared,
+        door.namespaces.space(extra_key), key, length - 1, reserve, reserve if door.has_swa else 0, slots, True, most,
+        most_swa, flag("shorter", shorter), shared,
     )  # fmt: skip
 
 
@@ -132,13 +86,13 @@ class Entry:
     ``handle``: its prefetch, if there is one. ``arrival``: what the tiers held when it came, if that was looked up.
     """
 
-    def __init__(self, door: Door, ask: Ask, terms: Terms) -> None:
-        self.handle = terms.prefetch
+    def __init__(self, door: Door, ask: Ask, handle: Prefetch | None, wait: bool, timeout: float | None) -> None:
+        self.handle = handle
         self._door = door
         self._ask = ask
-        self._wait = terms.wait
-        self._timeout = terms.timeout
-        self._own_handle = door.worker.has_stores and terms.wait and terms.prefetch is None
+        self._wait = wait
+        self._timeout = timeout
+        self._own_handle = door.worker.has_stores and wait and handle is None
         if self._own_handle:
             self.handle = door.prefetching.begin(ask.space, ask.key)
         if self.handle is not None:

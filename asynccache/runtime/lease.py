@@ -30,7 +30,7 @@ from asynccache.core.cache import Lease as CoreLease
 from asynccache.core.plan import More, Plan, Wait
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, ConfigError, CopyFailed, LoadFailed
-from asynccache.runtime.entry import Entry, Terms, ask_for, enter_at_once
+from asynccache.runtime.entry import Entry, enter_at_once
 from asynccache.runtime.handoff import hand_over
 from asynccache.runtime.prefetch import Held, Prefetch
 from asynccache.runtime.publishing import Publishing
@@ -38,29 +38,11 @@ from asynccache.runtime.tokens import Tokens, as_key
 
 if TYPE_CHECKING:
     from asynccache.runtime.door import Door
-    from asynccache.runtime.driver import Driver
-    from asynccache.runtime.engine import Engine
-    from asynccache.runtime.lookups import Lookups
-    from asynccache.runtime.publishing import Publisher
-    from asynccache.runtime.supervisor import Supervisor
-    from asynccache.worker.contract import Batch, Worker
+    from asynccache.worker.contract import Batch
 
 Pages = npt.NDArray[np.int32]
 
 _COMPONENT = {POOL_NAME[kind]: int(kind) for kind in (ComponentKind.FULL, ComponentKind.SWA)}
-
-
-class Leasing(NamedTuple):
-    """What the leases of one cache share."""
-
-    driver: Driver
-    door: Door
-    engine: Engine
-    publisher: Publisher
-    worker: Worker
-    lookups: Lookups
-    supervisor: Supervisor
-    loop: asyncio.AbstractEventLoop
 
 
 class Hits(NamedTuple):
@@ -92,19 +74,24 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_arrival", "_ask", "_core", "_entering", "_handle", "_parts", "_publishing", "_resets", "_state", "_taken",
-        "_terms",
+        "_age", "_arrival", "_ask", "_core", "_door", "_entering", "_extra_key", "_handle", "_publishing", "_state",
+        "_taken", "_timeout", "_wait",
     )  # fmt: skip
 
-    def __init__(self, parts: Leasing, terms: Terms, taken: Taken) -> None:
+    def __init__(
+        self, door: Door, ask: Ask, extra_key: str | bytes | None, handle: Prefetch | None, wait: bool,
+        timeout: float | None, taken: Taken,
+    ) -> None:  # fmt: skip
         self._state = NEW
-        self._parts = parts
-        self._terms = terms
+        self._door = door
+        self._ask = ask
+        self._extra_key = extra_key
+        self._age = door.namespaces.age(extra_key)
+        self._handle = handle
+        self._wait = wait
+        self._timeout = timeout
         self._taken = taken
-        self._ask: Ask
-        self._resets: int
         self._core: CoreLease
-        self._handle: Prefetch | None = None
         self._arrival: Held | None = None
         self._publishing: Publishing | None = None
         self._entering: asyncio.Task[object] | None = None
@@ -130,22 +117,28 @@ class Lease:
             RuntimeError: it would have to wait, and this task holds a lease already.
             RankFailure: a rank was lost; so ended the cache.
         """
-        door, terms = self._parts.door, self._terms
+        door = self._door
         door.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        self._ask = ask = ask_for(door, terms)
+        if self._age != door.namespaces.age(self._extra_key):
+            self._into_what_is_valid()
         self._state = ENTERING
-        self._resets = door.namespaces.resets
         try:
-            if terms.prefetch is not None or door.worker.has_stores or not enter_at_once(door, ask, self._granted):
-                await self._enter(Entry(door, ask, terms))
-            self._parts.lookups.count(self._core, ask, self.hits, self._handle)
+            if self._handle is not None or door.worker.has_stores or not enter_at_once(door, self._ask, self._granted):
+                await self._enter(Entry(door, self._ask, self._handle, self._wait, self._timeout))
+            door.lookups.count(self._core, self._ask, self.hits, self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED
             raise
         return self
+
+    def _into_what_is_valid(self) -> None:
+        """Its namespace was invalidated since it was asked for: it enters the one that there is now."""
+        namespaces = self._door.namespaces
+        self._age = namespaces.age(self._extra_key)
+        self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
 
     async def _enter(self, entry: Entry) -> None:
         self._entering = asyncio.current_task()
@@ -165,9 +158,9 @@ class Lease:
         """In the same turn as the core's answer: from here on ``release`` undoes it."""
         self._core = grant.lease
         self._state = HELD
-        parts = self._parts
-        task = asyncio.current_task(parts.loop)
-        parts.door.holders[grant.lease] = None if task is None else weakref.ref(task)
+        door = self._door
+        task = asyncio.current_task(door.loop)
+        door.holders[grant.lease] = None if task is None else weakref.ref(task)
 
     def release(self, after: object | None = None, ended: bool = False) -> None:
         """Give everything back. Idempotent, synchronous.
@@ -180,25 +173,25 @@ class Lease:
             ConfigError: the device cannot wait for ``after``, or ``ended`` is no truth value; the lease holds what it
                 held.
         """
-        parts = self._parts
-        parts.driver.check_thread()
+        door = self._door
+        door.driver.check_thread()
         ended = flag("ended", ended)
         if self._state is not HELD:
             return
-        batch = None if after is None else parts.engine.batch("release: after", after)
+        batch = None if after is None else door.engine.batch("release: after", after)
         self._state = RELEASED
-        _give_back(parts.door, self._core, self._publishing if batch is None else self._commits(), batch, ended)
+        _give_back(door, self._core, self._publishing if batch is None else self._commits(), batch, ended)
 
     def __del__(self) -> None:
         """The lease is garbage: in any thread, at any moment, also within a call of the core. So the loop gives back
         what it holds."""
-        parts = self._parts
-        if self._state is not HELD or parts.driver.closed is not None:
+        door = self._door
+        if self._state is not HELD or door.driver.closed is not None:
             return
         what = f"{self!r}, taken at {_place(*self._taken)}"
         self._state = RELEASED
         with suppress(RuntimeError):  # the loop is closed, and nobody wants the pages any more
-            parts.loop.call_soon_threadsafe(_give_back, parts.door, self._core, self._publishing)
+            door.loop.call_soon_threadsafe(_give_back, door, self._core, self._publishing)
             warnings.warn(
                 f"{what}, was dropped without being released: use 'async with', or release()",
                 ResourceWarning, source=self, stacklevel=2,
@@ -207,7 +200,7 @@ class Lease:
     def abort(self) -> None:
         """Give up: out of the line, where the task that waits to enter is cancelled, or ``release``. Idempotent,
         synchronous."""
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         entering, self._entering = self._entering, None
         if entering is not None:
             entering.cancel()
@@ -224,7 +217,7 @@ class Lease:
         if self._publishing is None:
             handle = self._handle
             chain = handle.chain.copy() if handle is not None and handle.space == self._ask.space else None
-            self._publishing = Publishing(self._parts.publisher, self._core, self._ask, chain)
+            self._publishing = Publishing(self._door.publisher, self._core, self._ask, chain)
         return self._publishing
 
     # what it holds
@@ -242,12 +235,12 @@ class Lease:
     def page_table(self, component: str) -> Pages:
         """The page table of ``"full"`` or ``"swa"``; -1 where it has no page (SWA outside the window)."""
         kind = _COMPONENT.get(text("component", component))
-        if kind is None or (kind and not self._parts.door.has_swa):
+        if kind is None or (kind and not self._door.has_swa):
             raise ConfigError(f"component={component!r}: no component with a page table is called so")
         return self._table(kind)
 
     def _table(self, component: int) -> Pages:
-        return np.frombuffer(self._parts.driver.core.pages(self._held(), component), np.int32)
+        return np.frombuffer(self._door.driver.core.pages(self._held(), component), np.int32)
 
     @property
     def states(self) -> Pages:
@@ -259,7 +252,7 @@ class Lease:
         """Where the engine should take a MAMBA checkpoint (tokens, whole pages): where FULL alone matched, so that the
         next request with this prefix hits. 0: none is wanted but at the prompt's end."""
         core = self._core
-        return core.full if self._parts.door.default_states and core.full > core.cached else 0
+        return core.full if self._door.default_states and core.full > core.cached else 0
 
     @property
     def hits(self) -> Hits:
@@ -282,7 +275,7 @@ class Lease:
     @property
     def loading(self) -> bool:
         """Whether ``loaded`` would have to wait."""
-        ops = self._parts.driver.ops
+        ops = self._door.driver.ops
         return any(op in ops for op in self._held().loads)
 
     async def loaded(self) -> None:
@@ -292,18 +285,18 @@ class Lease:
             LoadFailed: a load failed; release and enter again.
             CacheClosed: the cache was closed, and nobody knows what has arrived.
         """
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         core = self._held()
         for op in core.loads:
-            await self._parts.driver.ops.any((op,))
+            await self._door.driver.ops.any((op,))
         self._check_loads(core)
 
     def _check_loads(self, core: CoreLease) -> None:
         """An operation that is not in flight any more is DONE, unless it failed or the cache is closed."""
         if core.valid is not None:
             raise LoadFailed(core.valid)
-        if core.loads and self._parts.driver.closed is not None:
-            self._parts.driver.refuse()
+        if core.loads and self._door.driver.closed is not None:
+            self._door.driver.refuse()
 
     async def layer(self, i: int) -> None:
         """Return when layer ``i`` of every page is on the device; for engines without streams. Cancelling it stops
@@ -314,12 +307,12 @@ class Lease:
             CacheClosed: the cache was closed, and nobody knows what has arrived.
             ConfigError: the model has no layer ``i``.
         """
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         i = self._check_layer(i)
         core = self._held()
         for op in core.loads:
             try:
-                await self._parts.worker.layer(op, i)
+                await self._door.worker.layer(op, i)
             except CopyFailed:
                 await self.loaded()
         self._check_loads(core)
@@ -335,11 +328,11 @@ class Lease:
             ConfigError: ``stream`` is no stream, or the model has no layer ``i``.
             AsyncCacheError: the driver refused (a stream of another GPU, one that is captured): nothing was ordered.
         """
-        self._parts.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
+        self._door.worker.wait_layers(stream, self._held().loads, self._check_layer(i))
 
     def _check_layer(self, i: object) -> int:
         """``i`` as a layer of the model. Raises ``ConfigError`` if the model has no such layer."""
-        return integer("i", i, 0, self._parts.worker.layers - 1)
+        return integer("i", i, 0, self._door.worker.layers - 1)
 
     # growing and shrinking
 
@@ -353,7 +346,7 @@ class Lease:
             CacheFull: not now.
             ConfigError: an argument is unusable; nothing was reserved.
         """
-        core, door, driver = self._held(), self._parts.door, self._parts.driver
+        core, door, driver = self._held(), self._door, self._door.driver
         driver.check_thread()
         tokens, states, wait = integer("tokens", tokens, 0), door.check_states(states), flag("wait", wait)
 
@@ -382,10 +375,10 @@ class Lease:
         Raises:
             ConfigError: ``position`` lies beyond what is reserved, or the device cannot wait for ``after``.
         """
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         position = integer("position", position, 0, self._held().reserved)
         self._fence("advance: after", after)
-        driver = self._parts.driver
+        driver = self._door.driver
         driver.perform(driver.unlocked(driver.core.advance, self._core, position))
 
     def truncate(self, length: int, after: object | None = None) -> None:
@@ -396,16 +389,16 @@ class Lease:
         Raises:
             ConfigError: ``length`` is less than what is committed.
         """
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         length = integer("length", length, self._held().length)
         self._fence("truncate: after", after)
-        driver = self._parts.driver
+        driver = self._door.driver
         driver.perform(driver.unlocked(driver.core.truncate, self._core, length))
 
     def _fence(self, name: str, after: object | None) -> None:
-        batch = self._parts.engine.batch(name, after)
+        batch = self._door.engine.batch(name, after)
         if batch is not None:
-            self._parts.engine.fence(self._held(), batch)
+            self._door.engine.fence(self._held(), batch)
 
     # committing
 
@@ -425,11 +418,11 @@ class Lease:
                 a page of them, or its slot is none of ``states``, or the device cannot wait for ``ready``. Nothing was
                 published, and ``ready`` was not taken.
         """
-        self._parts.driver.check_thread()
+        self._door.driver.check_thread()
         core, key = self._held(), as_key(tokens)
         commits = self._commits()
         checkpoint = commits.check(key, checkpoint)
-        batch = self._parts.engine.batch("commit: ready", ready)
+        batch = self._door.engine.batch("commit: ready", ready)
         if batch is not None:
             commits.expect(batch)
         async with commits.order:
@@ -441,14 +434,13 @@ class Lease:
 
     def _still_valid(self) -> bool:
         """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
-        namespaces = self._parts.door.namespaces
-        return namespaces.resets == self._resets and namespaces.space(self._terms.extra_key) == self._ask.space
+        return self._door.namespaces.age(self._extra_key) == self._age
 
     def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
         ``after`` (an event as for ``release``) has fired. The next commit and the release imply it."""
-        self._parts.driver.check_thread()
-        batch = self._parts.engine.batch("adopt: after", after)
+        self._door.driver.check_thread()
+        batch = self._door.engine.batch("adopt: after", after)
         if self._publishing is not None:
             self._publishing.adopt(batch)
 
@@ -462,8 +454,8 @@ class Lease:
         Raises:
             ConfigError: the device cannot wait for ``ready``; nothing was handed over.
         """
-        event = self._parts.engine.event("commit_threadsafe: ready", ready)
-        loop, supervisor = self._parts.loop, self._parts.supervisor
+        event = self._door.engine.event("commit_threadsafe: ready", ready)
+        loop, supervisor = self._door.loop, self._door.supervisor
         return hand_over(loop, supervisor.spawn, partial(self.commit, tokens, event, checkpoint))
 
     def release_threadsafe(self, after: object | None = None, ended: bool = False) -> None:
@@ -473,11 +465,11 @@ class Lease:
             ConfigError: the device cannot wait for ``after``; the lease holds what it held.
         """
         ended = flag("ended", ended)
-        event = self._parts.engine.event("release_threadsafe: after", after)
-        self._parts.loop.call_soon_threadsafe(self._release_soon, event, ended)
+        event = self._door.engine.event("release_threadsafe: after", after)
+        self._door.loop.call_soon_threadsafe(self._release_soon, event, ended)
 
     def _release_soon(self, after: object | None, ended: bool) -> None:
-        if self._parts.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
+        if self._door.supervisor.spawn(self._release_in_order(after, ended), "asynccache-handoff") is None:
             self.release(after, ended)
 
     async def _release_in_order(self, after: object | None, ended: bool) -> None:

@@ -46,6 +46,10 @@ class Namespaces:
             self._names.name(space, extra_key)
         return space
 
+    def age(self, extra_key: str | bytes | None) -> int:
+        """How often the namespace was invalidated, alone or with all others."""
+        return self.resets + self._epochs[extra_key] if self._epochs else self.resets
+
     def outdate(self, extra_key: str | bytes | None) -> bytes:
         """From now on the namespace is another one; the digest that it had. Raises as ``space``."""
         space = self.space(extra_key)

@@ -26,7 +26,6 @@ from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.engine import Engine
 from asynccache.runtime.freezing import Freezer
 from asynccache.runtime.keeping import Keeper
-from asynccache.runtime.lease import Leasing
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
 from asynccache.runtime.notices import EventStage
@@ -74,15 +73,14 @@ class Parts:
         self.prefetching = Prefetching(
             config, driver, worker, self.pools, self.claims, self.clearing, self.supervisor.spawn, time.perf_counter
         )
-        self.door = Door(driver, worker, self.prefetching, self.namespaces)
         self.publisher = self._publisher()
+        self.door = Door(
+            driver, worker, self.prefetching, self.namespaces, self.engine, self.publisher, self.lookups,
+            self.supervisor,
+        )
         self.keeper = Keeper(config, self.door)
         self.stores = Stores(driver, worker, self.announcing, self.supervisor, self.outbox.backlog.limits[0])
         self.saving = Saving(driver, self.prefetching, self.claims)
-        self.leasing = Leasing(
-            driver, self.door, self.engine, self.publisher, worker, self.lookups, self.supervisor,
-            asyncio.get_running_loop(),
-        )  # fmt: skip
         self._after_acks = Freezer(lambda: self.publisher.commits).look if config.freeze_gc else nothing
         self._route()
 

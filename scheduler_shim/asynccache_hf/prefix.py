@@ -211,7 +211,7 @@ class PrefixCache:
             return self._without(row, options)
         while True:
             try:
-                lease = self._loop.call(_entered(self._cache.lease(tokens, new_tokens=most, extra_key=extra_key)))
+                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key))
             except LoadFailed:
                 continue  # what failed is forgotten: the next lease computes it
             except CacheFull:
@@ -323,9 +323,10 @@ async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncC
     return await question(cache)
 
 
-async def _entered(lease: Lease) -> Lease:
-    """The lease, with all that is cached on the device. Cancelling it leaves nothing behind."""
-    await lease.__aenter__()
+async def _entered(cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None) -> Lease:
+    """A lease for ``tokens`` and ``most`` more, with all that is cached on the device. Cancelling it leaves nothing
+    behind."""
+    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key).__aenter__()
     try:
         await lease.loaded()
     except BaseException:

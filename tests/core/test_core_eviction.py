@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from asynccache.core.cache import Grant
+from asynccache.core.eviction import Order, withdraw
 from asynccache.core.plan import BackupHost, BackupStorage, LoadBack, Medium, Publish, Status
+from asynccache.core.tree import Node, Root
 from tests.simulated.synchronous import MAMBA, SPACE, Running, SynchronousRuntime, core_config, spell
 
 
@@ -356,3 +358,19 @@ def test_order_holds_at_any_size() -> None:
         run.match(spell(text))
     take(run, 20)
     assert [run.reach(text)[0] for text in texts] == [2] * 10 + [0] * 10
+
+
+def test_a_cell_that_was_used_since_it_began_to_wait_is_found_among_its_neighbours() -> None:
+    """It waits by the stamp that it had before, so it is not where a search by the one that it has would look."""
+    order = Order(0, 1)
+    queue = order.rest[0]
+    root = Root(SPACE, 1)
+    nodes = [Node(bytes([number]) * 16, 4, root, 1) for number in range(9)]
+    for number, node in enumerate(nodes):
+        queue.put(10 * number, node)
+    for number, node in enumerate(nodes):
+        node.stamp[0] = 1000 if number % 2 else 10 * number
+    for gone in (4, 3, 7, 5):
+        withdraw(nodes[gone], 0)
+        assert nodes[gone].entry[0] is None
+    assert order.entries() == [(10 * number, nodes[number]) for number in (0, 1, 2, 6, 8)]

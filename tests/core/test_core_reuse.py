@@ -256,9 +256,9 @@ def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None
         node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
         while node.children:
             node = next(iter(node.children.values()))
-        entry = node.entry[0]
-        assert entry is not None
-        assert entry[1].queue is world.queue(node, 0, LATE)
+        part = node.entry[0]
+        assert part is not None
+        assert part.queue is world.queue(node, 0, LATE)
     assert {node.heat >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
 
 

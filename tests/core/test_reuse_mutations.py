@@ -126,11 +126,12 @@ def a_cell_stays_in_the_queue_of_its_class_before(patch: Patch) -> None:
 def what_was_chosen_waits_on(patch: Patch) -> None:
     take = eviction.take
 
-    def left(node: Node, place: int) -> None:
+    def left(node: Node, place: int) -> int:
         entry = node.entry[place]
-        take(node, place)
+        stamp = take(node, place)
         if entry is not None and node.pins[place]:
             node.entry[place] = entry
+        return stamp
 
     patch.setattr(room, "take", left)
 

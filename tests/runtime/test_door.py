@@ -97,6 +97,38 @@ async def test_a_lease_that_is_aborted_while_it_waits_leaves_the_line_and_is_nev
 
 
 @pytest.mark.asyncio
+async def test_a_lease_is_asked_for_the_tokens_as_they_were_then() -> None:
+    async with opened(settings(device=8)) as cache:
+        await serve(cache, text(3))
+        tokens = text(3)
+        lease = cache.lease(tokens)
+        tokens[0] += 1
+        async with lease:
+            assert lease.cached == 2 * PAGE
+        with pytest.raises(ConfigError, match=r"tokens\[1\]=-1"):
+            cache.lease([1, -1])
+        with pytest.raises(ConfigError, match="at least one"):
+            cache.lease([])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_lease_enters_the_namespace_that_there_is_when_it_is_entered(alone: bool) -> None:
+    """It was asked for before its namespace was invalidated, alone or with all others. It finds nothing of before, and
+    what it commits is found by those after it."""
+    async with opened(settings(device=16)) as cache:
+        async with cache.lease(text(3), extra_key="tenant") as first:
+            await first.commit(text(3))
+        late = cache.lease(text(3), extra_key="tenant")
+        await (cache.invalidate("tenant") if alone else cache.reset())
+        async with late:
+            assert late.cached == 0
+            await late.commit(text(3))
+        async with cache.lease(text(3), extra_key="tenant") as after:
+            assert after.cached == 2 * PAGE
+
+
+@pytest.mark.asyncio
 async def test_leaving_the_line_wakes_the_next() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)

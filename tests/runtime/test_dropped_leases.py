@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import sys
 import threading
@@ -175,7 +176,8 @@ async def test_a_lease_that_outlives_its_loop_is_garbage_like_any_other() -> Non
     ended.close()
     async with opened(settings(device=8), idle=False) as cache:
         lease = await cache.lease(text(8)).__aenter__()
-        lease._parts = lease._parts._replace(loop=ended)
+        lease._door = copy.copy(lease._door)
+        lease._door.loop = ended
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             del lease
