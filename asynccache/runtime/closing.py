@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from asynccache.errors import CacheClosed, RankFailure
@@ -33,15 +33,15 @@ class SavingLimit:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._end)
 
-    async def keep(self, work: Coroutine[Any, Any, None]) -> None:
-        """``work``, within the limit. Cancelling it cancels the work.
+    async def keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """``work()``, within the limit. Cancelling it cancels the work.
 
         Raises:
             TimeoutError: the limit came first, and the work is cancelled.
         """
         async with asyncio.timeout_at(self._end) as self._timeout:
             try:
-                await work
+                await work()
             finally:
                 self._timeout = None
 
@@ -57,7 +57,7 @@ class Saving:
     async def save(self, limit: SavingLimit) -> None:
         """As much as can be in that time. Cancelling it stops the waiting; backups that began go on."""
         try:
-            await limit.keep(self._settle_down())
+            await limit.keep(self._settle_down)
         except TimeoutError:
             pass  # the report says what that leaves
         except (CacheClosed, RankFailure):
