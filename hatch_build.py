@@ -138,7 +138,7 @@ def _builder() -> str:
 
 
 def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CC", "") or sysconfig.get_config_vars()["CC"])
+    return shlex.split(os.environ.get("CC", "").strip() or sysconfig.get_config_vars()["CC"])
 
 
 def _generated(work: Path, names: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from asynccache.cli.meter import run_delay
 from asynccache.cli.pattern import Pattern, Values
 from asynccache.config import PoolSpec
 from asynccache.core.settings import ComponentKind
@@ -77,16 +78,16 @@ class Engine:
             if spec.bytes_per_page:
                 self._pools[spec.component].append(_Pool(spec, pools[spec.name]))
         self._count = threading.Lock()
-        self._wall = self._cpu = 0.0
+        self._queued = self._cpu = 0.0
 
     @property
     def slowdown(self) -> float:
-        """How many times as long its jobs have taken so far as the CPU time that they needed: 1.0 where a thread had a
-        core whenever it wanted one, more on a machine with other work. 1.0 also before that can be told, and where the
-        pages are a GPU's, which a busy machine does not make slower."""
+        """How many times as long a busy machine has made its jobs so far: the CPU time that they took and the time that
+        they waited for a core, over the former. 1.0 before that can be told, where the kernel does not count it, and
+        where the pages are a GPU's, which a busy machine does not make slower."""
         if self._cpu < TELLING or any(pool.is_cuda for pools in self._pools.values() for pool in pools):
             return 1.0
-        return max(1.0, self._wall / self._cpu)
+        return 1.0 + self._queued / self._cpu
 
     def lane(self) -> Lane:
         """For one request."""
@@ -104,14 +105,14 @@ class Engine:
         return future, gate
 
     def _timed(self, job: Callable[[], None]) -> None:
-        wall, cpu = time.monotonic(), time.thread_time()
+        cpu, queued = time.thread_time(), run_delay()
         try:
             job()
         finally:
-            wall, cpu = time.monotonic() - wall, time.thread_time() - cpu
+            cpu, queued = time.thread_time() - cpu, run_delay() - queued
             with self._count:
-                self._wall += wall
                 self._cpu += cpu
+                self._queued += queued
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Blocking."""

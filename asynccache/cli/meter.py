@@ -178,6 +178,15 @@ def _open_schedstat() -> int | None:
         return None
 
 
+def run_delay() -> float:
+    """Seconds that the thread which asks has waited for a core so far; 0 where the kernel does not count it."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+
+
 def peak_rss() -> int:
     """The largest resident size of the process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

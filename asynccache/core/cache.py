@@ -291,9 +291,10 @@ class CacheCore:
         """A pass over the tree for a store that was attached: in slices, each of which is a call of its own."""
         return Backfill(self.world, self._transfers, store=store)
 
-    def learned(self) -> Learned | None:
-        """What the eviction policy has learned until now, from all requests together; None: it learns nothing."""
-        return self.world.policy.learned(self.world.recency.time)
+    def learned(self, now: float = 0.0) -> Learned | None:
+        """What the eviction policy has learned, from all requests together; None: it learns nothing. It is ``now``, or
+        what ``at`` was told last, if that is later. Changes nothing, so that it may be called from any thread."""
+        return self.world.policy.learned(max(int(now * 1e6), self.world.recency.time))
 
     def statistics(self) -> Statistics:
         """Counts of now; cheap."""

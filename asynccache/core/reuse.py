@@ -18,7 +18,7 @@ learned anew. As long as fewer than a hundred requests have been seen all is wor
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -92,13 +92,17 @@ class Curves:
 
     def use(self, kind: int, since: int, now: int, blocks: float) -> None:
         """They are used again, for the first time since ``since``."""
-        self._waiting[kind][bisect_right(self._births, since) - 1] -= blocks
+        self._waiting[kind][self._cohort(since)] -= blocks
         self._used[kind][bin_of(now - since)] += blocks
 
     def give_up(self, kind: int, since: int, now: int, blocks: float) -> None:
         """They are forgotten, unused since ``since``."""
-        self._waiting[kind][bisect_right(self._births, since) - 1] -= blocks
+        self._waiting[kind][self._cohort(since)] -= blocks
         self._gone[kind][bin_of(now - since)] += blocks
+
+    def _cohort(self, since: int) -> int:
+        """The cohort of what was used last at ``since``: a cohort begins behind the use with which it was begun."""
+        return bisect_left(self._births, since) - 1
 
     def learn(self, now: int) -> None:
         """Work out the worth of every class and age."""
@@ -110,7 +114,7 @@ class Curves:
         for kind, seen in enumerate(reached):
             prior = flat if kind >= _FORKED else pool
             counts = zip(self._used[kind], prior, seen, strict=True)
-            hazards = [(used + expected) / (there + _PRIOR_BLOCKS) for used, expected, there in counts]
+            hazards = [min(1.0, (used + expected) / (there + _PRIOR_BLOCKS)) for used, expected, there in counts]
             self.worth[kind] = _unimodal(_smooth(_worth(hazards)))
         for table in (self._used, self._gone):
             for row in table:
@@ -397,8 +401,9 @@ class P2c(EvictionPolicy):
         self._held -= pages
         self.returned += pages * self._blocks
         node.heat = heat
-        more = end - node.end
-        lost = more if more >= 0 else pages  # a longer node is not used again as a whole
+        begins_alike = end - pages == parent.end       # of equal pages in a row, others may have the same name
+        more = end - node.end if begins_alike else -1
+        lost = more if more >= 0 else pages            # a longer node is not used again as a whole
         node.used = used if more >= 0 else 0
         self.curves.give_up(_CLASS[heat], used, now, lost * self._blocks)
 

@@ -532,8 +532,7 @@ class AsyncCache:
         """What the eviction policy has learned until now; None: it learns nothing, as ``lru``. Takes the loop some
         tenths of a millisecond; also after closing."""
         parts = self._opened()
-        parts.core.at(parts.driver.clock())
-        return parts.core.learned()
+        return parts.core.learned(parts.driver.clock())
 
     def statistics(self) -> CacheStatistics:
         """Everything that is counted, as of now. Cheap; also after closing."""

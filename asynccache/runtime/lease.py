@@ -112,7 +112,6 @@ class Lease:
         Raises:
             CacheFull: the pages can never be had, or not now and ``wait`` is False.
             TimeoutError: ``timeout`` seconds went by in line.
-            ConfigError: the tokens are unusable.
             CacheClosed: the cache is closed.
             RuntimeError: it would have to wait, and this task holds a lease already.
             RankFailure: a rank was lost; so ended the cache.

@@ -401,7 +401,7 @@ _COMPONENTS: dict[str, type[Component]] = {kind.__name__: kind for kind in (Full
 
 def settings_of(config: CacheConfig) -> Settings:
     """``config``, to be sent."""
-    plain = msgspec.msgpack.decode(_encoder.encode(config))
+    plain = msgspec.to_builtins(config)  # not encoded yet: a worker of this process may have what no frame can hold
     kinds = [type(part).__name__ for part in config.components]
     return Settings(tuple(zip(kinds, plain.pop("components"), strict=True)), tuple(plain.pop("sidecars")), plain)
 

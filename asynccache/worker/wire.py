@@ -58,7 +58,10 @@ class Wire:
         unsent = self._unsent
         if not unsent:
             self._loop.call_soon(self.flush)
-        elif type(message) is Ended and type(last := unsent[-1]) is Ended and last.status is message.status:
+        elif (
+            type(message) is Ended and type(last := unsent[-1]) is Ended
+            and last.status is message.status and len(last.ops) < SLICE
+        ):  # fmt: skip
             last.ops += message.ops
             return
         unsent.append(message)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 from asynccache.cli.engine import Engine, Piece, Verdict
+from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
 from asynccache.memory.cpu import CpuDevice
@@ -61,20 +65,55 @@ async def test_a_page_without_a_slot_and_one_torn_layer_are_named(engine: Engine
     assert verdict.what == ("full page 1 has no slot",)
 
 
-def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(engine: Engine) -> None:
-    def busy(wait: float) -> None:
-        began = time.thread_time()
-        while time.thread_time() < began + 0.05:
-            pass
-        time.sleep(wait)
+def burn(seconds: float) -> None:
+    began = time.thread_time()
+    while time.thread_time() < began + seconds:
+        pass
+
+
+def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = [0.0]
+    monkeypatch.setattr("asynccache.cli.engine.run_delay", lambda: waited[0])
+
+    def waits(seconds: float) -> None:
+        burn(0.05)
+        waited[0] += seconds
 
     assert engine.slowdown == 1.0
     engine.submit(lambda: None)[0].result()
     assert engine.slowdown == 1.0, "so little tells nothing"
-    engine.submit(lambda: busy(0.0))[0].result()
-    assert engine.slowdown >= 1.0
-    engine.submit(lambda: busy(0.5))[0].result()
-    assert engine.slowdown > 4.0
+    engine.submit(lambda: waits(0.0))[0].result()
+    assert engine.slowdown == 1.0
+    engine.submit(lambda: waits(0.15))[0].result()
+    assert engine.slowdown == pytest.approx(2.5, rel=0.2)
+    engine.submit(lambda: time.sleep(0.3))[0].result()
+    assert engine.slowdown == pytest.approx(2.5, rel=0.2), "who waits for something else is not slow"
+
+
+def test_the_kernel_says_how_long_a_thread_waited_for_a_core() -> None:
+    """More threads than there are cores, each in a process of its own, on one core."""
+    if not os.path.exists("/proc/thread-self/schedstat"):
+        pytest.skip("the kernel counts no run delays")
+    core = min(os.sched_getaffinity(0))
+    program = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(3)]
+    found: list[float] = []
+
+    def work() -> None:
+        os.sched_setaffinity(0, {core})
+        before = run_delay()
+        burn(0.2)
+        found.append(run_delay() - before)
+
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert found[0] > 0.1
 
 
 @pytest.mark.asyncio

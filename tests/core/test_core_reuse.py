@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -390,3 +391,40 @@ def test_a_policy_is_made_for_the_core_that_it_serves(monkeypatch: pytest.Monkey
     monkeypatch.setitem(POLICIES, "own", make)
     run = runtime("own", device=12)
     assert seen == [run.core.config]
+
+
+def test_what_is_used_again_leaves_the_cohort_that_it_came_to() -> None:
+    """Also the request that ends a lesson, with which the next cohort begins."""
+    curves, second = Curves(), 1_000_000
+    curves.begin(0, 100.0)
+    curves.learn(5 * second)
+    curves.begin(0, 40.0)                              # used at 10 s, and then the lesson
+    curves.learn(10 * second)
+    curves.use(0, 10 * second, 11 * second, 40.0)
+    reached = curves.report(200 * second)[0].reached
+    assert all(after <= before for before, after in pairwise(reached))
+
+
+@pytest.mark.parametrize("alphabet", ["a", "ab", "abcdefgh"])
+def test_nothing_is_missed_that_never_waited_where_prompts_repeat_their_pages(alphabet: str) -> None:
+    """Equal pages in a row: nodes that begin at different places of a prompt may have the same name as ghosts."""
+    run, draw, now = runtime("p2c", device=40), random.Random(alphabet), 1.0
+    for _ in range(600):
+        now += draw.expovariate(1.0)
+        run.core.at(now)
+        run.insert("".join(draw.choice(alphabet) for _ in range(draw.randint(1, 30))))
+        if draw.random() < 0.1:
+            run.insert("".join(chr(0x3000 + draw.randrange(10_000)) for _ in range(35)))
+    for curve in what_is_learned(run).curves:
+        assert all(count >= -1e-6 for count in curve.reached), curve.name
+        assert all(after <= before + 1e-6 for before, after in pairwise(curve.reached))
+
+
+def test_who_looks_at_what_was_learned_does_not_turn_the_clock() -> None:
+    run = runtime("p2c")
+    run.core.at(100.0)
+    run.insert("abc")
+    before = run.core.world.recency.time
+    run.core.learned(50.0)
+    run.core.learned(200.0)
+    assert run.core.world.recency.time == before

@@ -73,6 +73,32 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
     ]
 
 
+def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_FRAME", 4096)
+    monkeypatch.setattr(wire, "SLICE", 256)
+    sent: list[int] = []
+    told: list[RankFailure] = []
+
+    async def main(loop: SimulatedLoop) -> None:
+        link = simulated_links(loop.entropy("links"))[0]
+
+        def send(frame: bytes) -> None:
+            assert len(frame) <= 4096
+            for message in m.decode_news(frame):
+                assert isinstance(message, m.Ended)
+                sent.extend(message.ops)
+
+        link.send = send  # type: ignore[method-assign]
+        one = Wire([link], told.append)
+        for op in range(10_000, 12_000):
+            one.put(m.Ended(Status.DONE, [op]))
+        await asyncio.sleep(1)
+
+    simulate(main, 1)
+    assert sent == list(range(10_000, 12_000))
+    assert not told
+
+
 def test_a_reason_can_be_sent_whatever_it_says() -> None:
     for reason in ("bad file \udcff", "\udcff" * 5000, "é" * 5000, "x" * (17 << 20)):
         for said in (m.Over(1, reason), m.Died(reason), m.Failed(1, "OSError", reason)):
