@@ -4,7 +4,8 @@ Otherwise requests that come together would each compute what they share: a leas
 taken, and while the first of them is computed nothing is.
 
 Laws: a prompt waits only for those that came before it, so there is always one that waits for nobody; and it holds
-nothing while it waits.
+nothing while it waits. It waits for one at a time, the first of those that share most with it: whoever shares less
+shares that with this one, too.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Tokens = npt.NDArray[np.int32]
-Beginning = tuple[str | bytes | None, bytes]
-"""A namespace and a first page: what those that share anything have in common."""
+Beginning = tuple[str | bytes | None, int]
+"""A namespace and a number for some first pages: different ones have the same number once in 2**64 or so, and then
+somebody waits in vain."""
 
 
 class Prompt:
     """One that has come and is not computed yet. ``reached``: so many of its tokens nobody has to wait for, since they
     are cached, or about to be loaded."""
 
-    def __init__(self, beginning: Beginning, tokens: Tokens, ahead: list[tuple[Prompt, int]]) -> None:
-        """``ahead``: those before it that begin alike, and how far."""
-        self.beginning = beginning
-        self.tokens = tokens
+    def __init__(self, prompts: Prompts, beginnings: Sequence[Beginning], most: int) -> None:
+        """``beginnings``: its first page, its first two, and so on. ``most``: how many of its pages others may compute
+        for it."""
+        self.beginnings = beginnings
+        self.most = most
         self.reached = 0
-        self._ahead = ahead
+        self._prompts = prompts
         self._gone = False
         self._moved = asyncio.Event()
 
@@ -39,17 +40,16 @@ class Prompt:
 
     async def turn(self) -> None:
         """Return when nobody ahead is computing what this one begins with. Cancelling it changes nothing."""
-        for other, shared in self._ahead:
-            while self.reached < shared and not other._gone:
-                if other.reached >= shared:
-                    self.reach(shared)  # which nobody behind has to wait for once more
-                else:
-                    await other._moved.wait()
-        self._ahead = []
+        while (found := self._prompts.ahead_of(self)) is not None:
+            other, shared = found
+            while not other._gone and other.reached < shared:
+                await other._moved.wait()
+            if other.reached >= shared:
+                self.reach(shared)  # which nobody behind has to wait for once more
 
     def go(self) -> None:
         """It computes nothing more."""
-        self._gone, self._ahead = True, []
+        self._gone = True
         self._tell()
 
     def _tell(self) -> None:
@@ -58,35 +58,42 @@ class Prompt:
 
 
 class Prompts:
-    """Those that are not computed yet, in the order in which they came. For one event loop."""
+    """Those that are not computed yet. For one event loop."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._alike: dict[Beginning, list[Prompt]] = {}
+        self._alike: dict[Beginning, dict[Prompt, None]] = {}  # in the order in which they came
 
     def __len__(self) -> int:
-        return sum(map(len, self._alike.values()))
+        return len({prompt for alike in self._alike.values() for prompt in alike})
 
     def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> Prompt:
         """``tokens``, in the namespace ``extra_key``, are the next to be computed. ``leave`` has to follow."""
-        own = np.asarray(tokens, np.int32)
-        beginning = extra_key, own[: self._page_size].tobytes()
-        before = self._alike.setdefault(beginning, [])
-        ahead = [(each, shared) for each in before if (shared := self._shared(own, each.tokens))]
-        before.append(Prompt(beginning, own, ahead))
-        return before[-1]
+        own, size = np.asarray(tokens, np.int32).tobytes(), 4 * self._page_size
+        beginnings, number = [], 0
+        for at in range(0, len(own) - size + 1, size):
+            number = hash((number, own[at : at + size]))
+            beginnings.append((extra_key, number))
+        # the last token of a prompt is always computed
+        prompt = Prompt(self, beginnings, (len(tokens) - 1) // self._page_size)
+        for beginning in beginnings:
+            self._alike.setdefault(beginning, {})[prompt] = None
+        return prompt
+
+    def ahead_of(self, prompt: Prompt) -> tuple[Prompt, int] | None:
+        """Of those before ``prompt`` that share most with it, beyond what it has reached, the first, and how many
+        tokens they share; None: nobody does."""
+        for pages in range(prompt.most, prompt.reached // self._page_size, -1):
+            first = next(iter(self._alike[prompt.beginnings[pages - 1]]))
+            if first is not prompt:
+                return first, pages * self._page_size
+        return None
 
     def leave(self, prompt: Prompt) -> None:
         """All of it is computed, or nobody will compute it. May be repeated."""
         prompt.go()
-        alike = self._alike.get(prompt.beginning, [])
-        if prompt in alike:
-            alike.remove(prompt)
+        for beginning in prompt.beginnings:
+            alike = self._alike.get(beginning, {})
+            alike.pop(prompt, None)
             if not alike:
-                del self._alike[prompt.beginning]
-
-    def _shared(self, own: Tokens, other: Tokens) -> int:
-        """Tokens in whole pages. The last token of a prompt is always computed."""
-        length = min(len(own) - 1, len(other))
-        differ = np.flatnonzero(own[:length] != other[:length])
-        return (int(differ[0]) if len(differ) else length) // self._page_size * self._page_size
+                self._alike.pop(beginning, None)

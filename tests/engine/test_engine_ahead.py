@@ -259,3 +259,17 @@ async def test_everybody_gets_a_turn_and_no_page_is_computed_by_two(seed: int) -
                 asyncio.get_running_loop().call_later(chance.random() / 1000, task.cancel)
     assert not twice
     assert not len(prompts)
+
+
+def test_who_waits_for_whom_is_found_in_time_that_grows_with_the_prompts_and_not_with_their_pairs() -> None:
+    def cost(number: int) -> float:
+        prompts = Prompts(16)
+        texts = [[*range(2000), *range(5000 + i, 5100 + i)] for i in range(number)]
+        before = time.process_time()
+        for each in texts:
+            found = prompts.ahead_of(prompts.enter(each, None))
+            assert found is None or found[1] == 2000
+        return time.process_time() - before
+
+    cost(50)
+    assert cost(1600) < 8 * cost(400)
