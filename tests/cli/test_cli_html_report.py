@@ -151,9 +151,13 @@ def test_a_policy_that_has_seen_too_little_has_no_worths(stress: tuple[dict[str,
 
 def test_a_run_under_p2c_has_its_curves(tmp_path: Path) -> None:
     files = tmp_path / "run.json", tmp_path / "run.html"
-    assert main(["stress", "--workload", "chat", "--requests", "250", "--rate", "0", "--concurrency", "8",
-                 "--device-tokens", "24576", "--host-tokens", "none", "--storage", "none", "--components", "full",
-                 "--eviction", "p2c", "--quiet", "--json", str(files[0]), "--report", str(files[1])]) == 0
+    trace = tmp_path / "trace.jsonl"                   # a replay has the trace's clock, however fast the machine is
+    asks = ({"timestamp": i * 1000, "input_length": 2048, "output_length": 1,
+             "hash_ids": [0, 1 + i % 5, 10 + i % 30, 100 + i]} for i in range(250))  # fmt: skip
+    trace.write_text("".join(json.dumps(ask) + "\n" for ask in asks))
+    assert main(["replay", str(trace), "--concurrency", "1", "--page-size", "512", "--device-tokens", "24576",
+                 "--host-tokens", "none", "--storage", "none", "--components", "full", "--eviction", "p2c",
+                 "--quiet", "--json", str(files[0]), "--report", str(files[1])]) == 0
     report = json.loads(files[0].read_text())
     assert report["learned"]["policy"] == "p2c"
     assert report["learned"]["lessons"] == report["learned"]["requests"] // 100 >= 2

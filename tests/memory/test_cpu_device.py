@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,13 @@ def big_move(pages: int, seed: int = 0) -> Move:
     return Move(0, src, dst)
 
 
+async def lateness() -> float:
+    """Seconds by which a timer of a millisecond is late."""
+    started = time.perf_counter()
+    await asyncio.sleep(0.001)
+    return time.perf_counter() - started - 0.001
+
+
 @LOOPS
 def test_the_loop_stays_free_while_256_mib_are_copied(new_loop: NewLoop) -> None:
     async def main() -> None:
@@ -44,16 +52,14 @@ def test_the_loop_stays_free_while_256_mib_are_copied(new_loop: NewLoop) -> None
         for array in mover.device_pools["full"].arrays:
             array[:] = 3
         await mover.backup([big_move(1024)]).wait()  # touches the host's pages
+        idle = [await lateness() for _ in range(50)]   # what this machine does to a loop that has nothing to do
         events = [mover.backup([big_move(1024, seed)]) for seed in range(4)]
-        late, ticks = [], 0
+        late = []
         while not events[-1].done():
-            started = time.perf_counter()
-            await asyncio.sleep(0.001)
-            late.append(time.perf_counter() - started - 0.001)
-            ticks += 1
-        assert ticks >= 5
-        assert sorted(late)[len(late) // 2] < 0.005
-        assert max(late) < 0.25
+            late.append(await lateness())
+        assert len(late) >= 5
+        assert median(late) < 0.005 + 3 * median(idle)
+        assert max(late) < 0.25 + 3 * max(idle)
         await mover.device.aclose()
 
     run(new_loop, main)

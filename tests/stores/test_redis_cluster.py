@@ -201,8 +201,9 @@ async def test_a_node_that_hangs_holds_up_one_call_and_not_all(redis_cluster: Re
     await _empty(redis_cluster)
     keys = keys_of(60)
     hung = redis_cluster.servers[0]
-    async with checked(f"{redis_cluster.url}?stall=0.3") as store:
+    async with checked(redis_cluster.url) as store:
         assert await put(store, keys) == [HIT] * 60
+    async with checked(f"{redis_cluster.url}?stall=0.3") as store:
         hung.hang()
         try:
             results = await get(store, keys)
