@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint, Work
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, checks
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import due
 from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
-from asynccache_hf.rows import Rows, can_be_together, leased, released
+from asynccache_hf.rows import Rows, begins, calls_for, can_be_together, cancelled, fetching, leased, released
 
 R = TypeVar("R")
 
@@ -135,8 +135,8 @@ class PrefixCache:
         """What ``model.generate(input_ids, **options)`` returns, computed from where the cache ends. ``input_ids``:
         ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
 
-        Rows of one length are generated in one call where the cache ends at one place for all of them, they share
-        nothing beyond that, and there is room for all. Otherwise, and where they are sampled, each has a call of its
+        Rows of one length are generated in one call where the cache ends at one place for them, they share nothing
+        beyond that, and there is room for them at a time. Otherwise, and where they are sampled, each has a call of its
         own, so a draw of random numbers goes to another row than in a batch.
 
         Blocks the thread. A prompt that has no room in the cache, or is longer than its model's positions mean the
@@ -160,36 +160,65 @@ class PrefixCache:
         if len(rows) > 1:
             _refuse_rows(options, settings)
         options["num_return_sequences"] = 1
-        made: list[Any] = []
-        while left := rows[len(made) :]:
-            made += self._together(left, options, settings, extra_key) or [
-                self._row(left[0][0], *_bounded(options, settings, len(left[0][0]), left[0][1]), extra_key)]
+        if len(rows) > 1 and self._may_be_together(rows, options, settings):
+            made = self._batch(rows, options, settings, extra_key)
+        else:
+            made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings, options)
 
     # several rows
 
-    def _together(
+    def _may_be_together(
+        self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any
+    ) -> bool:  # fmt: skip
+        """Whether the model, its cache and the call let several rows be one call."""
+        if options.get("do_sample", getattr(settings, "do_sample", False)) or not can_be_together(self._layout):
+            return False
+        most = (len(row) + _bounded(options, settings, len(row), pads)[1] for row, pads in rows)
+        return self._layout.limit is None or max(most) - 1 <= self._layout.limit
+
+    def _batch(
         self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
         extra_key: str | bytes | None,
+    ) -> list[Any]:  # fmt: skip
+        """What is made of each of ``rows``, several at a time. Those that get no lease together go alone; those that
+        were left behind by others of their call are a call of their own."""
+        texts = [row.tolist() for row, _ in rows]
+        handles = self._loop.call(fetching(self._cache, texts, extra_key))
+        made: dict[int, Any] = {}
+        try:
+            cached = self._loop.call(begins(self._cache, texts, handles, extra_key))
+            calls = calls_for(texts, cached, self._layout.page_size)
+            while calls:
+                call, *calls = calls
+                first, pads = rows[call[0]]
+                bounded = _bounded(options, settings, len(first), pads)
+                if len(call) == 1:
+                    made[call[0]] = self._row(first, *bounded, extra_key, handles[call[0]])
+                    continue
+                ids = torch.stack([rows[i][0] for i in call])
+                outs = self._together([texts[i] for i in call], [handles[i] for i in call], ids, *bounded, settings,
+                                      extra_key)  # fmt: skip
+                made.update(zip(call, outs, strict=False))
+                if rest := call[len(outs) :]:
+                    calls = [rest, *calls] if outs else [[i] for i in rest] + calls
+            return [made[i] for i in range(len(rows))]
+        finally:
+            self._loop.call(cancelled(handles))
+
+    def _together(
+        self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor,
+        options: Mapping[str, Any], most: int, settings: Any, extra_key: str | bytes | None,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """All of ``rows`` in one call; none, if they cannot be: one of them has to go first, alone."""
-        texts = [row.tolist() for row, pads in rows if not pads]
-        options, most = _bounded(options, settings, len(rows[0][0]), 0)
-        limit = self._layout.limit
-        if (
-            not 1 < len(rows) == len(texts) or len({len(text) for text in texts}) > 1
-            or options.get("do_sample", getattr(settings, "do_sample", False)) or not can_be_together(self._layout)
-            or (limit is not None and len(texts[0]) + most - 1 > limit)
-        ):  # fmt: skip
-            return []
-        leases = self._loop.call(leased(self._cache, texts, most, extra_key, self._layout.page_size))
+        """What is made of the first ones of ``texts`` in one call: of as many as there is room for. Perhaps none."""
+        leases = self._loop.call(leased(self._cache, texts, handles, most, extra_key))
         if not leases:
             return []
         try:
+            texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
                 self._counts = self._counts.plus(len(text), lease)
             opened = Rows([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
-            ids = torch.stack([row for row, _ in rows])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
@@ -203,16 +232,20 @@ class PrefixCache:
 
     # one row
 
-    def _row(self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None) -> Any:
-        """``most``: the tokens that it may get."""
+    def _row(
+        self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None,
+        handle: PrefetchHandle | None = None,
+    ) -> Any:  # fmt: skip
+        """``most``: the tokens that it may get. ``handle``: a prefetch of its tokens."""
         tokens = row.tolist()
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
         while True:
             try:
-                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key))
+                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key, handle))
             except LoadFailed:
+                handle = None
                 continue  # what failed is forgotten: the next lease computes it
             except CacheFull:
                 return self._without(row, options)
@@ -323,10 +356,12 @@ async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncC
     return await question(cache)
 
 
-async def _entered(cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None) -> Lease:
+async def _entered(
+    cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None, handle: PrefetchHandle | None
+) -> Lease:
     """A lease for ``tokens`` and ``most`` more, with all that is cached on the device. Cancelling it leaves nothing
     behind."""
-    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key).__aenter__()
+    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key, prefetch=handle).__aenter__()
     try:
         await lease.loaded()
     except BaseException:
