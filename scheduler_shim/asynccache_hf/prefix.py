@@ -14,21 +14,21 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint, Work
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, checks
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import due
 from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
-from asynccache_hf.rows import Rows, can_be_together, leased, released
+from asynccache_hf.rows import Rows, begins, calls_for, can_be_together, cancelled, fetching, leased, released
 
 R = TypeVar("R")
 
@@ -135,8 +135,8 @@ class PrefixCache:
         """What ``model.generate(input_ids, **options)`` returns, computed from where the cache ends. ``input_ids``:
         ``[rows, tokens]``, shorter rows padded on the left. ``extra_key``: the namespace of the prompts.
 
-        Rows of one length are generated in one call where the cache ends at one place for all of them, they share
-        nothing beyond that, and there is room for all. Otherwise, and where they are sampled, each has a call of its
+        Rows of one length are generated in one call where the cache ends at one place for them, they share nothing
+        beyond that, and there is room for them at a time. Otherwise, and where they are sampled, each has a call of its
         own, so a draw of random numbers goes to another row than in a batch.
 
         Blocks the thread. A prompt that has no room in the cache, or is longer than its model's positions mean the
@@ -148,53 +148,82 @@ class PrefixCache:
         """
         ids = _tokens(input_ids, options)
         extra_key = checks.namespace("extra_key", extra_key)
-        settings = options.get("generation_config") or self._model.generation_config
+        settings = _settings(self._model, options)
         _refuse(options, settings)
-        if getattr(settings, "cache_implementation", None) is not None:
-            settings = options["generation_config"] = copy.deepcopy(settings)
-            settings.cache_implementation = None  # which cache there is, the caller has said by calling this
-        mask = _mask(ids, options.pop("attention_mask", None), settings)
-        copies = int(options.pop("num_return_sequences", None) or getattr(settings, "num_return_sequences", None) or 1)
+        copies = int(options.pop("num_return_sequences", None) or settings.num_return_sequences or 1)
+        options["num_return_sequences"] = 1
+        options["cache_implementation"] = None  # which cache there is, the caller has said by calling this
+        given = options.pop("attention_mask", None)
+        settings.update(**options)
+        mask = _mask(ids, given, settings)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
         if len(rows) > 1:
             _refuse_rows(options, settings)
-        options["num_return_sequences"] = 1
-        made: list[Any] = []
-        while left := rows[len(made) :]:
-            made += self._together(left, options, settings, extra_key) or [
-                self._row(left[0][0], *_bounded(options, settings, len(left[0][0]), left[0][1]), extra_key)]
-        return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings, options)
+        if len(rows) > 1 and self._may_be_together(rows, options, settings):
+            made = self._batch(rows, options, settings, extra_key)
+        else:
+            made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
+        return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings)
 
     # several rows
 
-    def _together(
+    def _may_be_together(
+        self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any
+    ) -> bool:  # fmt: skip
+        """Whether the model, its cache and the call let several rows be one call."""
+        if settings.do_sample or not can_be_together(self._layout):
+            return False
+        most = (len(row) + _bounded(options, settings, len(row), pads)[1] for row, pads in rows)
+        return self._layout.limit is None or max(most) - 1 <= self._layout.limit
+
+    def _batch(
         self, rows: Sequence[tuple[torch.Tensor, int]], options: Mapping[str, Any], settings: Any,
         extra_key: str | bytes | None,
+    ) -> list[Any]:  # fmt: skip
+        """What is made of each of ``rows``, several at a time. Those that get no lease together go alone; those that
+        were left behind by others of their call are a call of their own."""
+        texts = [row.tolist() for row, _ in rows]
+        handles = self._loop.call(fetching(self._cache, texts, extra_key))
+        made: dict[int, Any] = {}
+        try:
+            cached = self._loop.call(begins(self._cache, texts, handles, extra_key))
+            calls = calls_for(texts, cached, self._layout.page_size)
+            while calls:
+                call, *calls = calls
+                first, pads = rows[call[0]]
+                bounded = _bounded(options, settings, len(first), pads)
+                if len(call) == 1:
+                    made[call[0]] = self._row(first, *bounded, extra_key, handles[call[0]])
+                    continue
+                ids = torch.stack([rows[i][0] for i in call])
+                outs = self._together([texts[i] for i in call], [handles[i] for i in call], ids, *bounded, settings,
+                                      extra_key)  # fmt: skip
+                made.update(zip(call, outs, strict=False))
+                if rest := call[len(outs) :]:
+                    calls = [rest, *calls] if outs else [[i] for i in rest] + calls
+            return [made[i] for i in range(len(rows))]
+        finally:
+            self._loop.call(cancelled(handles))
+
+    def _together(
+        self, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], ids: torch.Tensor,
+        options: Mapping[str, Any], most: int, settings: Any, extra_key: str | bytes | None,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """All of ``rows`` in one call; none, if they cannot be: one of them has to go first, alone."""
-        texts = [row.tolist() for row, pads in rows if not pads]
-        options, most = _bounded(options, settings, len(rows[0][0]), 0)
-        limit = self._layout.limit
-        if (
-            not 1 < len(rows) == len(texts) or len({len(text) for text in texts}) > 1
-            or options.get("do_sample", getattr(settings, "do_sample", False)) or not can_be_together(self._layout)
-            or (limit is not None and len(texts[0]) + most - 1 > limit)
-        ):  # fmt: skip
-            return []
-        leases = self._loop.call(leased(self._cache, texts, most, extra_key, self._layout.page_size))
+        """What is made of the first ones of ``texts`` in one call: of as many as there is room for. Perhaps none."""
+        leases = self._loop.call(leased(self._cache, texts, handles, most, extra_key))
         if not leases:
             return []
         try:
+            texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
                 self._counts = self._counts.plus(len(text), lease)
             opened = Rows([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
-            ids = torch.stack([row for row, _ in rows])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
                 opened.save(out.shape[1] - 1)  # the last token has not been computed
-            ends = _ends(settings if options.get("eos_token_id") is None else SimpleNamespace(**options))
+            ends = _ends(settings)
             for made, lease in zip(out.tolist(), leases, strict=True):
                 self._loop.call(lease.commit(made[: _end(made, ids.shape[1], ends)]))
             return list(out.split(1))
@@ -203,16 +232,20 @@ class PrefixCache:
 
     # one row
 
-    def _row(self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None) -> Any:
-        """``most``: the tokens that it may get."""
+    def _row(
+        self, row: torch.Tensor, options: Mapping[str, Any], most: int, extra_key: str | bytes | None,
+        handle: PrefetchHandle | None = None,
+    ) -> Any:  # fmt: skip
+        """``most``: the tokens that it may get. ``handle``: a prefetch of its tokens."""
         tokens = row.tolist()
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
         while True:
             try:
-                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key))
+                lease = self._loop.call(_entered(self._cache, tokens, most, extra_key, handle))
             except LoadFailed:
+                handle = None
                 continue  # what failed is forgotten: the next lease computes it
             except CacheFull:
                 return self._without(row, options)
@@ -323,10 +356,12 @@ async def asked_of(question: Callable[[AsyncCache], Awaitable[R]], cache: AsyncC
     return await question(cache)
 
 
-async def _entered(cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None) -> Lease:
+async def _entered(
+    cache: AsyncCache, tokens: list[int], most: int, extra_key: str | bytes | None, handle: PrefetchHandle | None
+) -> Lease:
     """A lease for ``tokens`` and ``most`` more, with all that is cached on the device. Cancelling it leaves nothing
     behind."""
-    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key).__aenter__()
+    lease = await cache.lease(tokens, new_tokens=most, extra_key=extra_key, prefetch=handle).__aenter__()
     try:
         await lease.loaded()
     except BaseException:
@@ -355,6 +390,15 @@ def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
     return given
 
 
+def _settings(model: Any, options: Mapping[str, Any]) -> Any:
+    """A copy of the call's ``generation_config``, and the model's own where that says nothing: as in transformers."""
+    given = options.get("generation_config")
+    settings = copy.deepcopy(model.generation_config if given is None else given)
+    if given is not None:
+        settings.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    return settings
+
+
 def _refuse(options: Mapping[str, Any], settings: Any) -> None:
     for name, why in REFUSED.items():
         if options.get(name) is not None:
@@ -372,14 +416,14 @@ def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
     """What makes sense for a single row only."""
     if options.get("streamer") is not None:
         raise ConfigError("streamer: a stream has one row, and there are several")
-    if options.get("return_dict_in_generate", getattr(settings, "return_dict_in_generate", False)):
-        raise ConfigError("return_dict_in_generate=True: rows are generated one after the other; ask for one at a time")
+    if settings.return_dict_in_generate:
+        raise ConfigError("return_dict_in_generate=True: several rows have no single such answer; ask one at a time")
 
 
 def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:
     """Which places of ``ids`` are tokens. Without a mask it is, as in transformers, what is not the pad token, unless
     that ends an answer too."""
-    pad = getattr(settings, "pad_token_id", None)
+    pad = settings.pad_token_id
     if given is None:
         mask = torch.ones_like(ids, dtype=torch.bool)
         if pad is not None and int(pad) not in _ends(settings):
@@ -393,17 +437,18 @@ def _mask(ids: torch.Tensor, given: Any, settings: Any) -> torch.Tensor:
     return mask
 
 
-def _ends(settings: Any) -> set[int]:
-    ends = getattr(settings, "eos_token_id", None)
-    return set() if ends is None else {int(e) for e in (ends if isinstance(ends, (list, tuple)) else [ends])}
+def _ends(settings: Any) -> list[int]:
+    """The tokens that end an answer, in the order in which they were given: transformers pads with the first."""
+    ends = settings.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 
 
 def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) -> tuple[dict[str, Any], int]:
     """A row's own options, and how many tokens it may get. ``max_length`` counts the padding, which a row has not."""
     options = dict(options)
-    most = options.get("max_new_tokens", getattr(settings, "max_new_tokens", None))
+    most = settings.max_new_tokens
     if most is None:
-        whole = options.get("max_length") or getattr(settings, "max_length", None)
+        whole = settings.max_length
         if pads and whole:
             options["max_length"] = whole = int(whole) - pads
         most = int(whole) - length if whole else USUAL_LENGTH
@@ -413,7 +458,7 @@ def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) 
 # results
 
 
-def _end(made: Sequence[int], prompt: int, ends: set[int]) -> int:
+def _end(made: Sequence[int], prompt: int, ends: Sequence[int]) -> int:
     """Where the last token of a row is: what ends it, or else the last one. Behind it is padding."""
     return next((at for at in range(prompt, len(made)) if made[at] in ends), len(made) - 1)
 
@@ -422,13 +467,11 @@ def _sequences(out: Any) -> torch.Tensor:
     return torch.as_tensor(out if isinstance(out, torch.Tensor) else out.sequences)
 
 
-def _stacked(
-    made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], settings: Any, options: Mapping[str, Any]
-) -> Any:
+def _stacked(made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], settings: Any) -> Any:
     """All rows in one tensor: the padding that a row came with, the row, and padding where others are longer."""
     if not isinstance(made[0], torch.Tensor):
         return made[0]
-    pad = options.get("pad_token_id", getattr(settings, "pad_token_id", None))
+    pad = settings.pad_token_id
     pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
     whole = [torch.cat([out.new_full((pads,), pad), out[0]]) for out, (_, pads) in zip(made, rows, strict=True)]
     return torch.stack(list(_padded(whole, pad)))

@@ -1,18 +1,18 @@
 """Rows of one batch in one call of ``generate``: transformers' own cache of several requests, filled from their pages.
 
-They have to begin at one place, since a batch has one length; and no two of them may share what is not cached yet,
-since each would compute it.
+They have to begin at one place, since a batch has one length; and no two of them should share what is not cached yet,
+since each would compute it. Which rows these are is decided before anything is leased.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 
-from asynccache import AsyncCache, CacheFull, Lease, LoadFailed
+from asynccache import AsyncCache, CacheFull, Lease, LoadFailed, PrefetchHandle
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import Opened
 from asynccache_hf.parts import Attention
@@ -23,39 +23,93 @@ def can_be_together(layout: Layout) -> bool:
     return all(isinstance(part, Attention) for layer in layout.layers for part in layer.parts)
 
 
-def shared(texts: Sequence[list[int]], page_size: int) -> int:
-    """Tokens, in whole pages, that any two of ``texts`` begin with and that a lease may find. All are of one length."""
-    rows = np.asarray(sorted(texts), np.int64)         # so that those which share most stand side by side
-    same = np.cumprod(rows[1:, :-1] == rows[:-1, :-1], axis=1).sum(axis=1)
-    return int(same.max(initial=0)) // page_size * page_size
+def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int) -> list[list[int]]:
+    """Which of ``texts`` are rows of one call, call after call, if ``begins[i]`` tokens of ``texts[i]`` are cached.
+    Those of one call have one length, begin at one place, and share no page beyond it. What a call computes is cached
+    for the calls after it: so it is said here, from the tokens alone. What is evicted meanwhile may have it otherwise.
+    """
+    marks = [_marks(text, page_size) for text in texts]
+    pages = [begin // page_size for begin in begins]
+    computed: set[int] = set()
+    left, calls = list(range(len(texts))), []
+    while left:
+        for i in left:
+            while pages[i] < _findable(texts[i], page_size) and marks[i][pages[i]] in computed:
+                pages[i] += 1
+        first, call, beyond = left[0], [], set()
+        for i in left:
+            if (len(texts[i]), pages[i]) == (len(texts[first]), pages[first]):
+                mark = marks[i][pages[i]] if pages[i] < _findable(texts[i], page_size) else None
+                if mark is None or mark not in beyond:
+                    beyond.add(mark)
+                    call.append(i)
+        for i in call:
+            computed.update(marks[i])
+        calls.append(call)
+        left = sorted({*left}.difference(call))
+    return calls
+
+
+def _findable(text: Sequence[int], page_size: int) -> int:
+    """Pages of ``text`` that a lease may find: its last token is computed in any case."""
+    return (len(text) - 1) // page_size
+
+
+def _marks(text: Sequence[int], page_size: int) -> list[int]:
+    """A number for each whole page of ``text``, and all before it: the same for texts that begin with the same."""
+    marks: list[int] = []
+    for end in range(page_size, len(text) + 1, page_size):
+        marks.append(hash((marks[-1] if marks else 0, *text[end - page_size : end])))
+    return marks
+
+
+async def fetching(
+    cache: AsyncCache, texts: Sequence[list[int]], extra_key: str | bytes | None
+) -> list[PrefetchHandle]:  # fmt: skip
+    """Begins to fetch what is stored of each. Whoever calls cancels the handles in the end."""
+    return [cache.prefetch(tokens, extra_key) for tokens in texts]
+
+
+async def begins(
+    cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], extra_key: str | bytes | None
+) -> list[int]:
+    """How many tokens of each are cached when all is fetched. Takes nothing, and counts nothing."""
+    for handle in handles:
+        await handle
+    return [(await cache.match(text[:-1], extra_key)).host for text in texts]
+
+
+async def cancelled(handles: Sequence[PrefetchHandle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
 async def leased(
-    cache: AsyncCache, texts: Sequence[list[int]], new_tokens: int, extra_key: str | bytes | None, page_size: int
-) -> list[Lease]:
-    """A lease of each, with all that is cached on the device; none, if there is no room for all of them now, or they
-    cannot be one batch. Who waited for room with leases in hand could wait for ever. Cancelling it leaves nothing."""
-    handles = [cache.prefetch(tokens, extra_key) for tokens in texts]
+    cache: AsyncCache, texts: Sequence[list[int]], handles: Sequence[PrefetchHandle], new_tokens: int,
+    extra_key: str | bytes | None,
+) -> list[Lease]:  # fmt: skip
+    """Leases of ``texts``, from the first on, of as many as have room now and begin where the first does, with all that
+    is cached on the device; none, if a load failed. Who waited for room with leases in hand could wait for ever.
+    Cancelling it leaves nothing."""
     leases: list[Lease] = []
-    fit = False
+    loaded = False
     try:
-        for handle in handles:
-            await handle
-        for tokens, handle in zip(texts, handles, strict=True):
-            lease = cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key, prefetch=handle, wait=False)
-            leases.append(await lease.__aenter__())
-        for lease in leases:
-            await lease.loaded()
-        begin = {lease.cached for lease in leases}
-        fit = len(begin) == 1 and begin.pop() >= shared(texts, page_size)
-    except (CacheFull, LoadFailed):
-        pass
+        with suppress(CacheFull):
+            for tokens, handle in zip(texts, handles, strict=True):
+                lease = cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key, prefetch=handle, wait=False,
+                                    shorter=False)  # fmt: skip
+                leases.append(await lease.__aenter__())
+                if lease.cached != leases[0].cached:
+                    await released([leases.pop()])
+                    break
+        with suppress(LoadFailed):
+            for lease in leases:
+                await lease.loaded()
+            loaded = True
     finally:
-        if not fit:
+        if not loaded:
             await released(leases)
-            for handle in handles:
-                handle.cancel()
-    return leases if fit else []
+    return leases if loaded else []
 
 
 async def released(leases: Sequence[Lease]) -> None:

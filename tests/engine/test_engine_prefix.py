@@ -175,6 +175,41 @@ def test_several_rows_make_one_tensor(cached: PrefixCache) -> None:
     assert len(out.scores) == 3
 
 
+@pytest.mark.parametrize(("own", "given"), [
+    ({"do_sample": True}, {"max_new_tokens": 6}), ({"max_new_tokens": 60}, {"repetition_penalty": 1.0}),
+    ({"max_length": 60}, {"do_sample": False}), ({"eos_token_id": 7}, {"max_new_tokens": 6}),
+    ({"cache_implementation": "static"}, {"max_new_tokens": 6}),
+    ({}, {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 6}),
+])  # fmt: skip
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_a_configuration_of_the_call_leaves_open_the_models_own_says(
+    own: dict[str, Any], given: dict[str, Any], count: int
+) -> None:
+    model, whole = make("llama"), ids(*(prompt(LENGTH, seed=i) for i in range(count)))
+    model.generation_config.update(pad_token_id=0, **own)
+    config = transformers.GenerationConfig(**given)
+    mask, before = torch.ones_like(whole), (config.to_dict(), model.generation_config.to_dict())
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        made = []
+        for generate in (cached.generate, cached.generate, model.generate):
+            torch.manual_seed(1)
+            made.append(generate(whole, attention_mask=mask, generation_config=config))
+        assert made[0].shape == made[2].shape
+        assert made[0].tolist() == made[1].tolist()
+        if count == 1 and not given.get("num_return_sequences"):
+            assert made[0].tolist() == made[2].tolist()
+    assert (config.to_dict(), model.generation_config.to_dict()) == before
+
+
+def test_the_models_own_configuration_may_ask_for_what_several_rows_have_not() -> None:
+    model = make("llama")
+    model.generation_config.return_dict_in_generate = True
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        with pytest.raises(ConfigError, match="return_dict_in_generate=True: several rows have no single such answer"):
+            cached.generate(ids(*[prompt(9)] * 2), generation_config=transformers.GenerationConfig(max_new_tokens=3))
+        assert cached.counts == Counts()
+
+
 def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None:
     def stop(tokens: Any, scores: Any, **options: Any) -> Any:
         raise RuntimeError("enough")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from asynccache_hf import PrefixCache
-from asynccache_hf.rows import shared
+from asynccache_hf import Counts, PrefixCache
+from asynccache_hf.rows import calls_for
 
 from asynccache.core.audit import check
 from tests.engine.engine_kit import model_of, prompt, settled
@@ -111,6 +111,22 @@ def test_a_row_that_ends_before_the_others_is_padded_and_its_padding_is_not_kept
         assert kept.device == stop // 8 * 8
 
 
+def test_without_a_pad_token_the_first_end_that_was_given_pads() -> None:
+    """Whatever is cached: rows together, and rows alone."""
+    model, text = make("llama"), rows_of(3)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = None, 500
+    mask = torch.ones_like(text)
+    free = model.generate(text, attention_mask=mask, **GIVEN)[:, LENGTH:].tolist()
+    end = next(token for token in free[0][1:5] if token not in free[1] + free[2])
+    for given in (end, [end, 511], [511, end], torch.tensor([511, end])):
+        wanted = model.generate(text, attention_mask=mask, eos_token_id=given, **GIVEN).tolist()
+        for cached_rows in (0, 1):
+            with PrefixCache(model, name="llama", **SIZES) as cached:
+                if cached_rows:
+                    cached.generate(text[1:2], max_new_tokens=1)
+                assert cached.generate(text, attention_mask=mask, eos_token_id=given, **GIVEN).tolist() == wanted
+
+
 def test_rows_that_are_sampled_are_drawn_one_after_the_other(llama: PrefixCache) -> None:
     """So that a seed gives the same rows whatever is cached."""
     given: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "max_new_tokens": NEW}
@@ -152,9 +168,52 @@ def test_an_error_of_the_model_gives_the_pages_of_all_rows_back(llama: PrefixCac
     assert llama.generate(rows_of(3), **GIVEN).shape == (3, LENGTH + NEW)
 
 
-@pytest.mark.parametrize(("texts", "tokens"), [
-    ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], 4), ([[1, 2, 3, 4], [1, 2, 3, 4]], 2), ([[1, 2, 3, 9], [1, 2, 4, 9]], 2),
-    ([[1, 2, 3], [5, 2, 3], [1, 2, 4]], 2), ([[1, 2, 3], [2, 2, 3]], 0), ([[7]] * 2, 0),
+def lookups(cached: PrefixCache) -> Any:
+    async def read(cache: Any) -> Any:
+        return cache.statistics().lookups
+
+    return cached.ask(read)
+
+
+def test_each_row_is_one_lookup_whatever_rows_share(llama: PrefixCache) -> None:
+    depths = [8 * (i % 4) for i in range(12)]
+    text = ids(*([*prompt(LENGTH)[:d], *prompt(LENGTH - d, seed=1 + i)] for i, d in enumerate(depths)))
+    for turn in range(1, 3):
+        assert llama.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+        assert lookups(llama).requests == turn * 12
+        assert sum(lookups(llama).hits.values()) == sum(llama.counts[1:])
+
+
+def test_a_row_that_is_not_stored_does_not_change_where_the_others_are_found(tmp_path: Path) -> None:
+    text, url = rows_of(4), f"file:{tmp_path}?capacity=64MiB&segment=8MiB"
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
+        cached.generate(text[:3], **GIVEN)
+    with PrefixCache(model_of("llama"), name="llama", storage=url, **SIZES) as cached:
+        cached.generate(text, **GIVEN)
+        assert cached.counts == Counts(4 * LENGTH, 0, 0, 3 * 40)
+        assert lookups(cached).requests == 4
+
+
+def test_as_many_rows_as_there_is_room_for_are_one_call() -> None:
+    text = rows_of(5)
+    with PrefixCache(model_of("llama"), name="llama", page_size=8, device_tokens=128, host_tokens=512) as cached:
+        with calls_of(model_of("llama")) as calls:
+            cached.generate(text, **GIVEN)
+        assert calls[:NEW] == [2] * NEW                # later ones may find pages that are still being saved
+        assert lookups(cached).requests == 5
+
+
+@pytest.mark.parametrize(("texts", "begins", "calls"), [
+    ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 0, 0], [[0, 1, 2]]),
+    ([[1, 2, 3, 4, 5], [9, 2, 3, 4, 5], [8, 2, 3, 4, 5]], [0, 2, 0], [[0, 2], [1]]),
+    ([[1, 2, 3, 4, 5], [1, 2, 4, 4, 5], [1, 2, 5, 4, 5]], [0, 0, 0], [[0], [1, 2]]),
+    ([[1, 2, 3, 4, 5], [1, 2, 4, 4, 5], [1, 2, 5, 4, 5]], [2, 2, 2], [[0, 1, 2]]),
+    ([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [0, 0, 0], [[0], [1, 2]]),
+    ([[1, 2, 3, 4], [1, 2, 3, 4]], [2, 2], [[0, 1]]),     # the last token is computed in any case
+    ([[1, 2, 3, 4], [1, 2, 3, 4, 5]], [0, 0], [[0], [1]]),
+    ([[1, 3, 9], [7], [1, 4, 9], [8]], [0, 0, 0, 0], [[0, 2], [1, 3]]),
 ])  # fmt: skip
-def test_what_rows_share_is_counted_in_whole_pages(texts: list[list[int]], tokens: int) -> None:
-    assert shared(texts, 2) == tokens
+def test_rows_of_a_call_begin_at_one_place_and_share_nothing_beyond(
+    texts: list[list[int]], begins: list[int], calls: list[list[int]]
+) -> None:
+    assert calls_for(texts, begins, 2) == calls
