@@ -485,6 +485,20 @@ async def learning(here: Here) -> None:
     await here.cache.invalidate()
 
 
+async def returning(here: Here) -> None:
+    """A few prompts come back at once and again, among others that never do: then what was used last may go first."""
+    for turn in range(10):
+        for seed in range(8):
+            await ask(here, text(1 + seed % 2, seed))
+            for _ in range(2):
+                await ask(here, text(1 + seed % 2, seed % 3))
+            await asyncio.sleep(0.02 + seed % 3)
+        for extra in range(3):
+            await ask(here, text(1, 200 + 10 * turn + extra))
+        await ask(here, text(2, 1) + text(1, 100 + turn))
+    await here.cache.invalidate()
+
+
 async def disturb(here: Here) -> None:
     cache, random = here.cache, here.random
     await asyncio.sleep(random.random() * 0.02)
@@ -537,7 +551,7 @@ def drawn(seed: int) -> Play:
 
 SEEDS = (
     1159, 835, 1137, 536, 841, 961, 504, 1112, 1017, 658, 1281, 545, 1215, 757, 945, 13, 44, 4, 71, 74, 95, 169,
-    80, 191, 197, 2007, 2011, 2274, 2533, 2554, 3015, 3329,
+    80, 191, 197, 2007, 2011, 2274, 2533, 2554, 3015, 3329, 6387, 10543,
 )  # fmt: skip
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
@@ -553,6 +567,7 @@ PLAYS: dict[str, Play] = {
     "claimed": Play(scenario=claimed, shape=PLAIN),
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
+    "returning": Play(scenario=returning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
 }
