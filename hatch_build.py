@@ -129,8 +129,9 @@ def _builder() -> str:
     except ImportError as error:
         raise NothingToBuildWith(f"mypyc and setuptools are needed, and {error.name} is not installed: "
                                  f"pip install {shlex.join(NEEDS)}") from None
-    if shutil.which(_compiler()[0]) is None:
-        raise NothingToBuildWith(f"there is no C compiler: {_compiler()[0]} is not on the path")
+    compiler = _compiler()[0]
+    if shutil.which(compiler) is None:
+        raise NothingToBuildWith(f"there is no C compiler: {compiler} is not on the path")
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         raise NothingToBuildWith("Python's headers are not installed")
     told = sha256(Path(__file__).read_bytes())

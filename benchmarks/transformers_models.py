@@ -28,6 +28,7 @@ from asynccache_hf import ContinuousBatching, PagedModel, PrefixCache, describe
 from asynccache_shim import Limits, Request, Scheduler, Settings
 
 from asynccache import AsyncCache
+from asynccache.cli.bench_together import continued
 
 REQUESTS, PROMPT, NEW, PAGE = 8, 128, 24, 16
 SHARED = PROMPT * 7 // 8
@@ -76,16 +77,6 @@ def one_by_one(generate: Callable[..., Any], texts: Tokens) -> Tokens:
     return [generate(torch.tensor([t]), max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist() for t in texts]
 
 
-def continuous(manager: Any, texts: Tokens) -> Tokens:
-    ids = manager.add_requests(inputs=texts, max_new_tokens=NEW)
-    found: dict[str, list[int]] = {}
-    while len(found) < len(texts):
-        result = manager.get_result(timeout=1)
-        if result is not None and result.is_finished():
-            found[result.request_id] = result.generated_tokens
-    return [found[each] for each in ids]
-
-
 def on_pages(batching: ContinuousBatching, texts: Tokens) -> Tokens:
     return [request.result() for request in batching.generate_batch(texts, max_new_tokens=NEW)]
 
@@ -118,7 +109,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     known = batched(model.generate, again)
                     made = {
                         "generate, one by one": lambda texts=texts: one_by_one(model.generate, texts),
-                        "continuous batching": lambda texts=texts: continuous(manager, texts),
+                        "continuous batching": lambda texts=texts: continued(manager, texts, NEW),
                         "ContinuousBatching, cold": lambda texts=texts: on_pages(batching, texts),
                         "PrefixCache, batch of 8, cold": lambda texts=texts: batched(prefix.generate, texts),
                     }
@@ -131,7 +122,7 @@ async def measure(rounds: int) -> dict[str, float]:
                     assert await scheduled(ours, again) == known
                     timed.seconds.setdefault("scheduler, 88 % cached", []).append(time.process_time() - start)
                     made = {
-                        "continuous batching, 88 % cached": lambda again=again: continuous(manager, again),
+                        "continuous batching, 88 % cached": lambda again=again: continued(manager, again, NEW),
                         "ContinuousBatching, 88 % cached": lambda again=again: on_pages(batching, again),
                         "PrefixCache, batch of 8, 88 % cached": lambda again=again: batched(prefix.generate, again),
                     }

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import transformers
@@ -124,26 +125,28 @@ def _generation(load: Load) -> Any:
     return transformers.GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
 
+def continued(manager: Any, texts: Tokens, new: int) -> Tokens:
+    """What transformers' own ``manager`` makes of each prompt. Raises RuntimeError if it ends meanwhile."""
+    ids = manager.add_requests(inputs=texts, max_new_tokens=new)
+    found: dict[str, list[int]] = {}
+    while len(found) < len(texts):
+        told = manager.get_result(timeout=1)
+        if told is not None and told.is_finished():
+            found[told.request_id] = told.generated_tokens
+        elif told is None and not manager.is_running():
+            raise RuntimeError("transformers' continuous batching has ended")
+    return [found[each] for each in ids]
+
+
 @contextmanager
 def _alone(model: Any, load: Load) -> Iterator[Serve]:
     blocks = ContinuousBatchingConfig(page_size=PAGE, num_blocks=_room(load), max_batch_tokens=STEP)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it says what psutil would be good for
     manager = model.init_continuous_batching(generation_config=_generation(load), continuous_batching_config=blocks)
 
-    def serve(texts: Tokens, new: int) -> Tokens:
-        ids = manager.add_requests(inputs=texts, max_new_tokens=new)
-        found: dict[str, list[int]] = {}
-        while len(found) < len(texts):
-            told = manager.get_result(timeout=1)
-            if told is not None and told.is_finished():
-                found[told.request_id] = told.generated_tokens
-            elif told is None and not manager.is_running():
-                raise RuntimeError("transformers' continuous batching has ended")
-        return [found[each] for each in ids]
-
     manager.start()
     try:
-        yield serve
+        yield partial(continued, manager)
     finally:
         manager.stop(block=True)
 

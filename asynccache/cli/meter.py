@@ -10,7 +10,6 @@ kernel ran something else. A late timer without it is this program's fault.
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import time
 from array import array
@@ -99,15 +98,14 @@ class Meter:
         self._worst = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
-        self._waited = 0
-        self._schedstat = _open_schedstat()
+        self._waited = 0.0
         self._began = self._ended = 0.0
         self._cpu = self._cpu_end = 0.0
 
     def start(self) -> None:
         """Begin to tick. To be called on the loop."""
         self._began, self._cpu = time.monotonic(), time.process_time()
-        self._waited = self._run_delay()
+        self._waited = run_delay()
         self._arm()
 
     def stop(self) -> None:
@@ -117,9 +115,6 @@ class Meter:
         self._timer.cancel()
         self._timer = None
         self._ended, self._cpu_end = time.monotonic(), time.process_time()
-        if self._schedstat is not None:
-            os.close(self._schedstat)
-            self._schedstat = None
 
     def lag_ms(self) -> Spread:
         """Lateness of the timer."""
@@ -160,22 +155,10 @@ class Meter:
         self._recent.append(late)
         self._worst = max(self._worst, late)
         self._counts[bisect_left(LAGS_MS, late * 1e3)] += 1
-        waited = self._run_delay()
-        self._queued.append((waited - self._waited) * 1e-9)
+        waited = run_delay()
+        self._queued.append(waited - self._waited)
         self._waited = waited
         self._arm()
-
-    def _run_delay(self) -> int:
-        if self._schedstat is None:
-            return 0
-        return int(os.pread(self._schedstat, 128, 0).split()[1])
-
-
-def _open_schedstat() -> int | None:
-    try:
-        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def run_delay() -> float:
