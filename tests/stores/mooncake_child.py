@@ -23,6 +23,7 @@ from asynccache_backends.mooncake.client import Client, library
 from asynccache_backends.mooncake.settings import settings_of
 from asynccache_backends.mooncake.transfers import Attempt
 
+from asynccache.cli.meter import run_delay
 from asynccache.errors import Unavailable
 from asynccache.storage import HEADER_BYTES, PageKey, Record, Result, parse_url
 from asynccache.testing.backend_suite import LAYOUT, aligned, content, page_key
@@ -99,9 +100,9 @@ class Worker:
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            before, waited = loop.time(), _waited()
+            before, waited = loop.time(), run_delay()
             await asyncio.sleep(0.005)
-            self.lag = max(self.lag, loop.time() - before - (_waited() - waited) - 0.005)
+            self.lag = max(self.lag, loop.time() - before - (run_delay() - waited) - 0.005)
 
     async def _do(self, order: dict[str, Any]) -> None:
         """One order; the answer is one line."""
@@ -203,11 +204,6 @@ class Worker:
             except Unavailable:
                 refused += 1
         return {"refused": refused, "state": client.state.name}
-
-
-def _waited() -> float:
-    """Seconds that this thread has waited for a core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _keys(count: int, name: str) -> list[PageKey]:
