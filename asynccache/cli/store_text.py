@@ -40,8 +40,10 @@ def _listed(report: Report) -> list[str]:
 
 def _stat(report: Report) -> list[str]:
     stats = report["stats"]
-    on_disk = (f"; {size(stats['disk_bytes'])} in {number(stats['segments'])} segments"
-               if "disk_bytes" in stats and "segments" in stats else "")
+    told = ("disk_bytes", "segments", "capacity_bytes")
+    on_disk = ("; {} of {} in {} segments".format(size(stats["disk_bytes"]), size(stats["capacity_bytes"]),
+                                                  number(stats["segments"]))
+               if stats.keys() >= set(told) else "")
     lines = [f"{report['url']}: {number(report['pages'])} pages, {size(report['bytes'])}{on_disk}"]
     lines += [f"  {number(one['pages'])} pages of {size(one['page_bytes'])}" for one in report.get("by_page_size", ())]
     ages = [f"{number(count)} {_younger(name)}" for name, count in report.get("by_age", {}).items()]
@@ -51,8 +53,7 @@ def _stat(report: Report) -> list[str]:
     answer = (f"it answers in {milliseconds(probe['median_ms'])}, at worst {milliseconds(probe['worst_ms'])}"
               if not probe["failed"] else f"NOT OK: it did not answer {probe['failed']} of the questions")
     lines.append(f"  {answer}; breaker {report['breaker']}")
-    told = ("disk_bytes", "segments") if on_disk else ()
-    counts = [_count(name, value) for name, value in stats.items() if value and name not in told]
+    counts = [_count(name, value) for name, value in stats.items() if value and not (on_disk and name in told)]
     if counts:
         lines += textwrap.wrap(" · ".join(counts), WIDTH, initial_indent="  ", subsequent_indent="  ",
                                break_on_hyphens=False)

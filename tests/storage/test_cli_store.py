@@ -92,12 +92,35 @@ def test_stat_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["store", "stat", f"file:{folder}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"file:{folder}: 80 pages, 980 KiB; ")
-    assert lines[0].endswith("in 1 segments")
+    assert lines[0].endswith(" of 64 MiB in 1 segments")
     assert [line.split()[0] for line in lines[1:3]] == ["20", "60"]
     assert lines[3] == "  by age: 80 below an hour"
     assert lines[4].startswith("  it answers in ")
     assert lines[4].endswith("; breaker closed")
     assert all(len(line) <= 80 for line in lines[1:])
+
+
+@pytest.mark.parametrize("note", [b"", b"much", b"-5", b"9" * 400, b"\xff"])
+def test_the_capacity_is_the_stores_own_as_far_as_it_was_noted(
+    folder: Path, capsys: pytest.CaptureFixture[str], note: bytes
+) -> None:
+    def capacity() -> int:
+        assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
+        known: int = json.loads(capsys.readouterr().out)["stats"]["capacity_bytes"]
+        return known
+
+    async def use(options: str) -> None:
+        await (await FileBackend.open(parse_url(f"file:{folder}?segment=4MiB&{options}"), LAYOUT)).aclose()
+
+    assert capacity() == 64 << 20
+    asyncio.run(use("capacity=32MiB"))
+    assert capacity() == 32 << 20
+    (folder / "capacity").write_bytes(note)
+    assert capacity() == 10 << 30
+    (folder / "capacity").unlink()
+    assert capacity() == 10 << 30
+    asyncio.run(use("capacity=48MiB"))
+    assert capacity() == 48 << 20
 
 
 @pytest.mark.parametrize(

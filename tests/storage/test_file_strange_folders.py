@@ -33,8 +33,11 @@ from tests.storage.page_kit import fill, get
 from tests.waiting import interrupted_after
 
 KEYS = keys_of(60)
-FILES = ("lock", "manifest.json", "index.snapshot", "deletions.log", "segment-0000000000000001.kv", "direct.probe")
-LEFTOVERS = ("manifest.json.new", "index.snapshot.new", "deletions.log.new")
+FILES = (
+    "lock", "manifest.json", "capacity", "index.snapshot", "deletions.log", "segment-0000000000000001.kv",
+    "direct.probe",
+)  # fmt: skip
+LEFTOVERS = ("manifest.json.new", "capacity.new", "index.snapshot.new", "deletions.log.new")
 PATIENCE = 20
 
 

@@ -119,16 +119,15 @@ def _curves(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> 
 def _sizes(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> Table:
     """What the tiers gave, and a few sizes by policy."""
     compared, policy = found.get("compared", ()), found.get("eviction", "lru")
-    middle = () if policy == "lru" else (policy,)
-    others = {row["units"]: ([f"{row['policy']:.4f}"] if middle else []) + [f"{row['optimum']:.4f}"]
-              for row in compared}
-    blank = [""] * (len(middle) + 1) if compared else []
-    rows = [(f"{t['tier']}: {number(t['units'])}", f"{t['hit_ratio']:.4f}", *others.get(t["units"], blank),
-             f"{t['measured']:.4f}") for t in found["tiers"]]
+    names = {"optimum": "best"} if policy == "lru" else {"policy": policy, "optimum": "best"}
+    others = {row["units"]: [percent(row[name], 1) for name in names] for row in compared}
+    blank = [""] * len(names) if compared else []
+    rows = [(f"{t['tier']}: {number(t['units'])}", percent(t["hit_ratio"], 1), *others.get(t["units"], blank),
+             percent(t["measured"], 1)) for t in found["tiers"]]
     plain = [(row["units"], row["lru"]) for row in compared] or points[-1::-12][::-1]
     placed = {t["units"] for t in found["tiers"]}
-    rows += [(number(x), f"{y:.4f}", *others.get(x, blank), "") for x, y in plain if x not in placed]
-    return Table(("pages", "LRU", *((*middle, "best") if compared else ()), "measured"), rows)
+    rows += [(number(x), percent(y, 1), *others.get(x, blank), "") for x, y in plain if x not in placed]
+    return Table(("pages", "LRU", *(names.values() if compared else ()), "measured"), rows)
 
 
 # time to first token

@@ -120,10 +120,10 @@ class Frame:
         self.text((self.left + right) / 2, self.height - 8, self.x.label, kind="label")
 
     def _x_tick(self, value: float, y: float) -> None:
-        """In the middle below its line, or as far to the left as it takes to be seen whole."""
-        words, x = self.x.show(value), self.at_x(value)
+        """In the middle below its line, or as far to one side as it takes to be seen whole."""
+        words = self.x.show(value)
         half = len(words) * _LETTER / 2
-        self.text(min(x, self.width - half), y, words)
+        self.text(max(half, min(self.at_x(value), self.width - half)), y, words)
 
     def svg(self, name: str, title: str) -> str:
         """The drawing. ``name``: unique on the page; ``title``: what a screen reader says."""

@@ -37,7 +37,7 @@ from asynccache.storage import (
 from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import Group
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.folder import FolderLock, claim, load_manifest
+from asynccache_backends.file.folder import FolderLock, capacity_of, claim, load_manifest
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.listing import stored_pages, written_before
 from asynccache_backends.file.operations import Operations
@@ -99,8 +99,9 @@ class FileBackend:
         try:
             folder = lock.folder
             manifest = await completed(load_manifest(folder, layout.schema))
+            capacity = await completed(capacity_of(folder, settings))
             direct = _use_direct(folder, settings.direct)
-            state = StoreState(folder, manifest.seed, io, settings.capacity, settings.segment, direct)
+            state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
         except BaseException as error:

@@ -23,15 +23,17 @@ from xxhash import xxh3_64_hexdigest
 from asynccache.errors import Unavailable
 from asynccache_backends.file.files import PRIVATE, Folder, make_folder
 from asynccache_backends.file.segments import list_segments
+from asynccache_backends.file.settings import Settings
 
 FORMAT = "asynccache file store"
 VERSION = 1
 MANIFEST = "manifest.json"
 LOCK = "lock"
+CAPACITY = "capacity"
 MOST_MANIFEST = 4 << 10
 
 _OURS = re.compile(
-    r"(manifest\.json|index\.snapshot|deletions\.log)(\.new)?|lock|direct\.probe|segment-[0-9a-f]{16}\.kv"
+    r"(manifest\.json|index\.snapshot|deletions\.log|capacity)(\.new)?|lock|direct\.probe|segment-[0-9a-f]{16}\.kv"
 )
 _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -157,6 +159,25 @@ async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
             f"{schema.hex()}"
         )
     return manifest
+
+
+async def capacity_of(folder: Folder, settings: Settings) -> int:
+    """What the store may take on the disk, in bytes. Who uses the store says so, and it is noted in the folder; who only
+    looks at it is told what was noted, or what ``settings`` say where nothing readable is. Not to be cancelled, as
+    ``replace_file``.
+
+    Raises:
+        OSError: the disk refuses, or something that is no plain file has the note's name.
+    """
+    noted: int | None = None
+    if folder.has(CAPACITY):
+        text = await aiofiles.os.wrap(folder.read)(CAPACITY, MOST_MANIFEST)
+        noted = int(text) if text.isdigit() and len(text) < 20 else None
+    if not settings.used:
+        return settings.capacity if noted is None else noted
+    if noted != settings.capacity:
+        await replace_file(folder, CAPACITY, [str(settings.capacity).encode()])
+    return settings.capacity
 
 
 async def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
