@@ -1,10 +1,13 @@
-"""What ``on_event`` hears beside the core's events: that a cache begins, and which keys its stores hold.
+"""What ``on_event`` hears: the queue of KV events, and those that are not the core's.
+
+The core tells which pages came and went. ``Announcing`` tells that a cache begins and which keys its stores hold, and
+``EventStage`` hands all of it to the subscriber: in order, and not within a call of the core.
 
 Laws:
 * A key is there from the moment that the first of the attached stores has it until the last of them has lost it or was
   detached.
-* The name of a namespace is known for as long as it has pages or is asked for, and while ``NAMES`` others are named
-  after that. However many namespaces there have been, no more names than these are kept.
+* The name of a namespace is kept while the namespace has pages or is asked for, and until ``NAMES`` others were named
+  after that. So the number of names is bounded, however many namespaces there have been.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from itertools import islice
 from asynccache.core.keys import Adapter
 from asynccache.events import Notice, Opened, StorageReport
 from asynccache.worker.contract import Worker
+from asynccache.worker.inbox import Inbox
 
 NAMES = 1 << 15
 _SLICE = 4096
@@ -89,3 +93,26 @@ class Announcing:
         news = [key for key in keys if not any(key in other for other in others)] if others else keys
         if news:
             self._put(StorageReport(there, news))
+
+
+class EventStage:
+    """A queue of notices, and the task that hands them to ``on_event``. A subscriber that raises closes the cache."""
+
+    def __init__(self, on_event: Callable[[Notice], None]) -> None:
+        self._on_event = on_event
+        self._inbox: Inbox[Notice] = Inbox()
+
+    def put(self, notice: Notice) -> None:
+        """Queue the notice."""
+        self._inbox.put(notice)
+
+    async def run(self) -> None:
+        """Hand on notices as they come, for ever. Cancelling it leaves the rest in the queue."""
+        while True:
+            await self._inbox.filled()
+            self.hand_on()
+
+    def hand_on(self) -> None:
+        """Hand on everything in the queue."""
+        for notice in self._inbox.take():
+            self._on_event(notice)

@@ -1,10 +1,10 @@
 """Stores come and go while requests are in flight.
 
 Laws:
-* A store is opened, and told of the host's memory, before anybody waits for it; it is there from one core call on.
-* It is gone from one core call on, and of no page is it known then that it is stored. Who reads from it or writes to it
-  finishes; then it is closed, by a task of the cache's own.
-* Neither makes a request wait or fail: what a store cannot give any more is computed.
+* A store is opened, and told of the host's memory, before the tree lock is taken. One core call makes it usable.
+* One core call ends its use, and with that call the tree forgets which pages are stored. Reads and writes that are
+  under way finish; then a task of the cache closes the store.
+* Neither makes a request wait or fail. What a store cannot give any more is computed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 BACKFILL_OPS = 16
 BACKFILL_SHARE = 0.25
-"""What a backfill has in flight: so many backups to storage (one worker takes them at once), on such a share of the
-pages that may wait for storage; who publishes new pages has the rest."""
+"""The most that a backfill has in flight: so many backups to storage, with this share of the pages that may wait for
+storage. The rest is for pages that are published meanwhile."""
 
 
 class Stores:
-    """The stores that the head knows of, which are those that its worker uses. ``backlog``: how many pages of FULL may
-    wait for storage."""
+    """Attaches and detaches stores. ``backlog``: how many pages of FULL may wait for storage."""
 
     def __init__(
         self, driver: Driver, worker: Worker, announcing: Announcing | None, supervisor: Supervisor, backlog: int
@@ -47,14 +46,14 @@ class Stores:
         return f"Stores({', '.join(entry.options.name for entry in self._worker.stores)})"
 
     def begin(self) -> None:
-        """Take up those that were opened with the cache."""
+        """Use the stores that were opened with the cache."""
         for store in self._worker.stores:
             if self._announcing is not None:
                 self._announcing.begin(store.number)
         self._driver.core.attach_storage(self._access())
 
     def _access(self) -> Access:
-        """What may be done with all that are used."""
+        """What the stores in use allow, taken together: writing, if one of them is written."""
         stores = self._worker.stores
         if not stores:
             return Access.NONE
@@ -80,7 +79,8 @@ class Stores:
             raise ConfigError("storage: it needs a host tier, and host_tokens is 0")
 
     async def _use(self, opened: StoreEntry, position: int | None, *, backfill: bool) -> None:
-        """Whoever fails or is cancelled has attached nothing."""
+        """Use the opened store from now on, and start its backfill. If this fails or is cancelled, nothing is
+        attached."""
         driver, options = self._driver, opened.options
         async with driver.lock:
             driver.settle()
@@ -94,7 +94,7 @@ class Stores:
                 self._supervisor.spawn(self._backfill(opened.number, walk), "asynccache-backfill")
 
     async def _backfill(self, store: int, walk: Backfill) -> None:
-        """Have the new store told what the tree knows, some operations at a time. Cancelling it leaves the rest out."""
+        """Offer the new store every page of the tree, some operations at a time. Cancelling it leaves the rest out."""
         driver, over = self._driver, False
 
         def perform(filled: Filled) -> None:
@@ -107,7 +107,7 @@ class Stores:
                 await driver.ops.all([effect.op for effect in plan.effects if isinstance(effect, BackupStorage)])
                 await asyncio.sleep(0)
         except CacheClosed:
-            pass  # and with it the store
+            pass  # the store is closed with the cache
 
     def _is_used(self, store: int) -> bool:
         return any(entry.number == store for entry in self._worker.stores)
@@ -140,15 +140,16 @@ class Stores:
             async with asyncio.timeout(deadline):
                 await drain(self._driver)
         except TimeoutError:
-            pass  # what is returned says what that leaves
+            pass  # ``unsaved`` says what is left
 
     async def _leave(self, store: StoreEntry, failed: list[BackendError]) -> None:
-        """See a detached store off. What goes wrong there is told to who waits for it, and ends nothing."""
+        """Close a detached store. An error goes to ``failed``, for who waits for the detaching, and ends nothing
+        else."""
         try:
             if self._announcing is not None:
                 await self._announcing.forget(store.number)
             await self._worker.close_store(store.number)
-        except Exception as error:  # a plug-in's bug, too, is its own affair
+        except Exception as error:  # whatever a plug-in raises while it closes
             failed.append(BackendError(f"{store.options.name}: closing it failed: {error!r}"))
             failed[0].__cause__ = error
 

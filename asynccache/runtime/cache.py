@@ -17,10 +17,9 @@ from asynccache.config import POOL_NAME, CacheConfig
 from asynccache.core.cache import CacheCore, Match, ShelfStatistics, Statistics, Unsaved
 from asynccache.core.eviction import Learned
 from asynccache.errors import CacheClosed, ConfigError
-from asynccache.runtime.closing import SavingLimit
+from asynccache.runtime.closing import Interruptible, SavingLimit
 from asynccache.runtime.entry import ask_for
 from asynccache.runtime.explaining import Explained, explain
-from asynccache.runtime.interruptible import Interruptible
 from asynccache.runtime.keeping import Kept
 from asynccache.runtime.lease import Lease
 from asynccache.runtime.lookups import LookupStats

@@ -1,8 +1,11 @@
-"""What goes to storage while storage is being cleared: nothing. It is held back until the last clearing is over.
+"""While storage is being cleared no backup goes to it: backups are held back until the last clearing is over.
 
-Law: what is put after the tree was forgotten is put after the store was cleared; else its nodes would pass for stored
-and be gone. What was held back before the tree was forgotten is never put: it would be found under its old key. The
-core starts no more of those once a namespace is dead. What is held back counts as backlog, and the oldest is dropped.
+Laws:
+* A page that was published after the tree was forgotten is written after the store was cleared. Written before, it
+  would be cleared with the rest, and its node would still say that it is stored.
+* A backup that was held back before the tree was forgotten is never written, for its page would be found under the old
+  key. The core starts no more of those once their namespace is dead.
+* What is held back counts as backlog. Above the limit the oldest of it is dropped.
 """
 
 from __future__ import annotations
@@ -10,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.runtime.backlog import Backlog
+from asynccache.runtime.outbox import Backlog
 
 
 class Clearing:
-    """Stands before the backup_storage stage. Mutable state: how many clearings run, and what they hold back."""
+    """Stands between the core's plans and the outbox. Mutable state: how many clearings run, and what they hold
+    back."""
 
     def __init__(
         self, put: Callable[[BackupStorage], None], post: Callable[[Outcome], None], backlog: Backlog
@@ -37,7 +41,7 @@ class Clearing:
         return frozenset(self._held)
 
     def put(self, effect: BackupStorage) -> None:
-        """Pass the effect on, now or when no clearing runs any more."""
+        """Pass ``effect`` on to the outbox: now, or when no clearing runs any more."""
         if not self._running:
             self._put(effect)
             return
@@ -53,12 +57,12 @@ class Clearing:
         self._running += 1
 
     def outdate(self) -> None:
-        """The tree is being forgotten: what is held back belongs to it, and fails."""
+        """The tree is being forgotten. What is held back belongs to that tree, so its operations fail."""
         for effect in self._release():
             self._post(Outcome(effect.op, Status.FAILED))
 
     def end(self) -> None:
-        """This clearing is over; after the last one, what was held back goes."""
+        """One clearing is over. After the last one, what was held back goes to the outbox."""
         self._running -= 1
         if not self._running:
             for effect in self._release():

@@ -1,7 +1,7 @@
-"""Where requests come in: what the leases of one cache share, and who holds something.
+"""What the leases of one cache share, and who holds something.
 
-Mutable state: ``holders`` (the core's leases, each with the task that was granted it, and kept prefixes; neither a
-request's ``Lease`` nor its task is kept alive by it).
+Mutable state: ``holders``, which has the core's leases, each with the task to which it was granted, and the prefixes
+that are kept. It keeps neither a request's ``Lease`` nor its task alive.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Door:
         return count
 
     def holds(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether ``task`` holds a lease. Asked by those who are about to wait; so it may look at all of them."""
+        """Whether ``task`` holds a lease. Looks at all holders, which is fine for a caller that is about to wait."""
         return any(holder is not None and holder() is task for holder in self.holders.values())
 
     def idle(self) -> bool:

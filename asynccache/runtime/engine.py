@@ -22,7 +22,7 @@ from asynccache.runtime.fences import Fences, not_over
 from asynccache.worker.contract import Batch, Work, Worker
 
 SWEEP = 64
-"""Batches beyond twice as many as were not over, before those that are over are forgotten."""
+"""How many batches there may be, beyond twice those that were not over the last time, before all are looked at."""
 
 
 class Engine:
@@ -42,7 +42,8 @@ class Engine:
         return f"Engine({self.fences!r}, {len(self._ready)} batches that commits named)"
 
     def event(self, name: str, event: object | None) -> object | None:
-        """``event``, the argument ``name`` of a call, as of now, for ``batch``; None if it is None. From any thread.
+        """The engine's ``event`` as it is now, for ``batch``; None if it is None. ``name``: the argument it was given
+        as. For any thread.
 
         Raises:
             ConfigError: copies cannot wait for it.
@@ -55,14 +56,14 @@ class Engine:
             raise ConfigError(f"{name}: {error}") from error
 
     def batch(self, name: str, event: object | None) -> Batch | None:
-        """The batch that ends with ``event``, the argument ``name`` of a call; None if it is None. Raises as
+        """The batch that ends with the engine's ``event``; None if that is None. ``name`` and errors as for
         ``event``."""
         taken = self.event(name, event)
         return None if taken is None else self._worker.batch(taken)
 
     def fence(self, lease: CoreLease, *batches: Batch) -> None:
-        """The engine may use the lease's pages until ``batches`` are over: what is copied into one of them later, on
-        whoever's behalf, waits for that on the device."""
+        """The engine may use the lease's pages until ``batches`` are over. Any copy into these pages that is asked for
+        later waits for that, on the device."""
         pending = not_over(*batches)
         if pending:
             slots: dict[int, bytes] = {kind: self._core.pages(lease, kind) for kind in self._tables}
@@ -75,17 +76,17 @@ class Engine:
         """A commit is about to publish pages that ``ready`` writes."""
         if not ready.done():
             self._ready[ready.number] = ready
-            if len(self._ready) >= self._sweep_at:  # without a host tier nothing else looks through them
+            if len(self._ready) >= self._sweep_at:  # without a host tier nothing else forgets those that are over
                 self._sweep_at = 2 * len(self.pending()) + SWEEP
 
     def pending(self) -> list[Batch]:
-        """What commits named and is not over, each once."""
+        """The batches that commits named and that are not over, each once."""
         alive = not_over(*self._ready.values())
         self._ready = {batch.number: batch for batch in alive}
         return alive
 
     def begin(self, effect: BackupHost | LoadBack | Clone) -> None:
-        """Hand the effect to the worker, with all that it has to wait for."""
+        """Hand ``effect`` to the worker, with the batches that it has to wait for."""
         self._worker.perform(Work(effect, tuple(batch.number for batch in self._before(effect))))
 
     def _before(self, effect: BackupHost | LoadBack | Clone) -> Sequence[Batch]:

@@ -1,27 +1,32 @@
-"""Which batches of the engine stand before which device slots: until they are over, the engine may still read or write
-there, and nothing may be copied into them.
+"""What waits for the engine's batches: copies into pages that a batch may still use, and pages that are given back.
 
-Law: slot by slot, so that a copy into pages that nobody uses runs beside the engine's work. A slot carries the number
-of a set of batches; sets are made as batches are added, and forgotten when all of theirs are over.
+While a batch of the engine is not over, the engine may read or write the pages that its leases named.
+
+* ``Fences`` knows for each device slot which batches stand before it: nothing may be copied into the slot until they
+  are over. It goes by slot, so that a copy into pages that no batch uses runs beside the engine's work. Each slot has
+  the number of a set of batches. A set is made when a batch is added, and forgotten when all of its batches are over.
+* ``RetireStage`` keeps slots that were given back from being taken again before the batches are over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from asynccache.core.plan import Outcome, Status
 from asynccache.worker.contract import Batch
 
 Stamps = npt.NDArray[np.int64]
 
 SWEEP = 64
-"""Sets beyond twice as many as were alive, before those behind one that lasts are looked through."""
+"""How many sets there may be, beyond twice those that were left the last time, before all of them are looked at."""
 
 
 class Fences:
-    """``slots``: of each component, on the device."""
+    """``slots``: how many device slots there are, by component."""
 
     def __init__(self, slots: Mapping[int, int]) -> None:
         self._stamps = {component: np.zeros(count, np.int64) for component, count in slots.items()}
@@ -36,7 +41,7 @@ class Fences:
         return len(self._sets)
 
     def add(self, batch: Batch, slots: Mapping[int, bytes]) -> None:
-        """``slots``: int32 of each component, -1 where there is none."""
+        """``batch`` stands before ``slots`` from now on. ``slots``: int32 numbers by component; -1 is no slot."""
         if batch.done():
             return
         self._forget()
@@ -45,7 +50,8 @@ class Fences:
             self._stamp(self._stamps[component], _slots(table), batch, made)
 
     def before(self, wanted: Iterable[tuple[int, bytes]]) -> list[Batch]:
-        """The batches that stand before any of these slots, each once, and are not over."""
+        """The batches that stand before any of the slots in ``wanted`` and are not over, each once. ``wanted``: pairs
+        of a component and its slots, as in ``add``."""
         self._forget()
         numbers = {number for component, table in wanted for number in self._alive(self._stamps[component], table)}
         found: dict[int, Batch] = {}
@@ -54,8 +60,8 @@ class Fences:
         return list(found.values())
 
     def _stamp(self, stamps: Stamps, slots: npt.NDArray[np.int32], batch: Batch, made: dict[int, int]) -> None:
-        """``made``: the sets that this batch has joined, by what they were before. No sorting: tables are long, and an
-        iteration of an engine names batches for a hundred of them."""
+        """Put ``batch`` into the sets of ``slots``. ``made``: the new number of each set that the batch has joined, by
+        the number before. Nothing is sorted: tables are long, and one iteration of an engine adds a hundred of them."""
         base, at, found = self._places(stamps, slots)
         if not found:
             return
@@ -83,14 +89,15 @@ class Fences:
         return [place + base for place in found if place]
 
     def _places(self, stamps: Stamps, slots: npt.NDArray[np.int32]) -> tuple[int, Stamps, list[int]]:
-        """All sets that are alive have numbers beyond the first of these; by how much, of each slot's (0: it is in no
-        such set), and which of that there is."""
+        """Three things: a number that is below those of all sets; by how much the set of each slot is above it, 0 for a
+        slot without a set; which of these differences occur."""
         base = next(iter(self._sets), self._number + 1) - 1
         at = np.maximum(stamps[slots] - base, 0)
         return base, at, np.flatnonzero(np.bincount(at)).tolist()
 
     def _forget(self) -> None:
-        """Sets whose batches are all over: the oldest; now and then those behind one that lasts, too."""
+        """Forget the oldest sets whose batches are all over. Once there are ``_sweep_at`` sets, look at all of them: an
+        old set that lasts may hide many that are over."""
         while self._sets and not not_over(*self._sets[oldest := next(iter(self._sets))]):
             del self._sets[oldest]
         if len(self._sets) >= self._sweep_at:
@@ -98,8 +105,37 @@ class Fences:
             self._sweep_at = 2 * len(self._sets) + SWEEP
 
 
+class RetireStage:
+    """Posts the outcome of RETIRE operations when the batches that may use their slots are over.
+
+    ``spawn`` makes a task for operations that have to wait.
+    """
+
+    def __init__(
+        self, post: Callable[[Outcome], None], spawn: Callable[[Coroutine[Any, Any, None], str], object]
+    ) -> None:
+        self._post = post
+        self._spawn = spawn
+
+    def put(self, ops: Sequence[int], batches: Sequence[Batch]) -> None:
+        """Post ``ops`` as DONE when all ``batches`` are over; at once, if there are none."""
+        if batches and ops:
+            self._spawn(self._when_over(tuple(ops), tuple(batches)), "asynccache-retire")
+        else:
+            self._done(ops)
+
+    async def _when_over(self, ops: Sequence[int], batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            await batch.wait()
+        self._done(ops)
+
+    def _done(self, ops: Sequence[int]) -> None:
+        for op in ops:
+            self._post(Outcome(op, Status.DONE))
+
+
 def not_over(*batches: Batch | None) -> list[Batch]:
-    """Those of ``batches`` that there are and that are not over."""
+    """Those of ``batches`` that are not over, without the None among them."""
     return [batch for batch in batches if batch is not None and not batch.done()]
 
 

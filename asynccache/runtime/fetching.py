@@ -3,8 +3,10 @@
 ask what is there -> FULL pages in batches -> the final end -> FULL's sidecars -> auxiliary components with theirs, by
 the end that all before left -> commit, or revoke.
 
-Laws: the presence map is kept; whenever the end moves (host shortage, failed page, a stop) it becomes the longest
-shorter end at which every pool has what it needs. Nothing is given back before its I/O has let go.
+Laws:
+* Which pages the stores have is asked once and noted (``_present``). Whenever the end has to move, for want of room on
+  the host, a page that failed or a stop, it becomes the longest shorter end at which every pool has what it needs.
+* No slot is given back before the I/O that uses it has let go.
 """
 
 from __future__ import annotations
@@ -73,14 +75,15 @@ class Fetch:
         handle.fetch = self
 
     def leave(self, handle: Prefetch) -> None:
-        """``handle`` has what it wants, or wants nothing any more."""
+        """``handle`` needs this fetch no more. The last one to leave cancels it."""
         self.sharers.pop(handle, None)
         handle.fetch = None
         if not self.sharers:
             self.wish = Wish.CANCEL
 
     def told(self, handle: Prefetch) -> None:
-        """A sharer changed its wish: a stop holds for all, a cancellation only if it is the last."""
+        """``handle``, one of the sharers, has changed its wish. A stop holds for all of them, a cancellation for itself
+        alone."""
         if handle.wish is Wish.CANCEL:
             self.leave(handle)
             if self.sharers:
@@ -89,7 +92,7 @@ class Fetch:
             self.wish = max(self.wish, Wish.STOP)
 
     async def run(self, chain: Chain, key: bytes) -> None:
-        """Fetch and commit, or revoke. Cancelling it revokes after the I/O in flight has let go."""
+        """Fetch the pages and commit them, or revoke the operation. Cancelling it revokes, after the I/O has let go."""
         try:
             end = await self._transfer(chain, key)
             if self._worth(end) and self._wanted():
@@ -99,7 +102,7 @@ class Fetch:
                 self._close(self._driver.give_back(self._driver.core.prefetch_revoke, self.op))
 
     async def _transfer(self, chain: Chain, key: bytes) -> int:
-        """Bring every page that a match of the returned length needs; 0 if there is none worth having."""
+        """Read every page that a match of the returned length, in tokens, needs; 0 if no end is worth it."""
         self._hashes = await chain.extend(key)
         await self._ask()
         end = self._usable(self.shape.length)
@@ -133,7 +136,7 @@ class Fetch:
     # asking
 
     async def _ask(self) -> None:
-        """Fill the presence map, as far as FULL reaches."""
+        """Ask the stores which pages they have, up to the first page of FULL that they lack."""
         first, last = self._pages_of(self.shape.anchor), self._pages_of(self.shape.length)
         full_end = first
         while full_end < last and self.wish is Wish.RUN:
@@ -151,7 +154,7 @@ class Fetch:
             await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
-        """The first page that any end could need, also one before the anchor: windows only move on."""
+        """The first page of ``component`` that any end of this fetch could need. It may lie before the anchor."""
         needed = needed_pages(self.shape, component, self.shape.covered + self.shape.page_size)
         return min((*needed, self._pages_of(self.shape.anchor)))
 
@@ -164,14 +167,14 @@ class Fetch:
                 self._present[spec.name][page] = result == Result.HIT
 
     def _look_at(self, results: bytes) -> None:
-        """Note what is wrong with the store, beside that it does not have a page."""
+        """Note damage or failure of the store in ``cut``; that a page is not there is neither."""
         if Result.CORRUPT in results:
             self.cut = Cut.CHECKSUM
         elif Result.FAILED in results:
             self.cut = Cut.BACKEND
 
     def _run_of_full(self, start: int, stop: int) -> int:
-        """How many pages from ``start`` on every pool of FULL has."""
+        """How many pages from ``start`` to ``stop``, without a gap, all pools of FULL have in storage."""
         maps = [self._present[spec.name] for spec in self._pools.of[FULL]]
         for page in range(start, stop):
             if not all(present[page] for present in maps):
@@ -181,8 +184,8 @@ class Fetch:
     # fetching
 
     async def _fetch_full(self, end: int) -> int:
-        """Read FULL up to ``end`` or a stop, a shortage or a failed page, and take slots batch by batch, as it goes;
-        how far it got."""
+        """Read FULL up to ``end``, or until a stop, a shortage of slots or a page that fails. Slots are taken batch by
+        batch. Returns how far it got, in tokens."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
         some = _batch(self._pools.lead)
         while page < last and self.wish is Wish.RUN:
@@ -199,13 +202,13 @@ class Fetch:
         return page * self.shape.page_size
 
     async def _fetch_sidecars(self, end: int) -> int:
-        """Read what follows FULL, whose pages up to ``end`` are here; how far it got. A stop that comes meanwhile ends
-        it; one that came before has set ``end`` already."""
+        """Read the sidecars of FULL, whose own pages up to ``end`` have been read. Returns how far it got, in tokens.
+        Only a stop that comes meanwhile ends it: one that came before has shortened ``end`` already."""
         page, last = self._pages_of(self.shape.anchor), self._pages_of(end)
         return await self._read(self._pools.follow, page, last) * self.shape.page_size
 
     async def _read(self, specs: Sequence[PoolSpec], page: int, last: int) -> int:
-        """Read pages ``page`` to ``last`` of FULL in each of ``specs``; how far it got."""
+        """Read pages ``page`` to ``last`` of each of ``specs``. Returns the first page that was not read."""
         if not specs:
             return last
         batch, wish = _batch(specs), self.wish
@@ -217,21 +220,23 @@ class Fetch:
         return page
 
     async def _get_run(self, specs: Sequence[PoolSpec], pages: range) -> int:
-        """Read ``pages`` of FULL in each of ``specs``; the first page that one of them could not give, or their end."""
+        """Read ``pages`` of each of ``specs`` in one call. Returns the first page that failed in one of them, or their
+        end."""
         first = self._pages_of(self.shape.anchor)
         slots = self._slots[(pages.start - first) * SLOT_BYTES : (pages.stop - first) * SLOT_BYTES]
         failed = await self._get([(spec, pages, slots) for spec in specs], run=True)
         return min((pages.stop, *(page for missing in failed for page in missing)))
 
     async def _fetch_aux(self, end: int, aux: dict[int, bytes]) -> bool:
-        """Read the auxiliary pages that ``end`` needs; False, and the maps know where, if one is not to be had."""
+        """Read the auxiliary pages that ``end`` needs, into the slots of ``aux``. False if one failed: ``_present`` has
+        it."""
         wanted = {c: needed_pages(self.shape, c, end) for c in aux}
         reads = [(spec, wanted[c], slots) for c, slots in aux.items() for spec in self._pools.of[c]]
         return not any(await self._get(reads, run=False))
 
     async def _get(self, reads: Sequence[tuple[PoolSpec, Sequence[int], bytes]], *, run: bool) -> list[list[int]]:
-        """Read pages of several pools into their slots, in one call; for each, the pages that failed. ``run``: see
-        ``Worker.read``."""
+        """Read pages of several pools into their slots, in one call. Returns for each pool the pages that failed.
+        ``run``: see ``Worker.read``."""
         answers = await self._worker.read(
             [Read(spec.name, self._hashes_of(pages), slots[: len(pages) * SLOT_BYTES]) for spec, pages, slots in reads],
             run=run,
@@ -240,7 +245,8 @@ class Fetch:
                 for (spec, pages, _), results in zip(reads, answers, strict=True)]  # fmt: skip
 
     def _got(self, spec: PoolSpec, pages: Sequence[int], results: bytes) -> list[int]:
-        """Note what was read of one pool. ``results``: of the first of ``pages``. The pages that failed."""
+        """Count what was read of one pool, and return the pages that failed. ``results``: one for each of the first
+        ``pages``."""
         self._look_at(results)
         failed = [page for page, result in zip(pages, results, strict=False) if result != Result.HIT]
         for page in failed:
@@ -295,5 +301,5 @@ class Fetch:
 
 
 def _batch(specs: Sequence[PoolSpec]) -> int:
-    """How many pages to read between two looks at what is wished."""
+    """How many pages are read before the fetch looks again whether it was told to stop."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // max(1, sum(spec.bytes_per_page for spec in specs))))

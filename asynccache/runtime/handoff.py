@@ -1,7 +1,7 @@
-"""Work that another thread hands to the loop: it runs among the workers, and its outcome comes by a thread's future.
+"""Work that another thread hands to the cache's loop. The thread gets a ``concurrent.futures.Future`` for the outcome.
 
-Law: a future that was handed out is answered, whatever happens: with the result, the error, or ``CacheClosed``. An
-engine that gives up before the work begins stops it; from then on it cannot.
+Law: every such future is answered, whatever happens: with the result, the error, or ``CacheClosed``. A thread that
+cancels the future before the work has begun stops the work; after that it has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None] | None]
 
 
 def hand_over(loop: asyncio.AbstractEventLoop, spawn: Spawn, work: Work[T]) -> Future[T]:
-    """Have ``spawn``, on the loop, run ``work`` soon, behind what was handed over before. For any thread."""
+    """Have ``work`` run soon on ``loop``, in a task that ``spawn`` makes, after what was handed over before. For any
+    thread. Returns the future of its outcome."""
     future: Future[T] = Future()
     loop.call_soon_threadsafe(_spawn, spawn, work, future)
     return future

@@ -24,7 +24,7 @@ THREAD_PAGE_BYTES = 2048
 
 @lru_cache(maxsize=4096, typed=True)
 def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None = None, epoch: int = 0) -> bytes:
-    """H(-1): what else than its tokens a page depends on. ``epoch`` moves when the namespace is invalidated.
+    """H(-1): a digest of everything but tokens that a page depends on. ``epoch`` counts the namespace's invalidations.
 
     Raises:
         ConfigError: ``extra_key`` is something else, or text that has no UTF-8.
@@ -35,7 +35,7 @@ def namespace_digest(model: str, page_size: int, extra_key: str | bytes | None =
 
 
 def _tagged(extra_key: str | bytes | None) -> bytes:
-    """No two keys give the same bytes."""
+    """``extra_key`` as bytes, different for any two keys."""
     if checks.namespace("extra_key", extra_key) is None:
         return b"-"
     return b"b" + extra_key if isinstance(extra_key, bytes) else b"s" + str(extra_key).encode()
@@ -51,7 +51,8 @@ def extend_chain(parent: bytes, key: bytes, start: int, stop: int, page_bytes: i
 
 
 class Chain:
-    """The hashes of one growing key. Mutable state: ``key`` is the part that is hashed, ``hashes`` its pages'."""
+    """The hashes of one growing key. Mutable state: ``key``, the part that has been hashed, and ``hashes``, one for
+    each of its pages."""
 
     __slots__ = ("_page_bytes", "_space", "hashes", "key")
 
@@ -65,7 +66,7 @@ class Chain:
         return f"Chain({len(self.hashes) // HASH_BYTES} pages)"
 
     def copy(self) -> Chain:
-        """A chain of its own that knows what this one knows."""
+        """An independent chain with the same key and hashes."""
         return Chain(self._space, self._page_bytes // TOKEN_BYTES, self.key, self.hashes)
 
     def covers(self, key: bytes) -> bool:
@@ -74,7 +75,7 @@ class Chain:
         return len(self.key) >= whole and self.key.startswith(key[:whole])
 
     def known(self, key: bytes, hashes: bytes) -> None:
-        """Take over ``hashes`` of the first pages of ``key`` if they reach further than what is here."""
+        """Take over ``hashes`` of the first pages of ``key``, if these are more pages than have been hashed here."""
         if len(hashes) > len(self.hashes) or not key.startswith(self.key):
             self.key = key[: len(hashes) // HASH_BYTES * self._page_bytes]
             self.hashes = hashes

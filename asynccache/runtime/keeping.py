@@ -1,4 +1,5 @@
-"""Prefixes that are pinned for a while, within a cap, though no request holds them."""
+"""``AsyncCache.keep``: prefixes that are pinned for some seconds though no request has a lease on them, within a
+cap."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Kept:
-    """A pinned prefix of ``tokens`` tokens, until ``ttl`` has passed or ``release``."""
+    """A prefix of ``tokens`` tokens, pinned until ``ttl`` seconds have passed or ``release`` is called."""
 
     __slots__ = ("_keeper", "_lease", "_timer", "tokens")
 
@@ -39,7 +40,8 @@ class Kept:
 
 
 class Keeper:
-    """What is kept, and the cap: ``kept_fraction`` of the device's FULL pages, overlaps counted twice."""
+    """All prefixes that are kept. Their sum is at most ``kept_fraction`` of the device's FULL pages; what two of them
+    share counts twice."""
 
     def __init__(self, config: CacheConfig, door: Door) -> None:
         self._door = door
@@ -53,7 +55,7 @@ class Keeper:
         return f"Keeper({self.tokens()} of {self._cap} tokens)"
 
     def tokens(self) -> int:
-        """How many tokens are kept."""
+        """How many tokens are kept, over all prefixes."""
         return sum(kept.tokens for kept in self._kept)
 
     async def keep(self, space: bytes, key: bytes, ttl: float) -> Kept:
@@ -64,7 +66,7 @@ class Keeper:
         driver = self._driver
         kept: list[Kept] = []
 
-        def lease() -> Grant | Wait | More:  # under the lock: others may have kept something while this one waited
+        def lease() -> Grant | Wait | More:  # asked under the lock: others may have kept something meanwhile
             return driver.core.lease(Ask(space, key, max(0, self._cap - self.tokens()), 0, 0))
 
         def done(answer: Grant | Wait) -> None:
@@ -95,6 +97,6 @@ class Keeper:
         self._driver.perform(self._driver.give_back(self._driver.core.release, lease))
 
     def close(self) -> None:
-        """Unpin everything."""
+        """Release every prefix: the cache closes."""
         for kept in tuple(self._kept):
             kept.release()

@@ -1,4 +1,4 @@
-"""What the eviction policy has learned, in short: one line for each kind of page, and a few ages."""
+"""What the eviction policy has learned, in short: for each kind of page a line with a few ages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from asynccache.core.eviction import Learned
 
 AGES = (1.0, 10.0, 60.0, 600.0, 3600.0)
-"""Seconds at which the short form says something."""
+"""The ages, in seconds, that the short form tells of."""
 _SHORT = ("1 s", "10 s", "1 min", "10 min", "1 h")
 
 
@@ -48,7 +48,7 @@ def worth_at(edges: Sequence[float], worth: Sequence[float], age: float) -> floa
 
 
 def plain(policy: str, learned: Learned) -> dict[str, Any]:
-    """In short, as values that JSON has. ``policy``: its name."""
+    """The short form, as values that JSON has. ``policy``: the policy's name."""
     return {
         "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
         "returned_blocks": round(learned.returned, 2), "ages_s": list(AGES),
@@ -61,7 +61,7 @@ def plain(policy: str, learned: Learned) -> dict[str, Any]:
 
 
 def curves(policy: str, learned: Learned) -> dict[str, Any]:
-    """All of it, as values that JSON has."""
+    """The whole curves, as values that JSON has. ``policy``: the policy's name."""
     return {
         "policy": policy, "requests": learned.requests, "lessons": learned.lessons, "ghosts": learned.ghosts,
         "returned_blocks": round(learned.returned, 2), "edges_s": [_figures(edge) for edge in learned.edges],
@@ -79,7 +79,7 @@ def _figures(value: float) -> float:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """``plain()``, to be read: kinds that nothing is known of are left out."""
+    """``plain()`` as lines of text. Kinds of which nothing is known are left out."""
     head = f"{found['policy']} has learned from {found['requests']} requests"
     if not found["lessons"]:
         return [f"{head}, which is too few to choose by"]

@@ -1,8 +1,9 @@
 """The line of leases that wait for pages: first come, first served, holding nothing.
 
-Law: only the head may try, and nobody overtakes it. A place keeps the ticket its owner drew on arrival, so that one
-who steps aside (to wait for a prefetch, not for pages) comes back where it belongs. Whatever gives something back
-calls ``wake``: release, ack, failed load, a prefetch that ended (however), and leaving the line.
+Law: only the head may try, and nobody overtakes it. A place keeps the ticket that its owner drew on arrival. So an
+owner that leaves the line to wait for a prefetch comes back to the same position. Whatever may give pages back calls
+``wake``: a release, an ack, a load that failed, a prefetch that ended in whatever way, and somebody who leaves the
+line.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ class Line:
         return len(self._places)
 
     def ticket(self) -> int:
-        """A number that orders its owner after everybody who drew one before."""
+        """A number that is higher than all that were drawn before."""
         self._tickets += 1
         return self._tickets
 
     def join(self, ticket: int) -> Place:
-        """Take the place that ``ticket`` gives."""
+        """Enter the line at the position that ``ticket`` gives."""
         place = Place(ticket)
         insort(self._places, place)
         return place
 
     def leave(self, place: Place) -> None:
-        """Give the place up, with or without success; the next one may try."""
+        """Give up ``place``, with or without success. The next one may try."""
         if place in self._places:
             self._places.remove(place)
         self.wake()
 
     def is_head(self, place: Place) -> bool:
-        """Whether ``place`` may try."""
+        """Whether ``place`` is the first in line, and may try."""
         return self._places[0] is place
 
     def must_wait(self, ticket: int) -> bool:
@@ -67,7 +68,8 @@ class Line:
         return bool(self._places) and self._places[0].ticket < ticket
 
     def sleep(self, place: Place) -> None:
-        """From now on a wake-up reaches ``place``. Called with no await since the attempt that failed."""
+        """From now on a wake-up reaches ``place``. There must be no await between the attempt that failed and this
+        call."""
         place.signal = asyncio.get_running_loop().create_future()
 
     async def woken(self, place: Place, until: float | None = None) -> None:
@@ -85,7 +87,7 @@ class Line:
                 place.signal = None
 
     def wake(self) -> None:
-        """Something was given back: the head tries again."""
+        """Something was given back: wake the head, which tries again."""
         if self._places and (signal := self._places[0].signal) is not None and not signal.done():
             signal.set_result(None)
 

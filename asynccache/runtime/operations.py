@@ -35,11 +35,11 @@ class Operations:
         return iter(tuple(self._live))
 
     def open(self, op: int) -> None:
-        """``op`` has begun."""
+        """``op`` has begun; from now on it can be waited for."""
         self._live.setdefault(op, [])
 
     def end(self, op: int, status: Status) -> None:
-        """``op`` has left the ledger: wake everybody who waits for it."""
+        """``op`` has ended: wake everybody who waits for it, with ``status``."""
         for waiter in self._live.pop(op, ()):
             if not waiter.done():
                 waiter.set_result(status)
@@ -53,7 +53,8 @@ class Operations:
                     waiter.set_exception(error())
 
     def watch(self, ops: Iterable[int]) -> Waiter | None:
-        """A future that the first of ``ops`` to end sets; None if one has ended, or there is none. See ``unwatch``."""
+        """A future that is set when the first of ``ops`` ends; None if one of them has ended before, or ``ops`` is
+        empty. The caller hands it to ``unwatch``."""
         ops = tuple(ops)
         if not ops or any(op not in self._live for op in ops):
             return None
@@ -63,14 +64,14 @@ class Operations:
         return waiter
 
     def unwatch(self, ops: Iterable[int], waiter: Waiter) -> None:
-        """The future of ``watch`` is not needed any more."""
+        """The caller of ``watch`` does not need the future any more."""
         for op in ops:
             waiters = self._live.get(op)
             if waiters is not None and waiter in waiters:
                 waiters.remove(waiter)
 
     def call_when_any(self, ops: Iterable[int], call: Callable[[], object]) -> None:
-        """Have ``call`` made soon after one of ``ops`` has ended: now, if one has ended before. It is made, too, when
+        """Call ``call`` soon after one of ``ops`` has ended; at once, if one has ended before. It is also called when
         the cache closes."""
         ops = tuple(ops)
         waiter = self.watch(ops)
@@ -81,7 +82,7 @@ class Operations:
 
     def _call(self, ops: tuple[int, ...], call: Callable[[], object], waiter: Waiter) -> None:
         self.unwatch(ops, waiter)
-        waiter.exception()  # the cache is closed: those who wait for what ``call`` does are told by themselves
+        waiter.exception()  # if the cache is closed: those who wait for what ``call`` does hear of that elsewhere
         call()
 
     async def any(self, ops: Iterable[int]) -> Status | None:
@@ -113,4 +114,4 @@ class Operations:
             for op, waiter in watched:
                 self.unwatch((op,), waiter)
                 if not waiter.cancel() and not waiter.cancelled():
-                    waiter.exception()  # the first one was raised; the others say the same
+                    waiter.exception()  # asyncio complains of errors nobody looked at; the first was raised

@@ -1,20 +1,25 @@
-"""Backups to storage on their way to the worker. Several batches in flight; an operation is DONE only if every page of
-it is stored.
+"""Backups to storage on their way to the worker, and the limits that they keep to.
 
-Law: no request waits for what storage has not written yet. What waits and what is in flight keep to the backlog's
-limits together: the oldest that waits is dropped for the newest. A batch that takes longer than ``PATIENCE`` is late,
-and the core is told (``late``): then nobody waits for host pages that storage has pinned. One that takes longer than
-``TOO_LATE`` while others wait, and too much is held, gives up what it has not written, between two calls of a store.
+Laws:
+* No request waits for a store to write. Whatever waits for storage is pinned on the host, so its amount is bounded for
+  each component (``Backlog``). Above the bound the backup that has waited longest is dropped. The last one that waits
+  is never dropped, or no backup would ever be made where one alone is larger than the bound.
+* At most half of the bound is in flight, or a single operation. The other half is for backups that may still be
+  dropped.
+* Several batches are in flight at a time. An operation is DONE only if every page of it is stored.
+* A batch that takes longer than ``PATIENCE`` seconds is late, and the core is told (``late``): from then on no request
+  waits for host pages that storage has pinned. A batch that takes longer than ``TOO_LATE`` seconds, while others wait
+  and the bound is exceeded, gives up the pages that it has not written, between two calls of a store.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from asynccache.core.plan import BackupStorage, Outcome, Status
-from asynccache.runtime.backlog import Backlog, pages_of
+from asynccache.core.slots import SLOT_BYTES
 from asynccache.worker.contract import Stored
 from asynccache.worker.inbox import Inbox
 from asynccache.worker.stats import Meter
@@ -34,14 +39,72 @@ class Writer(Protocol):
 
 
 class Queued(NamedTuple):
+    """``at``: when the effect was queued, by the outbox's clock."""
+
     effect: BackupStorage
     at: float
 
 
-class Outbox:
-    """A queue of ``BackupStorage`` effects, and the tasks that see batches of them through.
+class Backlog:
+    """How many host slots the backups to storage hold, against how many they may hold.
 
-    ``clock``: for latencies; what is late is told by the loop's.
+    ``limits``: slots by component. A backup holds its slots from when it is queued until its outcome. ``dropped``: how
+    many operations were dropped before they began.
+    """
+
+    def __init__(self, limits: Mapping[int, int]) -> None:
+        self.limits = limits
+        self.dropped = 0
+        self._held = dict.fromkeys(limits, 0)
+        self._flying = dict.fromkeys(limits, 0)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{self._held[c]}/{limit}" for c, limit in self.limits.items())
+        return f"Backlog({held} slots, {self.dropped} dropped)"
+
+    @property
+    def over(self) -> bool:
+        """Whether some component's backups hold more slots than its limit."""
+        return any(self._held[c] > limit for c, limit in self.limits.items())
+
+    def add(self, effect: BackupStorage) -> None:
+        """``effect`` is queued: it holds its slots from now on."""
+        for pages in effect.pages:
+            self._held[pages.component] += len(pages.slots) // SLOT_BYTES
+
+    def fly(self, effect: BackupStorage) -> bool:
+        """Whether ``effect`` may begin now, with what else is in flight. If so it counts as in flight until
+        ``land``."""
+        flying = self._flying
+        sizes = {pages.component: len(pages.slots) // SLOT_BYTES for pages in effect.pages}
+        if any(flying.values()) and any(2 * (flying[c] + n) > self.limits[c] for c, n in sizes.items()):
+            return False
+        for component, size in sizes.items():
+            flying[component] += size
+        return True
+
+    def land(self, effect: BackupStorage) -> None:
+        """The I/O of ``effect``, which was in flight, has let go of its slots."""
+        for pages in effect.pages:
+            self._flying[pages.component] -= len(pages.slots) // SLOT_BYTES
+        self.remove(effect)
+
+    def remove(self, effect: BackupStorage) -> None:
+        """``effect`` leaves the queue without having been in flight."""
+        for pages in effect.pages:
+            self._held[pages.component] -= len(pages.slots) // SLOT_BYTES
+
+    def drop(self, effect: BackupStorage) -> None:
+        """``effect`` leaves the queue for want of room, and is counted in ``dropped``."""
+        self.remove(effect)
+        self.dropped += 1
+
+
+class Outbox:
+    """A queue of ``BackupStorage`` effects. ``WORKERS`` tasks run ``run``, and each has one batch in flight.
+
+    ``post`` hears the outcome of every effect. ``clock`` measures latencies, in seconds; what is late is decided by the
+    loop's clock.
     """
 
     def __init__(
@@ -75,8 +138,8 @@ class Outbox:
         self._make_way()
 
     async def run(self) -> None:
-        """See batch after batch through, for ever. Cancelling it returns after the stores have let go of the pages;
-        their outcomes are abandoned."""
+        """Have the worker store batch after batch, for ever. Cancelling it returns after the stores have let go of the
+        pages; the outcomes of that batch are not posted."""
         while True:
             await self._inbox.filled()
             if batch := self._take():
@@ -87,7 +150,7 @@ class Outbox:
                 await self._changed.wait()
 
     def _dropped(self, oldest: Queued) -> bool:
-        """Drop what waits longest, if more waits than may, and something else waits."""
+        """Whether the effect that has waited longest was dropped: the bound was exceeded, and others wait besides."""
         if not self.backlog.over or len(self._inbox) == 1:
             return False
         self.backlog.drop(oldest.effect)
@@ -95,12 +158,12 @@ class Outbox:
         return True
 
     def _take(self) -> list[Queued]:
-        """Operations that are a batch together; none, if too much is in flight."""
+        """The operations of the next batch, taken from the queue; none, if too much is in flight."""
         pages = ops = 0
 
         def wanted(queued: Queued) -> bool:
             nonlocal pages, ops
-            pages, ops = pages + pages_of(queued.effect), ops + 1
+            pages, ops = pages + _pages_of(queued.effect), ops + 1
             fits = ops == 1 or (ops <= BATCH_OPS and pages <= BATCH_PAGES)
             return fits and self.backlog.fly(queued.effect)
 
@@ -137,7 +200,7 @@ class Outbox:
         self._make_way()
 
     def _make_way(self) -> None:
-        """If too much is held and something waits, have given up what has had its time."""
+        """While the bound is exceeded and something waits, tell the worker to give up the batches that are too late."""
         if self._too_late and len(self._inbox) and self.backlog.over:
             for first in self._too_late:
                 self._worker.give_up(first)
@@ -153,3 +216,8 @@ class Outbox:
         else:
             self.meter.count(1, 0, 0, 0)
             self._post(Outcome(effect.op, Status.DONE))
+
+
+def _pages_of(effect: BackupStorage) -> int:
+    """The slots of ``effect``, over all components."""
+    return sum(len(pages.slots) for pages in effect.pages) // SLOT_BYTES

@@ -15,24 +15,22 @@ from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.events import Notice
-from asynccache.runtime.announcing import Announcing
+from asynccache.runtime.announcing import Announcing, EventStage
 from asynccache.runtime.attaching import Stores
-from asynccache.runtime.backlog import Backlog
 from asynccache.runtime.claims import Claims
 from asynccache.runtime.clearing import Clearing
 from asynccache.runtime.closing import Saving
 from asynccache.runtime.door import Door
 from asynccache.runtime.driver import Driver, nothing
 from asynccache.runtime.engine import Engine
+from asynccache.runtime.fences import RetireStage
 from asynccache.runtime.freezing import Freezer
 from asynccache.runtime.keeping import Keeper
 from asynccache.runtime.lookups import Lookups
 from asynccache.runtime.namespaces import Namespaces
-from asynccache.runtime.notices import EventStage
-from asynccache.runtime.outbox import WORKERS, Outbox
+from asynccache.runtime.outbox import WORKERS, Backlog, Outbox
 from asynccache.runtime.prefetching import Prefetching
 from asynccache.runtime.publishing import Publisher
-from asynccache.runtime.retire import RetireStage
 from asynccache.runtime.supervisor import Supervisor
 from asynccache.worker.contract import Reports
 from asynccache.worker.layout import Layout

@@ -1,9 +1,11 @@
-"""One request's prefetch: awaited by many, stopped by a lease, and cancelled. A user holds it by a ``PrefetchHandle``.
+"""One request's prefetch, which users have as a ``PrefetchHandle``.
 
-Law: a prefetch states a *wish*; the fetch that serves it looks at the wish between two I/Os and acts then, so no buffer
-is given back while I/O still owns it. Once it has ended it keeps a claim on what the host has, until its lease is
-granted. Prefetches that want the same cold pages share one fetch: any of them may stop it (it keeps what it has, and
-the others fetch the rest), only the last of them can cancel it.
+Laws:
+* A prefetch has a *wish*: to run, to stop, or to be cancelled. The fetch that serves it looks at the wish between two
+  I/Os and acts on it then, so no buffer is given back while I/O still owns it.
+* A prefetch that has ended has a claim on the pages that the host has, until its lease is granted.
+* Prefetches of the same pages share one fetch. Any of them may stop it: it keeps what it has, and the others fetch the
+  rest. Only the last one that shares it can cancel it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Wish(IntEnum):
 
 
 class Cut(Enum):
-    """What ended a fetch before the end that storage had, or said to have."""
+    """Why a fetch ended before it had everything that storage had, or had said to have."""
 
     NOTHING = "nothing"
     BACKEND = "the backend failed"
@@ -54,7 +56,8 @@ class Cut(Enum):
 
 
 class Held(NamedTuple):
-    """Tokens of a prompt that device and device-or-host held when its request arrived."""
+    """How many tokens of a prompt were cached when its request arrived: on the device, and on device and host
+    together."""
 
     device: int
     host: int
@@ -77,8 +80,9 @@ class Claiming(Protocol):
 
 
 class Prefetch:
-    """One request's interest in a stored prefix, as the stages and the leases know it: they tell it what has become of
-    it. Its user's handle and the stage that serves it share it; when neither has it any more its claim is dropped.
+    """One request's prefetch, as the rest of the runtime knows it.
+
+    The user's handle and the task that serves it both refer to it. When neither does any more, its claim is dropped.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Prefetch:
                 self._waiters.remove(waiter)
 
     def belongs_to(self, claims: Claiming) -> bool:
-        """Whether it is of the cache that has these claims."""
+        """Whether this is a prefetch of the cache that has these claims."""
         return self._claims is claims
 
     def done(self) -> bool:
@@ -133,7 +137,7 @@ class Prefetch:
         self.give_up()
 
     def give_up(self) -> None:
-        """``cancel``, from within."""
+        """As ``cancel``, for callers on the cache's own thread."""
         self.tell(Wish.CANCEL)
         self._claims.drop(self.ticket)
 
@@ -148,25 +152,25 @@ class Prefetch:
             self.fetch.told(self)
 
     def claim(self) -> None:
-        """Keep what device and host have of the key on the host, for the lease to come."""
+        """Claim the pages of the key that the host has, for the lease to come."""
         if self.wish is not Wish.CANCEL:
             self._claims.take(self.ticket, self.space, self.key, self._leases)
 
     def claimed(self) -> None:
-        """The core has claimed for it what was committed."""
+        """The core has claimed the pages of a commit for this prefetch."""
         self._claims.note(self.ticket, self._leases)
 
     def unclaim(self) -> None:
-        """Keep nothing while it waits."""
+        """Drop the claim: while a prefetch waits in line it keeps nothing."""
         self._claims.drop(self.ticket)
 
     def take(self) -> None:
-        """A lease stands in line with it. ``let_go`` must follow."""
+        """A lease is in line with this prefetch. ``let_go`` must follow."""
         self._leases += 1
         self._note()
 
     def let_go(self, granted: bool) -> None:
-        """That lease is granted, or gives up."""
+        """The lease of ``take`` was granted, or has given up."""
         self._leases -= 1
         if granted:
             self._claims.drop(self.ticket)
@@ -181,7 +185,7 @@ class Prefetch:
         self._claims.abandon(self.ticket)
 
     def reach(self, end: int) -> None:
-        """A fetch that served it was committed up to ``end`` tokens."""
+        """A fetch for this prefetch was committed, up to ``end`` tokens."""
         self.reached = max(self.reached, end)
 
     def tokens(self) -> int:
@@ -189,7 +193,7 @@ class Prefetch:
         return max(0, self.reached - self.arrival.host)
 
     def finish(self, status: PrefetchStatus, reason: str = "") -> None:
-        """It has ended: everybody who awaits it is told."""
+        """The prefetch has ended: tell everybody who awaits it."""
         if self.result is None:
             self.result = PrefetchResult(status, self.tokens(), reason)
             for waiter in self._waiters:
@@ -197,7 +201,7 @@ class Prefetch:
                     waiter.set_result(self.result)
 
     def skip(self, reason: str) -> None:
-        """It was over before it began."""
+        """The prefetch ends before it has begun, for ``reason``."""
         self.finish(PrefetchStatus.SKIPPED, reason)
 
     def fail(self, error: Callable[[], BaseException]) -> None:

@@ -1,13 +1,14 @@
-"""prefetch: storage to host. A task per handle: open or join a fetch, see it through, tell the handle; and the policy
-that says how long.
+"""Prefetches, from storage to the host: a task for each, and the policy that says for how long.
 
-Law: where there are windows or states, pages are fetched up to an end that a lease of the same tokens can have, which
-leaves at least one token to be computed; the window of a later end would be of no use to it. Pages of FULL alone serve
-every end.
+A task opens a fetch, or joins one that is bringing the same pages, waits for its end and tells the handle.
 
-Law: a refused prefetch waits in a line of its own, first come, first served, and is tried again; one that meets pages
-on their way joins them. Who waits there claims nothing. At the head of the line it waits for room on the host for
-``PATIENCE`` seconds and then takes what it can get: what has the room may be claims of requests that wait for leases.
+Laws:
+* Where there are windows or states, pages are fetched up to an end that a lease of the same tokens can use. That lease
+  leaves at least one token to be computed, so the window of a later end would be of no use. FULL alone serves every
+  end.
+* A prefetch that the core refuses for want of room waits in a line of its own, first come, first served, and claims
+  nothing while it waits. At the head of the line it waits for room on the host for ``PATIENCE`` seconds. Then it takes
+  what it can get, since the room may be held by claims of requests that wait for leases themselves.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Prefetching:
         return f"Prefetching({len(self.handles)} handles, {len(self._fetches)} fetches, {self.meter!r})"
 
     def begin(self, space: bytes, key: bytes) -> Prefetch:
-        """One whose work has begun, or that is over already because there is nothing worth fetching."""
+        """A prefetch that has begun, or that has ended already because nothing is worth fetching."""
         driver, size = self._driver, self._config.page_size
         if len(self._pools.components) > 1:
             key = _usable_by_a_lease(key, size)
@@ -88,7 +89,7 @@ class Prefetching:
         return handle
 
     def own(self, handle: PrefetchHandle) -> Prefetch:
-        """Its prefetch. Raises ``ConfigError`` if ``handle`` is no prefetch of this cache."""
+        """The prefetch of ``handle``. Raises ``ConfigError`` if it is no prefetch of this cache."""
         return prefetch_of(handle, self._claims)
 
     # the policy
@@ -99,7 +100,7 @@ class Prefetching:
         return self._config.prefetch_policy
 
     def deadline(self, handle: Prefetch) -> float:
-        """When the timeout policy stops ``handle``, in the loop's time."""
+        """The moment at which the timeout policy stops ``handle``, in the loop's time."""
         config = self._config
         thousands = len(handle.key) / TOKEN_BYTES / 1024
         allowed = config.prefetch_timeout_base + config.prefetch_timeout_per_1k * thousands
@@ -114,13 +115,13 @@ class Prefetching:
     # those under way
 
     def read_outcomes(self) -> Mapping[str, int]:
-        """How prefetches ended so far; nothing, where there can be no storage."""
+        """How many prefetches ended with each status; empty where there can be no storage."""
         if not self._worker.takes_stores:
             return {}
         return {status.value: self.outcomes[status] for status in PrefetchStatus}
 
     def operations(self) -> tuple[int, ...]:
-        """The fetches under way."""
+        """The operations of the fetches that are under way."""
         return tuple(self._fetches)
 
     def _start(self, handle: Prefetch) -> None:
@@ -158,11 +159,11 @@ class Prefetching:
             handle.unclaim()
         else:
             handle.claim()
-        self.handles.pop(handle, None)  # not before: if the core fails in a claim, this handle must be told, too
+        self.handles.pop(handle, None)  # only now: if the core fails in ``claim``, ``fail`` must find this handle
         handle.finish(status, reason)
         assert handle.result is not None
         self.outcomes[handle.result.status] += 1
-        self._driver.line.wake()  # the head may try loads now, and nothing need have been given back
+        self._driver.line.wake()  # the lease at the head may be waiting for this prefetch
 
     async def _work(self, handle: Prefetch) -> tuple[PrefetchStatus, str]:
         while handle.wish is Wish.RUN:
@@ -182,13 +183,14 @@ class Prefetching:
         return (PrefetchStatus.PARTIAL if handle.tokens() else PrefetchStatus.MISS), "stopped"
 
     def _came_meanwhile(self, handle: Prefetch) -> None:
-        """What there was nothing left to fetch of was fetched for somebody else between arrival and now."""
+        """Nothing is left to fetch. If another request has fetched the same pages since this one arrived, they count
+        for this one, too."""
         host = self._driver.unlocked(self._driver.core.match, handle.space, handle.key).host
         if host > handle.arrival.host:
             handle.reach(host)
 
     async def _own(self, handle: Prefetch, fetch: Fetch) -> None:
-        """See the fetch through, for everybody who shares it: also when its own handle does not want it any more."""
+        """Run ``fetch`` to its end for everybody who shares it, even if ``handle``, which began it, has given up."""
         try:
             await fetch.run(handle.chain, handle.key)
         finally:
@@ -200,7 +202,7 @@ class Prefetching:
         self.meter.count(1, 0, 0, 0)
 
     async def _share(self, handle: Prefetch, op: int) -> None:
-        """Wait for somebody else's fetch, or until this handle wants no more of it."""
+        """Wait for the end of another handle's fetch, or until ``handle`` gives up."""
         fetch = self._fetches.get(op)
         if fetch is None:
             return
@@ -209,7 +211,7 @@ class Prefetching:
             await self._asleep(handle, (op,))
 
     async def _open(self, handle: Prefetch) -> Opened | Join | Skip | None:
-        """Ask the core until it answers; None if the wish changed first."""
+        """Ask the core for an operation until it has an answer; None if ``handle`` was told to end first."""
         line = self._driver.prefetch_line
         place: Place | None = None
         begin, until = Begin.NEXT, None
@@ -251,7 +253,8 @@ class Prefetching:
         return answer
 
     def _give_way(self, handle: Prefetch, place: Place | None, answer: Wait) -> Place | None:
-        """In line for what anybody may free; out of it while waiting for certain operations."""
+        """Where ``handle`` waits after ``answer``: a place in line if anybody may free what it needs; None, and out of
+        the line, if it waits for certain operations."""
         line = self._driver.prefetch_line
         if not answer.ops:
             handle.unclaim()
@@ -263,7 +266,7 @@ class Prefetching:
         return None
 
     async def _asleep(self, handle: Prefetch, ops: tuple[int, ...]) -> None:
-        """Return when one of ``ops`` has ended or the wish has changed."""
+        """Return when one of ``ops`` has ended or ``handle`` was told something."""
         waiter = self._driver.ops.watch(ops)
         if waiter is None:
             return
@@ -275,7 +278,7 @@ class Prefetching:
             self._driver.ops.unwatch(ops, waiter)
 
     async def _in_line(self, handle: Prefetch, place: Place, until: float | None) -> bool:
-        """Return when it was woken, or the wish has changed; False if ``until`` came first."""
+        """Return True when ``place`` was woken or ``handle`` was told something; False if ``until`` came first."""
         handle.asleep = place.signal
         try:
             await self._driver.prefetch_line.woken(place, until)

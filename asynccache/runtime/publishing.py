@@ -1,9 +1,11 @@
 """One lease's commits: in the order of the calls, and with the engine's batches that they and its pages wait for.
 
 Laws:
-* Nothing is published below pages that may yet fail; that is for the caller to see to (``Lease.loaded``).
-* A backup finds the ``ready`` batch of what it copies: it is made known before the commit's plan is performed.
-* Duplicates are free once the engine uses the new page table and has let go of the old one (``adopt``).
+* Nothing is published below pages whose load may yet fail. The caller sees to that (``Lease.loaded``).
+* A backup waits for the ``ready`` batch of the pages that it copies: the engine's part of the runtime hears of that
+  batch before the commit's plan is performed.
+* A commit may find that the tree has some pages already. The lease's own copies of these are *duplicates*. They are
+  free once the engine uses the new page table and has let go of the old one (``adopt``).
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from asynccache.runtime.driver import Driver
     from asynccache.runtime.engine import Engine
-    from asynccache.runtime.retire import RetireStage
+    from asynccache.runtime.fences import RetireStage
     from asynccache.worker.contract import Batch
 
 
 class Publisher:
-    """What the commits of all leases share. ``hashes``: whether anybody wants the hashes of what is published.
-    ``commits``: how many there were."""
+    """What the commits of all leases share. ``hashes``: whether pages are hashed when they are published, for storage
+    or for events. ``commits``: how many commits there were."""
 
     def __init__(self, driver: Driver, engine: Engine, retire: RetireStage, *, hashes: bool) -> None:
         self.driver = driver
@@ -76,8 +78,9 @@ class Publishing:
         return None if checkpoint is None else self._publisher.driver.core.check_checkpoint(core, tokens, checkpoint)
 
     def expect(self, ready: Batch) -> None:
-        """The engine writes until ``ready``: a release waits for it from now on, whatever becomes of the commit, and so
-        do copies into the lease's pages, some of which the commit may leave to others."""
+        """The engine writes into the lease's pages until ``ready`` is over. From now on a release waits for it,
+        whatever becomes of the commit, and so do copies into these pages, some of which the commit may hand to
+        others."""
         self._named(ready)
 
     def _named(self, batch: Batch) -> None:
@@ -85,8 +88,8 @@ class Publishing:
         self._publisher.engine.fence(self._core, batch)
 
     async def publish(self, key: bytes, ready: Batch | None, checkpoint: tuple[int, int] | None) -> None:
-        """In its ``order``. Waits where pages are being loaded for others. Cancelling it publishes everything or
-        nothing."""
+        """Commit ``key``; the caller holds ``order``. Waits while pages of it are being loaded for others. Cancelling
+        it has published everything or nothing."""
         hashes = await self._hashes(key) if self._publisher.hashes else b""
         self.adopt()
         while isinstance(answer := await self._try(key, hashes, ready, checkpoint), Wait):
@@ -112,7 +115,7 @@ class Publishing:
         return await self._chain.extend(key)
 
     def _published(self, key: bytes, ready: Batch | None) -> None:
-        """Before the plan is performed: its backups must find ``ready``."""
+        """Note the commit before its plan is performed: the plan's backups must find ``ready``."""
         if len(key) > len(self._key):
             self._key = key
         if ready is not None:
@@ -120,7 +123,8 @@ class Publishing:
         self._publisher.commits += 1
 
     def adopt(self, after: Batch | None = None) -> None:
-        """The engine uses the table of the last commit; the duplicates retire until ``after`` and every ``ready``."""
+        """The engine uses the table of the last commit. Duplicates are free when ``after`` and every ``ready`` are
+        over."""
         if after is not None:
             self._named(after)
         if self._retiring:

@@ -20,8 +20,8 @@ HOPELESS_ROUNDS = 3
 
 
 async def drain(driver: Driver) -> Unsaved:
-    """Back everything up to host and storage; what could not be saved, because every attempt of several rounds failed
-    or there was no room.
+    """Back everything up to host and storage. Returns what could not be saved, for want of room or because every
+    attempt of ``HOPELESS_ROUNDS`` rounds failed.
 
     Cancelling it stops the waiting; backups that began go on.
     """
@@ -36,12 +36,13 @@ async def drain(driver: Driver) -> Unsaved:
 
 
 async def unsaved(driver: Driver) -> Unsaved:
-    """What would be lost if the process ended now. Cancelling it does nothing."""
+    """What would be lost if the process ended now. Cancelling it changes nothing."""
     return await _survey(driver, None, Survey.unsaved)
 
 
 async def _survey(driver: Driver, space: bytes | None, question: Callable[[Survey], T | More]) -> T:
-    """Begun and ended under one hold of the lock; also when the cache is closed."""
+    """The answer to ``question``, which is asked in slices while the tree lock is held. Works on a closed cache,
+    too."""
     async with driver.lock:
         if driver.closed is None:
             driver.settle()
@@ -54,7 +55,7 @@ async def _survey(driver: Driver, space: bytes | None, question: Callable[[Surve
 
 
 async def flush(driver: Driver, worker: Worker) -> Unsaved:
-    """``drain``, and what storage has is durable. See ``AsyncCache.flush``."""
+    """``drain``, then have the stores make durable what they were given. See ``AsyncCache.flush``."""
     left = await drain(driver)
     if worker.has_stores:
         await worker.flush()
@@ -75,7 +76,7 @@ async def forget(driver: Driver, worker: Worker, prefetching: Prefetching, space
 
 
 async def forget_all(driver: Driver, worker: Worker, prefetching: Prefetching, clearing: Clearing) -> None:
-    """Drop every namespace on every tier. What is published meanwhile goes to storage afterwards.
+    """Drop every namespace on every tier. Pages that are published meanwhile go to storage afterwards.
 
     Leases finish undisturbed and publish nothing more. Cancelling it may leave storage as it was.
     """

@@ -1,8 +1,9 @@
-"""One task owns every other: a ``TaskGroup`` inside a task of the cache's own, never inside a user's.
+"""The task that owns all other tasks of a cache: a ``TaskGroup`` inside a task of the cache's own.
 
-Law: when a worker dies, its error ends the group, everybody who waits is told, and no user's task is cancelled. The
-same when the supervisor's own task is cancelled, or one of the workers: what it was there for would never be done. A
-``TaskGroup`` opened in ``__aenter__`` would cancel the body that runs there and leave other tasks hanging.
+Law: when a task of the group dies, its error ends the group, everybody who waits is told, and no task of the user is
+cancelled. The same happens when the supervisor's own task or one of the group is cancelled from outside, since its work
+would never be done. A ``TaskGroup`` that was opened in ``__aenter__`` would belong to the user's task instead: it would
+cancel the body that runs there, and other tasks of the user would hang.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Work = Coroutine[Any, Any, None]
 
 
 class Supervisor:
-    """Owns the workers. ``on_death`` is called once, from the supervisor's task, with the error that ended them."""
+    """Owns the tasks of a cache. ``on_death`` is called once, with the error that ended them."""
 
     def __init__(self, on_death: Callable[[BaseException], None]) -> None:
         self._on_death = on_death
@@ -59,13 +60,13 @@ class Supervisor:
         return task
 
     def fail(self, error: BaseException) -> None:
-        """Something outside the group broke what the workers rely on: end it with ``error``."""
+        """End the group with ``error``: something outside it broke what its tasks rely on."""
         self._died(error)
         if not self._stopping.done():
             self._stopping.set_result(None)
 
     async def stop(self) -> None:
-        """Cancel all workers and return when they are gone. Cancelling it stops only the waiting."""
+        """Cancel all tasks and return when they have ended. Cancelling this call stops the waiting only."""
         if self._task is None:
             return
         if not self._stopping.done():
@@ -75,13 +76,13 @@ class Supervisor:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._workers.discard(task)
         if task.cancelled():
-            if self.running:  # by somebody else: a group that ends is not running any more
+            if self.running:  # from outside: when the group itself cancels its tasks it is not running any more
                 self.fail(asyncio.CancelledError(f"{task.get_name()} was cancelled"))
         elif (error := task.exception()) is not None:
             self._died(error)
 
     def _died(self, error: BaseException) -> None:
-        """Tell at once: the other workers may take a while to let go of their buffers."""
+        """Tell ``on_death`` at once: the other tasks may take a while to let go of their buffers."""
         if self.error is None:
             self.error = error
             self._group = None

@@ -1,9 +1,9 @@
 """The tree lock: an ``asyncio.Lock`` that can also be taken without an await while it is free.
 
 Laws:
-* First come, first served: ``release`` hands the lock to the one that has waited longest, and it is never free in
-  between. So nobody overtakes, ``take`` included.
-* Who is cancelled while it waits takes nothing; one that had been handed the lock by then passes it on.
+* First come, first served. ``release`` hands the lock to whoever has waited longest, and the lock is never free in
+  between. So nobody overtakes, not even by ``take``.
+* A waiter that is cancelled takes nothing. If it had been handed the lock by then, it passes it on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class TreeLock:
         return self._held
 
     def take(self) -> bool:
-        """Take it if it is free. Returns whether the caller holds it now, and must ``release`` it."""
+        """Take the lock if it is free. Returns whether the caller holds it now, and then has to ``release`` it."""
         if self._held:
             return False
         self._held = True
         return True
 
     async def acquire(self) -> None:
-        """Take it, after those who came before. Cancelling it takes nothing."""
+        """Take the lock, after those who came before. Cancelling it takes nothing."""
         if self.take():
             return
         waiter = asyncio.get_running_loop().create_future()
@@ -47,12 +47,12 @@ class TreeLock:
         except BaseException:  # a cancellation, or the coroutine is closed
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            else:  # it was handed over before that came
+            else:  # the lock was handed over before the cancellation came
                 self.release()
             raise
 
     def release(self) -> None:
-        """Hand it to the next one that waits, or leave it free.
+        """Hand the lock to the next waiter, or leave it free.
 
         Raises:
             RuntimeError: nobody holds it.
@@ -64,7 +64,7 @@ class TreeLock:
             if not waiter.done():
                 waiter.set_result(None)
                 return
-            self._waiters.append(waiter)  # cancelled, and about to take itself out
+            self._waiters.append(waiter)  # it was cancelled, and removes itself when it runs
         self._held = False
 
     async def __aenter__(self) -> None:

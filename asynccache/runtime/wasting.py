@@ -5,11 +5,12 @@ from __future__ import annotations
 from asynccache.core.settings import CoreConfig
 
 _MOST_TWICE = 0.25
-"""Share of the smaller tier that may be there for the sake of not waiting, and hold what the other tier has."""
+"""How much of the smaller tier, as a share, may hold copies of pages that the other tier has. Such copies are made
+ahead, so that requests do not wait for them."""
 
 
 def wasted(config: CoreConfig) -> tuple[str, ...]:
-    """A sentence for each setting that leaves room of the host without use; none where there is no host tier."""
+    """A sentence for each setting that leaves room on the host unused; none where there is no host tier."""
     full = config.components[0]
     if not full.host:
         return ()
