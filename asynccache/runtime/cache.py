@@ -469,7 +469,7 @@ class AsyncCache:
             BackendError: storage could not be cleared.
         """
         parts = self._ready()
-        parts.namespaces.resets += 1
+        parts.namespaces.reset()
         await forget_all(parts.driver, parts.worker, parts.prefetching, parts.clearing)
 
     # looking at it

@@ -95,6 +95,7 @@ class Driver:
         self.broken = False
         self.saving: set[int] = set()
         self._in_hand: list[Ack] = []
+        self._waiting = False
         self._nudged = False
         self._sinks: dict[type, Sink] = {}
         self.on_failure: Callable[[BaseException], None] = self.close
@@ -116,6 +117,7 @@ class Driver:
 
     def post(self, outcome: Outcome) -> None:
         """An operation's I/O has let go; the next one to take the lock applies it."""
+        self._waiting = True
         self.acks.put_nowait(outcome)
 
     async def run_acks(self, then: Callable[[], object] = nothing) -> None:
@@ -141,14 +143,14 @@ class Driver:
         """
         if self.closed is not None:
             self.refuse()
-        if (self._in_hand or not self.acks.empty()) and (outcomes := self._take_acks()):
+        if self._waiting and (outcomes := self._take_acks()):
             self.perform(self.locked(self.core.complete, outcomes))
         if self.core.behind:
             self.perform(self.locked(self.core.follow_up))
 
     def _take_acks(self) -> list[Outcome]:
         """Everything that waits, in the order in which it came."""
-        acks, self._in_hand, self._nudged = self._in_hand, [], False
+        acks, self._in_hand, self._nudged, self._waiting = self._in_hand, [], False, False
         while not self.acks.empty():
             acks.append(self.acks.get_nowait())
         return [ack for ack in acks if not isinstance(ack, Nudge)]
@@ -221,7 +223,7 @@ class Driver:
     def _nudge(self) -> None:
         """Have the ack task take the lock and follow up, if nobody else comes first."""
         if not self._nudged:
-            self._nudged = True
+            self._nudged = self._waiting = True
             self.acks.put_nowait(Nudge.FOLLOW_UP)
 
     def _break(self, error: BaseException) -> None:
@@ -341,8 +343,8 @@ class Driver:
     def check_ready(self) -> None:
         """Whether a new call may be made. Raises ``CacheClosed`` if the cache is closed or about to be, and
         ``RuntimeError`` in another thread."""
-        self.check_thread()
-        if self.closed is not None:
+        if threading.get_ident() != self._thread or self.closed is not None:
+            self.check_thread()
             self.refuse()
         if self.draining:
             raise CacheClosed("the cache is closing")

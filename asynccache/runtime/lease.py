@@ -74,7 +74,7 @@ class Lease:
     """See ``AsyncCache.lease``. Belongs to the cache's loop and thread, except for the ``*_threadsafe`` calls."""
 
     __slots__ = (
-        "_age", "_arrival", "_ask", "_core", "_door", "_entering", "_extra_key", "_handle", "_publishing", "_state",
+        "_arrival", "_ask", "_core", "_door", "_entering", "_extra_key", "_handle", "_publishing", "_since", "_state",
         "_taken", "_timeout", "_wait",
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ class Lease:
         self._door = door
         self._ask = ask
         self._extra_key = extra_key
-        self._age = door.namespaces.age(extra_key)
+        self._since = door.namespaces.changes
         self._handle = handle
         self._wait = wait
         self._timeout = timeout
@@ -120,13 +120,13 @@ class Lease:
         door.driver.check_ready()
         if self._state is not NEW:
             raise RuntimeError(f"a lease is entered once; this one is {self._state.value}")
-        if self._age != door.namespaces.age(self._extra_key):
+        if self._since != door.namespaces.changes:
             self._into_what_is_valid()
         self._state = ENTERING
         try:
             if self._handle is not None or door.worker.has_stores or not enter_at_once(door, self._ask, self._granted):
                 await self._enter(Entry(door, self._ask, self._handle, self._wait, self._timeout))
-            door.lookups.count(self._core, self._ask, self.hits, self._handle)
+            door.lookups.count(self._core, self._ask, self._found(), self._handle)
         except BaseException:
             self.release()
             self._state = RELEASED
@@ -134,9 +134,9 @@ class Lease:
         return self
 
     def _into_what_is_valid(self) -> None:
-        """Its namespace was invalidated since it was asked for: it enters the one that there is now."""
+        """Namespaces were invalidated since it was asked for: it enters the one that is called so now."""
         namespaces = self._door.namespaces
-        self._age = namespaces.age(self._extra_key)
+        self._since = namespaces.changes
         self._ask = self._ask._replace(space=namespaces.space(self._extra_key))
 
     async def _enter(self, entry: Entry) -> None:
@@ -256,18 +256,21 @@ class Lease:
     @property
     def hits(self) -> Hits:
         """Where the cached tokens were when the request arrived."""
+        return Hits(*self._found())
+
+    def _found(self) -> tuple[int, int, int]:
         core, arrival = self._core, self._arrival
         cached = core.cached
         if arrival is None:
             loaded = core.loaded_tokens
             if loaded > cached:
                 loaded = cached
-            return Hits(cached - loaded, loaded, 0)
+            return cached - loaded, loaded, 0
         device = min(cached, arrival.device)
         host = max(0, min(cached, arrival.host) - device)
         reached = self._handle.reached if self._handle is not None else 0
         storage = max(0, min(cached, reached) - device - host)
-        return Hits(cached - host - storage, host, storage)
+        return cached - host - storage, host, storage
 
     # loads
 
@@ -433,7 +436,7 @@ class Lease:
 
     def _still_valid(self) -> bool:
         """Whether its namespace was not invalidated meanwhile: else it finishes undisturbed and publishes nothing."""
-        return self._door.namespaces.age(self._extra_key) == self._age
+        return self._door.namespaces.valid(self._extra_key, self._since)
 
     def adopt(self, after: object | None = None) -> None:
         """The engine uses the page table that the last ``commit`` returned; what it used before is free once
@@ -492,6 +495,7 @@ def _give_back(
     del door.holders[core]
     if publishing is None:
         driver = door.driver
-        driver.perform(driver.give_back(driver.core.release, core, ended=ended))
+        release = driver.core.release
+        driver.perform(driver.give_back(release, core, ended=True) if ended else driver.give_back(release, core))
     else:
         publishing.release(after, ended)

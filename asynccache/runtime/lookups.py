@@ -20,7 +20,6 @@ from asynccache.runtime.tokens import TOKEN_BYTES
 if TYPE_CHECKING:
     from asynccache.core.cache import Ask, CacheCore
     from asynccache.core.leases import Lease as CoreLease
-    from asynccache.runtime.lease import Hits
 
 
 class Miss(IntEnum):
@@ -83,10 +82,10 @@ class Lookups:
             dict(zip(names, self._missed, strict=True)), dict(zip(names, self._missed_requests, strict=True)),
         )  # fmt: skip
 
-    def count(self, lease: CoreLease, ask: Ask, hits: Hits, handle: Prefetch | None) -> None:
-        """A lease got in."""
+    def count(self, lease: CoreLease, ask: Ask, found: tuple[int, int, int], handle: Prefetch | None) -> None:
+        """A lease got in. ``found``: cached tokens by the tier that had them, as ``Lease.hits``."""
         wanted = ask.limit // self._size * self._size
-        device, host, storage = hits
+        device, host, storage = found
         self.requests += 1
         self.tokens += wanted
         self.device += device

@@ -17,17 +17,20 @@ class Names(Protocol):
 
 
 class Namespaces:
-    """Mutable state: how often each was invalidated, and how often all were (``resets``)."""
+    """Mutable state: how often each was invalidated, and when. ``changes``: how many invalidations there were by now,
+    of one or of all. Who finds it unchanged need not ask ``valid``."""
 
     def __init__(self, config: CacheConfig, names: Names | None) -> None:
-        self.resets = 0
+        self.changes = 0
+        self._reset_at = 0
+        self._outdated_at: dict[str | bytes | None, int] = {}
         self._config = config
         self._names = names
         self._epochs: Counter[str | bytes | None] = Counter()
         self._plain = namespace_digest(config.model, config.page_size)
 
     def __repr__(self) -> str:
-        return f"Namespaces({len(self._epochs)} invalidated, {self.resets} resets)"
+        return f"Namespaces({len(self._epochs)} invalidated, {self.changes} invalidations)"
 
     def space(self, extra_key: str | bytes | None) -> bytes:
         """The digest of a namespace, as of its last invalidation.
@@ -46,12 +49,19 @@ class Namespaces:
             self._names.name(space, extra_key)
         return space
 
-    def age(self, extra_key: str | bytes | None) -> int:
-        """How often the namespace was invalidated, alone or with all others."""
-        return self.resets + self._epochs[extra_key] if self._epochs else self.resets
+    def valid(self, extra_key: str | bytes | None, since: int) -> bool:
+        """Whether the namespace was not invalidated, alone or with all others, since ``changes`` was ``since``."""
+        return since >= self._reset_at and since >= self._outdated_at.get(extra_key, 0)
+
+    def reset(self) -> None:
+        """From now on what was begun in any namespace is void. Their digests stay."""
+        self.changes += 1
+        self._reset_at = self.changes
 
     def outdate(self, extra_key: str | bytes | None) -> bytes:
         """From now on the namespace is another one; the digest that it had. Raises as ``space``."""
         space = self.space(extra_key)
         self._epochs[extra_key] += 1
+        self.changes += 1
+        self._outdated_at[extra_key] = self.changes
         return space

@@ -6,7 +6,6 @@ every sequence of tokens is a key.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +18,8 @@ from asynccache.errors import ConfigError
 
 TOKEN_BYTES = 4
 SIGN_BYTE = TOKEN_BYTES - 1
-"""A token is negative if its last byte is no ASCII. A reduction in numpy would take less time itself, but its AVX-512
-makes the processor lower its clock, and what runs next pays for it."""
-INT32 = np.dtype(np.int32)
+"""A token is negative if its last byte is no ASCII."""
+INT32 = np.dtype("<i4")
 
 Tokens = Any
 """``list[int]``, ``array('i')``, a numpy array of integers, a CPU tensor, or bytes-like int32."""
@@ -34,6 +32,8 @@ def as_key(tokens: Tokens) -> bytes:
         ConfigError: a token is negative or beyond int32 (the message names its position and value), or ``tokens`` is
             nothing that holds integers, or has more or fewer dimensions than one.
     """
+    if type(tokens) is np.ndarray and tokens.dtype == INT32 and tokens.ndim == 1:  # what engines hold
+        return _as_it_is(tokens)
     if isinstance(tokens, np.ndarray):
         key = _of_array(tokens)
     elif type(tokens) is bytes:
@@ -47,6 +47,14 @@ def as_key(tokens: Tokens) -> bytes:
     if len(key) % TOKEN_BYTES:
         raise ConfigError(f"tokens: {len(key)} bytes are not whole int32 tokens")
     if not key[SIGN_BYTE::TOKEN_BYTES].isascii():
+        raise _negative(key)
+    return key
+
+
+def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
+    """``argmin`` takes a third of what slicing the key takes, and there is less of it to run than of a reduction."""
+    key = tokens.tobytes()
+    if key and tokens.item(tokens.argmin()) < 0:
         raise _negative(key)
     return key
 
@@ -87,7 +95,7 @@ def _of_buffer(tokens: bytes | bytearray | memoryview | array[int]) -> bytes:
 
 
 def _of_array(tokens: npt.NDArray[Any]) -> bytes:
-    if tokens.dtype != INT32 or sys.byteorder == "big":
+    if tokens.dtype != INT32:
         tokens = _to_int32(tokens)
     if tokens.ndim != 1:
         raise ConfigError(f"tokens: an array of {tokens.ndim} dimensions; tokens lie in one row, as in reshape(-1)")

@@ -27,6 +27,8 @@ KEY = np.array([1, 2, 3, 70_000], "<i4").tobytes()
         np.array([1, 2, 3, 70_000], np.int64), np.array([1, 2, 3, 70_000], np.uint32), torch.tensor([1, 2, 3, 70_000]),
         torch.tensor([1, 2, 3, 70_000], dtype=torch.int32), KEY, bytearray(KEY), memoryview(KEY),
         array("q", [1, 2, 3, 70_000]), np.array([1, 0, 2, 0, 3, 0, 70_000], np.int32)[::2],
+        np.array([70_000, 3, 2, 1], np.int32)[::-1], np.array([1, 2, 3, 70_000], ">i4"),
+        np.ma.masked_array(np.array([1, 2, 3, 70_000], np.int32)), np.frombuffer(b"x" + KEY, np.int32, offset=1),
     ],
     ids=lambda tokens: type(tokens).__name__,
 )  # fmt: skip
@@ -44,6 +46,10 @@ def test_tokens_of_every_kind_make_the_same_key(tokens: Any) -> None:
         (np.array([3, -1]), r"tokens\[1\]=-1 is negative"),
         (np.array([3, 1 << 40]), r"tokens\[1\]=1099511627776 is beyond int32"),
         (np.array([3, -7], np.int32), r"tokens\[1\]=-7 is negative"),
+        (np.array([3, -7], ">i4"), r"tokens\[1\]=-7 is negative"),
+        (np.array([-9, -7, 4, 5], np.int32)[::-2], r"tokens\[1\]=-7 is negative"),
+        (np.ma.masked_array(np.array([3, -7], np.int32)), r"tokens\[1\]=-7 is negative"),
+        (np.array([[1, 2]], np.int32), "2 dimensions"),
         (np.array([0.5]), "float64"),
         (b"abc", "3 bytes"),
         (np.array([7, -1], np.int32).tobytes(), r"tokens\[1\]=-1"),
@@ -53,6 +59,23 @@ def test_tokens_of_every_kind_make_the_same_key(tokens: Any) -> None:
 def test_unusable_tokens_are_named_with_their_position(tokens: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         as_key(tokens)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 500, 2560])
+def test_the_first_of_the_negative_tokens_is_named_wherever_it_stands(length: int) -> None:
+    tokens = np.arange(length, dtype=np.int32)
+    assert as_key(tokens) == tokens.tobytes()
+    for position in {0, length // 3, length - 1}:
+        worse = tokens.copy()
+        worse[position], worse[length - 1] = -5, -(1 << 31)
+        found = worse[position]
+        for given in (worse, worse.tobytes(), worse.tolist()):
+            with pytest.raises(ConfigError, match=rf"tokens\[{position}\]={found} is negative"):
+                as_key(given)
+
+
+def test_no_tokens_are_an_empty_key() -> None:
+    assert [as_key(empty) for empty in ([], b"", np.array([], np.int32), np.array([], np.int64))] == [b""] * 4
 
 
 def test_namespaces_differ_in_everything_that_matters() -> None:
