@@ -60,7 +60,7 @@ class FakeModules(Recorder):
     """cupy's ``driver``. Parameters of a launch are read at once, as the real one does."""
 
     def launchKernel(self, *arguments: int) -> None:
-        place = ctypes.c_void_p.from_address(arguments[9]).value
+        place = ctypes.c_size_t.from_address(arguments[9]).value
         self.calls.append(("parameters", ctypes.string_at(place, kernels.TABLE.itemsize)))
         self.calls.append(("launchKernel", *arguments))
 
