@@ -1,7 +1,8 @@
 """``asynccache bench cuda``: every figure of the CUDA device, with its goal, in one run.
 
-Copies as a share of the best large pinned copy of the same run; what they cost a computation beside them; how soon a
-coroutine goes on; what submitting costs; how well a load hides behind computing. Needs a GPU, and says so without one.
+Copies as a share of one large pinned copy of the same run, by either path; what they cost a computation beside them;
+how soon a coroutine goes on; what submitting costs; how well a load hides behind computing. Needs a GPU, and says so
+without one.
 """
 
 from __future__ import annotations
@@ -9,30 +10,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import closing
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
-from asynccache.cli import cuda_copies, cuda_goals, cuda_waking
-from asynccache.cli.cuda_why import gpu
+from asynccache.cli.devices import gpu
 from asynccache.cli.text import first_line
 from asynccache.errors import ConfigError
 
 Figures = dict[str, Any]
 
-GIB = 1 << 30
+SHARE = {4 << 10: 0.6, 16 << 10: 0.85, 64 << 10: 0.95, 256 << 10: 0.95, 2 << 20: 0.95}
+"""Of one large copy, by width of the pieces."""
+BOTH_WIDTHS = (64 << 10, 2 << 20)
+BOTH, ONE = 80.0, 50.0
+"""GB/s both ways at once, where one way makes ``ONE``."""
+SLOWER = {"dma": 0.03, "kernel": 0.08}
+WAKE_P50_US, WAKE_P99_US, LOOP_US_EACH = 80.0, 300.0, 5.0
+OFF_LOOP_US, ON_LOOP_US = 1000.0, 50.0
+LAYER_WISE = 1.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--device", default="cuda:0", type=gpu, metavar="cuda:N",
-                        help="which GPU (default: %(default)s)")
-    parser.add_argument("--buffer", type=float, default=4.0, metavar="GIB",
-                        help="of the buffers on either side; what is larger goes round them again (%(default)s)")
+                        help="which GPU, and with which settings (default: %(default)s)")
+    parser.add_argument("--buffer", type=float, default=1.0, metavar="GIB",
+                        help="what is copied at a time, and the pools on either side (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which the best counts (%(default)s)")
     parser.add_argument("--samples", type=int, default=1000, metavar="N", help="of wake-ups (default: %(default)s)")
-    parser.add_argument("--every-path", action="store_true", help="measure each path, not only the chosen one")
     parser.add_argument("--quiet", action="store_true", help="print no table")
 
 
@@ -51,60 +58,86 @@ def run(args: argparse.Namespace) -> Figures:
         raise ConfigError(f"bench cuda: there is no GPU to measure: {missing}")
     device = open_device(args.device)
     try:
-        figures = measure(device, args)
+        figures = asyncio.run(measure(device, args))
     except (DriverError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
         raise ConfigError(f"bench cuda: the GPU could not be measured: {first_line(error)}") from error
     if not args.quiet:
-        print(told(figures), file=sys.stderr)
+        print("\n".join(told(figures)), file=sys.stderr)
     return figures
 
 
-def measure(device: Any, args: argparse.Namespace) -> Figures:
+async def measure(device: Any, args: argparse.Namespace) -> Figures:
     """The figures of ``device``, which is closed at the end. Everything that torch has to compute is in it."""
-    from asynccache.cli import cuda_compute
-    from asynccache.memory.cuda.calibration import Bench
+    from asynccache.cli import cuda_compute, cuda_copies, cuda_leases, cuda_waking
+    from asynccache.memory.cuda.cupy_driver import find
 
-    driver, chooser, index = device.driver, device.chooser, int(device.name.partition(":")[2])
-    found: Figures = {"bench": "cuda", "device": driver.identity()._asdict(), "software": _software()}
-    with closing(Bench(driver, int(args.buffer * GIB))) as bench:
-        found["copies"] = cuda_copies.measure(bench, chooser, args.rounds, every_path=args.every_path)
-        found["compute"] = {"slow_down": cuda_compute.slow_down(bench, index, args.rounds, device.settings.blocks)}
-    found["compute"]["layer_wise"] = cuda_compute.layer_wise(device, index, args.rounds)
-    found |= asyncio.run(_on_a_loop(device, index, args))
-    found["costs"] = [{"direction": towards.value, "path": path.value, **cost._asdict()}
-                      for (towards, path), cost in chooser.costs.items()]  # fmt: skip
-    reached = cuda_goals.goals(found)
+    index, size = int(device.name.partition(":")[2]), int(args.buffer * (1 << 30))
+    software = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "cupy": find().cupy}
+    found: Figures = {"bench": "cuda", "device": device.driver.identity()._asdict(), "software": software}
+    try:
+        async with cuda_copies.by_path(device) as ways:
+            found["copies"] = cuda_copies.measure(device, ways, size, args.rounds)
+            found["both_directions"] = [cuda_copies.both(device, size, width, args.rounds) for width in BOTH_WIDTHS]
+            found["slow_down"] = cuda_compute.slow_down(ways, index, args.rounds)
+        found["waking"] = await cuda_waking.measure(device, args.samples)
+        found["leases"] = await cuda_leases.layer_wise(device, index, args.rounds)
+    finally:
+        await device.aclose()
+    reached = list(goals(found))
     return found | {"goals": [goal.report() for goal in reached], "met": sum(goal.met for goal in reached),
                     "missed": sum(not goal.met for goal in reached)}  # fmt: skip
 
 
-def _software() -> Figures:
-    from asynccache.memory.cuda.cupy_driver import find
+class Goal(NamedTuple):
+    """``value`` beside its ``limit``; a figure that could not be taken counts as missed."""
 
-    return {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "cupy": find().cupy}
+    figure: str
+    value: float | None
+    limit: float
+    least: bool = False  # the limit is the least that it may be, not the most
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and (self.value >= self.limit if self.least else self.value <= self.limit)
+
+    def report(self) -> dict[str, Any]:
+        goal = f"at {'least' if self.least else 'most'} {self.limit:g}"
+        return {"figure": self.figure, "value": self.value, "goal": goal, "met": self.met}
 
 
-async def _on_a_loop(device: Any, index: int, args: argparse.Namespace) -> Figures:
-    from asynccache.cli import cuda_leases
+def goals(figures: Figures) -> Iterator[Goal]:
+    """Every goal, in the order in which they are told."""
+    copies, waking, leases = figures["copies"], figures["waking"], figures["leases"]
+    for row in copies["pieces"]:
+        name = f"{row['direction']}, pieces of {row['width'] >> 10} KiB: share of one large copy"
+        yield Goal(name, row["share"], SHARE.get(row["width"], 0.0), least=True)
+    limit = round(BOTH * min(1.0, min(copies["large_gb_s"].values()) / ONE), 2)
+    for row in figures["both_directions"]:
+        name = f"both directions, pieces of {row['width'] >> 10} KiB: GB/s"
+        yield Goal(name, row["gb_s"], limit, least=True)
+    for row in figures["slow_down"]["beside"]:
+        name = f"bf16 products beside copies {row['direction']} by {row['path']}: slower by"
+        yield Goal(name, row["slower_by"], SLOWER[row["path"]])
+    yield Goal("call to coroutine, p50: µs", waking["wake_up"]["p50_us"], WAKE_P50_US)
+    yield Goal("call to coroutine, p99: µs", waking["wake_up"]["p99_us"], WAKE_P99_US)
+    flight = waking["in_flight"]
+    yield Goal(f"{flight['transfers']} in flight, loop time each: µs", flight["loop_us_each"], LOOP_US_EACH)
+    for row in waking["submitting"]:
+        name = f"submitting {row['pages']} pages, {row['way']}"
+        yield Goal(f"{name}: µs on the loop", row["on_loop_us"], ON_LOOP_US)
+        yield Goal(f"{name}: µs off the loop", row["off_loop_us"], OFF_LOOP_US)
+    name = f"load of {leases['layers']} layers beside computing: share of the longer of the two"
+    yield Goal(name, leases["ratio"], LAYER_WISE)
 
-    try:
-        return {"waking": await cuda_waking.measure(device, args.samples),
-                "leases": await cuda_leases.layer_wise(device, index, args.rounds)}  # fmt: skip
-    finally:
-        await device.aclose()
 
-
-def told(figures: Figures) -> str:
+def told(figures: Figures) -> Iterator[str]:
     """For a person."""
-    copies, leases = figures["copies"], figures["leases"]
-    lines = [f"{figures['device']['name']}: one large copy, GB/s: {copies['reference_gb_s']}"]
-    lines += [
-        f"{row['direction']:<15} {row['width'] >> 10:>5} KiB × {row['count']:>6}  {row['way']:<8} by {row['path']:<8} "
-        f"{row['bytes_per_s'] / 1e9:6.2f} GB/s  {row['ratio']:.3f}  (to a thread {row['ratio_to_a_thread']:.3f})"
-        for row in copies["fragments"]
-    ]
-    lines.append(f"wait_layer in the caller's thread: {leases['wait_layer']}")
-    lines += [f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})"
-              for goal in figures["goals"]]  # fmt: skip
-    lines.append(f"{figures['met']} goals met, {figures['missed']} missed")
-    return "\n".join(lines)
+    from asynccache.cli.cuda_copies import told as copies
+
+    yield figures["device"]["name"]
+    yield from copies(figures["copies"])
+    yield "wait_layer in the caller's thread, µs: p50 {wait_layer_p50_us}, max {wait_layer_max_us}".format(
+        **figures["leases"])  # fmt: skip
+    for goal in figures["goals"]:
+        yield f"{'met   ' if goal['met'] else 'MISSED'}  {goal['figure']}: {goal['value']} ({goal['goal']})"
+    yield f"{figures['met']} goals met, {figures['missed']} missed"

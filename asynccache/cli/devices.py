@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from asynccache.errors import ConfigError
 from asynccache.memory.device import Device
 from asynccache.memory.naming import parse_device
 
@@ -25,6 +26,17 @@ def check_device(text: str) -> str:
         ConfigError: it cannot.
     """
     parse_device(text)
+    return text
+
+
+def gpu(text: str) -> str:
+    """For argparse: the name of a GPU.
+
+    Raises:
+        ConfigError: it is none; argparse says so, since it is a ValueError.
+    """
+    if parse_device(text).kind != "cuda":
+        raise ConfigError(f"{text} is no GPU")
     return text
 
 

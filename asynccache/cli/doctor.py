@@ -1,7 +1,7 @@
 """``asynccache doctor``: which core runs, what there is for a CUDA device here, how fast it is, and what will be used.
 
 Law: it never fails for what is missing. Without a GPU it says so in a sentence and what the cache does then; with one
-it measures in some seconds what ``device="cuda:0"`` measures when it opens, and the wake-up besides.
+it measures in some seconds how fast either path copies, and how soon a coroutine goes on.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import asyncio
 import resource
 from collections.abc import Iterator
-from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Any
 
 from asynccache import compiled
-from asynccache.cli.cuda_why import SIZES, Choice, gpu
+from asynccache.cli.devices import gpu
 from asynccache.cli.text import first_line
 from asynccache.cli.text import size as spelled
 from asynccache.errors import AsyncCacheError
@@ -66,62 +66,25 @@ def _examined(name: str) -> Report:
     from asynccache.memory.cuda.device import open_device
 
     try:
-        return measured(open_device(name))
+        return asyncio.run(measured(open_device(name)))
     except (AsyncCacheError, MemoryError) as error:
         return {"error": first_line(error)}
 
 
-def measured(device: Any) -> Report:
-    """What ``device`` is and does; it is closed at the end."""
-    from asynccache.cli.cuda_copies import WAYS, reference
-    from asynccache.memory.cuda.calibration import Bench
+async def measured(device: Any) -> Report:
+    """What ``device`` is and does; it is closed at the end. Cancelling it leaves copies that end by themselves."""
+    from asynccache.cli.cuda_copies import by_path, measure
+    from asynccache.cli.cuda_waking import wake_up
 
     identity = device.driver.identity()
-    with closing(Bench(device.driver, SMALL_BUFFER)) as bench:
-        large = {towards.value: round(reference(bench, towards, 5) / 1e9, 2) for towards in WAYS}
-        choices = list(_choices(bench, device))
-    waking = asyncio.run(_waking(device))
-    return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)}, "large_gb_s": large,
-            "paths": [{**choice._asdict(), "why": choice.why()} for choice in choices],
-            "plain": [line for choice in choices for line in choice.told()], "wake_up": waking,
-            "settings": _settings(device.settings)}  # fmt: skip
-
-
-def _choices(bench: Any, device: Any) -> Iterator[Choice]:
-    from asynccache.cli.cuda_copies import WAYS, path_of
-    from asynccache.memory.cuda.calibration import forced
-    from asynccache.memory.cuda.paths import Path
-
-    blocks = device.settings.blocks
-    for towards, paths in WAYS.items():
-        for name, width in SIZES.items():
-            scattered, near = (bench.rows(towards, path, width) for path in (Path.DMA, Path.PITCHED))
-            rates = {path.value: _rate(bench, scattered, forced(towards, path, blocks))
-                     for path in paths if path is not Path.PITCHED}  # fmt: skip
-            best = path_of(device.chooser, near)
-            yield Choice(towards.value, name, width, path_of(device.chooser, scattered).value, rates,
-                         (best.value, _rate(bench, near, forced(towards, best, blocks))),
-                         device.settings.forced(towards) is not None)  # fmt: skip
-
-
-def _rate(bench: Any, rows: Any, chooser: Any) -> float:
-    seconds: float = min(bench.seconds(rows, chooser) for _ in range(3))
-    return float(round(rows.size / seconds / 1e9, 2))
-
-
-async def _waking(device: Any) -> Report:
-    from asynccache.cli.cuda_waking import Pages, wake_up
-
     try:
-        return await wake_up(device, device.stream("doctor"), Pages(device, 64, 16 << 10, 4), 200)
+        async with by_path(device) as ways:
+            copies = measure(device, ways, SMALL_BUFFER, 3)
+        waking = await wake_up(device, 200)
     finally:
         await device.aclose()
-
-
-def _settings(settings: Any) -> Report:
-    chosen = {name: getattr(settings, name) for name in ("out", "inward", "within")}
-    return {**{name: path.value if path else "measured" for name, path in chosen.items()}, "blocks": settings.blocks,
-            "huge_pages": settings.huge_pages, "numa_node": settings.numa_node}  # fmt: skip
+    return {"device": {**identity._asdict(), "numa_node": numa_node(identity.bus)}, "copies": copies,
+            "wake_up": waking, "settings": asdict(device.settings)}  # fmt: skip
 
 
 def nvrtc() -> Report:
@@ -164,7 +127,6 @@ def told(report: Report) -> Iterator[str]:
         yield f"There is a GPU, and it cannot be used: {report['error']}"
     else:
         yield from _hardware(report)
-        yield from _what_will_be_used(report)
 
 
 def _software(report: Report) -> Iterator[str]:
@@ -197,19 +159,14 @@ def _needed(versions: list[str]) -> Iterator[str]:
 
 
 def _hardware(report: Report) -> Iterator[str]:
+    from asynccache.cli.cuda_copies import told
+
     device, wake = report["device"], report["wake_up"]
-    node = "unknown" if device["numa_node"] is None else device["numa_node"]
-    yield f"device    {device['name']}, {spelled(device['total'])}, bus {device['bus']}, NUMA node {node}"
+    node = device["numa_node"]
+    yield (f"device    {device['name']}, {spelled(device['total'])}, bus {device['bus']}, NUMA node "
+           f"{'unknown' if node is None else node}")  # fmt: skip
     yield f"copies    {'many in one call' if device['batches'] else 'one call each: this driver has no batches'}"
-    for direction, rate in report["large_gb_s"].items():
-        yield f"          {direction}: {rate} GB/s for one large copy"
-    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs from the event to the coroutine"
-
-
-def _what_will_be_used(report: Report) -> Iterator[str]:
-    yield from report["plain"]
-    yield ("A path is chosen by what it is estimated to take, from costs measured when the device opens; a kernel only "
-           "where it wins by a tenth, since it takes multiprocessors from whoever computes.")  # fmt: skip
-    if report["device"]["numa_node"] is not None and report["settings"]["numa_node"] is None:
-        yield (f"Host pools are not bound to a NUMA node; the device hangs at node {report['device']['numa_node']}: "
-               "start under numactl, or set numa_node.")  # fmt: skip
+    yield from (f"          {line}" for line in told(report["copies"]))
+    yield f"wake-up   p50 {wake['p50_us']} µs, p99 {wake['p99_us']} µs from the call to the coroutine"
+    if node is not None:
+        yield f"Host pools are fastest on the device's own node: start under numactl --preferred={node}."

@@ -1,5 +1,5 @@
 """What a device is called, parsed once at the edge: ``cpu``, ``cuda``, ``cuda:N``, and with options, as a store's URL
-has them, ``cuda:0?out=staged&blocks=16``. Pure, and without torch: a command line is checked before anything is loaded.
+has them, ``cuda:0?blocks=16``. Pure, and without torch: a command line is checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from urllib.parse import parse_qsl
 
 from asynccache.errors import ConfigError
 
-OPTIONS = ("blocks", "calibrate", "huge_pages", "inward", "numa_node", "out", "within")
-"""Of a GPU; what they mean: ``memory.cuda.paths.Settings``."""
+OPTIONS = ("blocks", "kernel_below")
+"""Of a GPU; what they mean: ``memory.cuda.settings.Settings``."""
 
 
 class DeviceName(NamedTuple):

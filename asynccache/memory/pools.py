@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,16 +147,14 @@ def anonymous_tensor(shape: tuple[int, ...]) -> torch.Tensor:
     if size == 0:
         return torch.empty(shape, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _prefer_huge_pages(memory)
+    prefer_huge_pages(memory)
     return torch.frombuffer(memory, dtype=torch.uint8).reshape(shape)
 
 
-def _prefer_huge_pages(memory: mmap.mmap) -> None:
-    try:
+def prefer_huge_pages(memory: mmap.mmap) -> None:
+    """Ask the system for huge pages, before ``memory`` is touched."""
+    with suppress(OSError, AttributeError):  # a kernel or a system without them: small pages work too
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        return  # a kernel without them: small pages work too
 
 
 def check_room(demands: Iterable[tuple[str, int]], available: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from asynccache.memory.cuda.device import CudaDevice, open_device
-from asynccache.memory.cuda.paths import Chooser, Settings
+from asynccache.memory.cuda.settings import Settings
 from asynccache.memory.faults import Faults
 from tests.cuda.gpu import GPU
 from tests.cuda.simulated_cuda import SimulatedCuda
@@ -39,7 +39,7 @@ def simulated_device(drivers: list[SimulatedCuda]) -> Make:
 
 @pytest.fixture(scope="session")
 def opened_gpu() -> CudaDevice:
-    """Opened once: that compiles the kernel and measures the paths."""
+    """Opened once: that compiles the kernel."""
     return open_device("cuda:0")
 
 
@@ -49,8 +49,7 @@ def gpu_device(request: pytest.FixtureRequest) -> Make:
     opened: CudaDevice = request.getfixturevalue("opened_gpu")
 
     def make(faults: Faults | None = None, settings: Settings | None = None) -> CudaDevice:
-        chooser = Chooser(settings or Settings(), opened.chooser.costs)
-        return CudaDevice(opened.driver, settings=settings, chooser=chooser, faults=faults)
+        return CudaDevice(opened.driver, settings=settings, faults=faults)
 
     return make
 

@@ -14,12 +14,12 @@ def device_class(name: str) -> type[CudaDevice]:
     """What stands in for ``CpuDevice``."""
     if name == "simulated-cuda":
         return _Simulated
-    opened = open_device(name)  # once: it compiles and measures
+    opened = open_device(name)  # once: it compiles
 
     class Real(CudaDevice):
         def __init__(self, name: str = "cpu", *, faults: Faults | None = None) -> None:
             driver: Driver = opened.driver
-            super().__init__(driver, opened.name, chooser=opened.chooser, faults=faults)
+            super().__init__(driver, opened.name, faults=faults)
 
     return Real
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -24,7 +23,7 @@ from random import Random
 import numpy as np
 import torch
 
-from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched, Spans, Towards
+from asynccache.memory.cuda.driver import DriverError, Identity, Spans, Table, Towards
 
 Clock = Counter[int]
 Piece = tuple[int, int, int]  # dst, src, size
@@ -36,8 +35,6 @@ INDEX = 1
 class _Event:
     version: int = 0
     done: int = 0
-    timed: bool = False
-    at: float = 0.0  # when it happened
     clock: Clock = field(default_factory=Counter)
     captured: bool = False  # it was recorded last in a stream that is captured
 
@@ -177,7 +174,7 @@ class SimulatedCuda:
     # the protocol
 
     def identity(self) -> Identity:
-        return Identity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, 13000, self._batches)
+        return Identity("a simulated GPU", (9, 0), 80 << 30, "0000:00:00.0", 13000, self._batches)
 
     def use_device(self) -> None:
         with self._state:
@@ -194,15 +191,6 @@ class SimulatedCuda:
         shift = -tensor.data_ptr() % 256
         self._memory[tensor.data_ptr()] = tensor
         return tensor[shift : shift + size].reshape(shape)
-
-    def malloc(self, size: int) -> int:
-        return self.device_tensor((size,)).data_ptr()
-
-    def free(self, address: int) -> None:
-        with self._state:
-            busy = sum(map(len, self._streams.values()))
-            if busy:
-                self.problems.append(f"device memory freed while {busy} pieces of work are queued")
 
     def host_register(self, address: int, size: int) -> None:
         with self._state:
@@ -251,11 +239,11 @@ class SimulatedCuda:
         with self._state:
             return stream in self.captured
 
-    def event_create(self, *, timed: bool = False) -> int:
+    def event_create(self) -> int:
         with self._state:
             self._admit("event_create")
             handle = self._handle()
-            self._events[handle] = _Event(timed=timed)
+            self._events[handle] = _Event()
             return handle
 
     def event_destroy(self, event: int) -> None:
@@ -273,21 +261,16 @@ class SimulatedCuda:
             version = state.version
 
             def units(op: _Op) -> Iterator[None]:
-                state.done, state.at = max(state.done, version), time.perf_counter()
                 yield
+                state.done = max(state.done, version)  # and with that it has left the stream's queue
 
             state.clock = self._enqueue(stream, units).clock
 
-    def is_over(self, event: int) -> bool:
-        with self._state:
-            self._admit("is_over")
-            if self._events[event].captured:
-                raise DriverError("operation not permitted on an event last recorded in a capturing stream", 907)
-            return self._has_happened(event)
-
     def event_query(self, event: int) -> bool:
         with self._state:
-            self._admit("event_query", here=True)
+            self._admit("event_query")
+            if self._events[event].captured:
+                raise DriverError("operation not permitted on an event last recorded in a capturing stream", 907)
             return self._has_happened(event)
 
     def _has_happened(self, event: int) -> bool:
@@ -307,48 +290,31 @@ class SimulatedCuda:
             self._check()
             self._seen |= clock
 
-    def elapsed(self, begin: int, end: int) -> float:
-        with self._state:
-            first, last = self._events[begin], self._events[end]
-            if not all(state.timed and state.done == state.version > 0 for state in (first, last)):
-                raise DriverError("an event without timing, or one that has not happened")
-            return last.at - first.at
-
     def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
         self.calls["copy"] += 1
         self.calls["spans"] += len(spans.size)
         pieces = list(zip(*(array.tolist() for array in spans), strict=True))
         entries = -(-len(pieces) // 8) if self._batches else len(pieces)
-        self._copy(stream, towards, lambda: pieces, entries)
+        self._copy(stream, towards, pieces, entries)
         return entries
 
-    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
-        self.calls["pitched"] += 1
-        dst, dst_pitch, src, src_pitch, width, height = rows
-        if min(dst_pitch, src_pitch) < width:
-            raise DriverError("invalid pitch")
-        self._copy(stream, towards, lambda: [(dst + i * dst_pitch, src + i * src_pitch, width) for i in range(height)])
-
-    def launch(self, stream: int, launch: Launch) -> None:
-        """The kernel reads its tables when it runs, as the real one does."""
+    def launch(self, stream: int, table: Table, blocks: int) -> int:
+        """The parameters are copied before it returns, as those of the real one are."""
         self.calls["launch"] += 1
-
-        def pieces() -> list[Piece]:
-            one = launch
-            if one.width % 16 or one.dst_pitch % 16 or one.src_pitch % 16:
-                self.problems.append(f"a kernel was launched on rows that are not aligned: {one}")
-            dst, src = (_read(address, one.layers, np.uint64) for address in (one.dst_bases, one.src_bases))
-            to, of = (_read(address, one.pages, np.int32) for address in (one.dst_ids, one.src_ids))
-            return [(d + i * one.dst_pitch, s + j * one.src_pitch, one.width)
-                    for d, s in zip(dst, src, strict=True) for i, j in zip(to, of, strict=True)]  # fmt: skip
-
-        self._copy(stream, None, pieces)
+        one = table.copy()
+        width, to, of = (int(one[name]) for name in ("width", "dst_pitch", "src_pitch"))
+        layers, pages = int(one["layers"]), int(one["pages"])
+        if any(number % 16 for number in (width, to, of, *one["dst_bases"].tolist(), *one["src_bases"].tolist())):
+            self.problems.append(f"a kernel was launched on rows that are not aligned: {one}")
+        bases = zip(one["dst_bases"][:layers].tolist(), one["src_bases"][:layers].tolist(), strict=True)
+        ids = list(zip(one["dst_ids"][:pages].tolist(), one["src_ids"][:pages].tolist(), strict=True))
+        pieces = [(dst + i * to, src + j * of, width) for dst, src in bases for i, j in ids]
+        self._copy(stream, None, pieces, 2)
+        return 2
 
     # inside
 
-    def _copy(
-        self, stream: int, towards: Towards | None, pieces: Callable[[], list[Piece]], entries: int = 1
-    ) -> None:
+    def _copy(self, stream: int, towards: Towards | None, found: list[Piece], entries: int) -> None:
         with self._state:
             self._admit("copy", stream, here=True)
             number, self._copies = self._copies, self._copies + 1
@@ -356,7 +322,6 @@ class SimulatedCuda:
             raise DriverError("invalid argument")
 
         def units(op: _Op) -> Iterator[None]:
-            found = pieces()
             self._touch(op, [(s, s + n) for _, s, n in found], [(d, d + n) for d, _, n in found])
             if not self._allowed(towards, found):
                 return
@@ -487,9 +452,3 @@ def _overlap(a: _Access, b: _Access) -> bool:
 def _range(tensor: torch.Tensor) -> Range:
     assert tensor.is_contiguous()
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-
-def _read(address: int, count: int, dtype: type[np.generic]) -> list[int]:
-    found = ctypes.string_at(address, count * np.dtype(dtype).itemsize)
-    numbers: list[int] = np.frombuffer(found, dtype).tolist()
-    return numbers

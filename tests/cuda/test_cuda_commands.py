@@ -4,6 +4,7 @@ a simulated one. What the figures are on such a driver means nothing."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -14,17 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_goals, cuda_leases, cuda_waking, cuda_why, doctor
+from asynccache.cli import bench_cuda, cuda_compute, cuda_copies, cuda_leases, cuda_waking, doctor
 from asynccache.cli.main import main
 from asynccache.memory.cuda import device as cuda_device
-from asynccache.memory.cuda.calibration import Bench
 from asynccache.memory.cuda.cupy_driver import Found
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import DriverError, Towards
 from asynccache.memory.cuda.events import CudaEvent
-from asynccache.memory.cuda.paths import Path, Settings
+from asynccache.memory.cuda.settings import Settings
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import driver_of
+from tests.cuda.cuda_kit import DMA, driver_of
 from tests.cuda.simulated_cuda import SimulatedCuda
 
 WITHOUT = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -73,19 +73,13 @@ def test_what_is_no_gpu_is_refused_before_anything_is_measured(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10))
-    monkeypatch.setattr(cuda_copies, "BOTH_WIDTHS", (16 << 10,))
-    monkeypatch.setattr(cuda_copies, "COUNTS", (4, 64, 512))
-    monkeypatch.setattr(cuda_waking, "IN_FLIGHT", 20)
-    monkeypatch.setattr(cuda_waking, "PAGES", 64)
-    monkeypatch.setattr(cuda_compute, "SIDE", 8)
-    monkeypatch.setattr(cuda_compute, "SMALL_SIDE", 8)
-    monkeypatch.setattr(cuda_compute, "PRODUCTS", 4)
-    monkeypatch.setattr(cuda_compute, "FRAGMENTS", 8)
-    monkeypatch.setattr(cuda_compute, "LAYERS", 4)
-    monkeypatch.setattr(cuda_compute.layer_wise, "__kwdefaults__", {"page": 1 << 12, "pages": 8})
-    for name, value in (("SMALL_SIDE", 8), ("LAYERS", 4), ("PAGES", 8), ("PAGE_BYTES", 1 << 12)):
-        monkeypatch.setattr(cuda_leases, name, value)
+    for module, changes in (
+        (cuda_copies, {"WIDTHS": (4 << 10, 16 << 10, 64 << 10)}), (bench_cuda, {"BOTH_WIDTHS": (16 << 10,)}),
+        (cuda_waking, {"IN_FLIGHT": 20, "PAGES": 64}), (cuda_compute, {"SIDE": 8, "PRODUCTS": 4, "SIZE": 1 << 20}),
+        (cuda_leases, {"SIDE": 8, "LAYERS": 4, "PAGES": 8, "PAGE_BYTES": 1 << 12}),
+    ):
+        for name, value in changes.items():
+            monkeypatch.setattr(module, name, value)
 
 
 class TorchStream:
@@ -129,7 +123,7 @@ def torch_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[SimulatedCuda], None]
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
-    plain = {"device": "cuda:0", "buffer": 4 / 1024, "rounds": 1, "samples": 5, "every_path": True, "quiet": True}
+    plain = {"device": "cuda:0", "buffer": 4 / 1024, "rounds": 1, "samples": 5, "quiet": True}
     return argparse.Namespace(**plain | changes)
 
 
@@ -138,44 +132,40 @@ def test_the_benchmark_measures_everything_that_was_asked_for_with_its_goal(
 ) -> None:
     device = simulated_device()
     torch_on(driver_of(device))
-    figures = bench_cuda.measure(device, arguments())
+    figures = asyncio.run(bench_cuda.measure(device, arguments()))
     json.dumps(figures)
-    rows = figures["copies"]["fragments"]
-    assert {(r["direction"], r["width"], r["count"]) for r in rows} == {
-        (d, w, n) for d in ("device to host", "host to device") for w in (4096, 16384) for n in (4, 64, 512)
-    }
-    assert {(r["width"], r["count"]) for r in rows if r["wraps"]} == {(16384, 512)}  # none is left out
-    assert {r["way"] for r in rows if r["direction"] == "device to host"} == {
-        "chosen", "dma", "pitched", "staged", "kernel"
-    }  # fmt: skip
-    assert all(r["bytes_per_s"] > 0 and r["to_a_thread"] > 0 for r in rows)
-    assert [r["width"] for r in figures["copies"]["both_directions"]] == [16384]
-    beside = figures["compute"]["slow_down"]["beside"]
+    rows = figures["copies"]["pieces"]
+    assert [(r["width"], r["direction"], r["path"]) for r in rows] == [
+        (width, direction, path) for width, path in ((4096, "kernel"), (16384, "kernel"), (65536, "dma"))
+        for direction in ("device to host", "host to device")
+    ]  # fmt: skip
+    assert all(r["dma_gb_s"] > 0 and r["kernel_gb_s"] > 0 and r["share"] > 0 for r in rows)
+    assert all(rate > 0 for rate in figures["copies"]["large_gb_s"].values())
+    assert figures["copies"]["kernel_below"]["set"] == 32768
+    assert [r["width"] for r in figures["both_directions"]] == [16384]
+    beside = figures["slow_down"]["beside"]
     assert [(r["direction"], r["path"]) for r in beside] == [
-        ("device to host", "dma"), ("device to host", "staged"), ("device to host", "kernel"),
-        ("host to device", "dma"), ("host to device", "kernel"),
+        ("device to host", "dma"), ("device to host", "kernel"), ("host to device", "dma"), ("host to device", "kernel")
     ]  # fmt: skip
     waking = figures["waking"]
     assert 0 < waking["wake_up"]["p50_us"] <= waking["wake_up"]["p99_us"]
-    assert waking["wake_up"]["uncertain_us"] > 0
     assert waking["in_flight"]["loop_us_each"] > 0
-    assert [r["way"] for r in waking["submitting"]] == ["chosen", "by the kernel", "in merged runs"]
+    assert [(r["way"], r["pages"]) for r in waking["submitting"]] == [("scattered", 64), ("in merged runs", 64)]
     assert all(r["on_loop_us"] > 0 and r["off_loop_us"] > 0 for r in waking["submitting"])
-    for layers in (figures["compute"]["layer_wise"], figures["leases"]):
-        assert layers["ratio"] > 0
-        assert layers["load_s"] > 0
-    assert figures["leases"]["tokens"] == 8 * 16  # each lease loads its whole prompt
-    assert 0 < figures["leases"]["wait_layer"]["p50_us"] <= figures["leases"]["wait_layer"]["max_us"]
+    leases = figures["leases"]
+    assert leases["ratio"] > 0
+    assert leases["load_s"] > 0
+    assert leases["tokens"] == 8 * 16  # each lease loads its whole prompt
+    assert 0 < leases["wait_layer_p50_us"] <= leases["wait_layer_max_us"]
 
 
 ISSUE = [
-    "device to host, 64 fragments of 4 KiB: share of one large copy", "both directions, fragments of 16 KiB: GB/s",
+    "device to host, pieces of 4 KiB: share of one large copy", "both directions, pieces of 16 KiB: GB/s",
     "bf16 products beside copies host to device by dma: slower by",
-    "bf16 products beside copies device to host by kernel: slower by", "event to coroutine, p50: µs",
-    "event to coroutine, p99: µs", "20 in flight, loop time each: µs", "submitting 64 pages, chosen: µs on the loop",
-    "submitting 64 pages, by the kernel: µs off the loop", "submitting 64 pages, in merged runs: µs off the loop",
-    "load of 4 layers beside computing, by the device: share of the longer of the two",
-    "load of 4 layers beside computing, by leases: share of the longer of the two",
+    "bf16 products beside copies device to host by kernel: slower by", "call to coroutine, p50: µs",
+    "call to coroutine, p99: µs", "20 in flight, loop time each: µs", "submitting 64 pages, scattered: µs on the loop",
+    "submitting 64 pages, scattered: µs off the loop", "submitting 64 pages, in merged runs: µs off the loop",
+    "load of 4 layers beside computing: share of the longer of the two",
 ]  # fmt: skip
 
 
@@ -200,34 +190,49 @@ def test_the_command_tells_every_goal_as_met_or_missed(
     assert "wait_layer in the caller's thread" in said
 
 
+Goal = bench_cuda.Goal
+
+
 @pytest.mark.parametrize(("goal", "met"), [
-    (cuda_goals.at_least("a", 0.95, 0.95), True), (cuda_goals.at_least("a", 0.94, 0.95), False),
-    (cuda_goals.at_most("a", 80.0, 80.0), True), (cuda_goals.at_most("a", 80.1, 80.0), False),
-    (cuda_goals.at_most("a", None, 80.0), False),
-])
-def test_a_goal_is_met_at_its_limit_and_never_without_a_figure(goal: cuda_goals.Goal, met: bool) -> None:
+    (Goal("a", 0.95, 0.95, least=True), True), (Goal("a", 0.94, 0.95, least=True), False),
+    (Goal("a", 80.0, 80.0), True), (Goal("a", 80.1, 80.0), False),
+    (Goal("a", None, 80.0), False), (Goal("a", None, 80.0, least=True), False),
+])  # fmt: skip
+def test_a_goal_is_met_at_its_limit_and_never_without_a_figure(goal: Goal, met: bool) -> None:
     assert goal.met is met
 
 
-def test_what_is_asked_of_both_directions_follows_what_one_makes() -> None:
-    both = [{"width": 65536, "gb_s": 70.0}]
-    for one, limit, met in ((55.0, 80.0, False), (50.0, 80.0, False), (25.0, 40.0, True)):
-        copies = {"fragments": [], "reference_gb_s": {"out": one, "in": one + 1}, "both_directions": both}
-        (goal,) = cuda_goals._copies(copies)
-        assert (goal.limit, goal.met) == (limit, met)
+@pytest.mark.parametrize(("one", "limit", "met"), [(55.0, 80.0, False), (50.0, 80.0, False), (25.0, 40.0, True)])
+def test_what_is_asked_of_both_directions_follows_what_one_makes(one: float, limit: float, met: bool) -> None:
+    figures: Any = {
+        "copies": {"pieces": [], "large_gb_s": {"out": one, "in": one + 1}},
+        "both_directions": [{"width": 65536, "gb_s": 70.0}], "slow_down": {"beside": []},
+        "waking": {"wake_up": {"p50_us": 1, "p99_us": 1}, "in_flight": {"transfers": 1, "loop_us_each": 1},
+                   "submitting": []}, "leases": {"layers": 1, "ratio": 1},
+    }  # fmt: skip
+    goal = next(bench_cuda.goals(figures))
+    assert (goal.limit, goal.met) == (limit, met)
+
+
+def test_the_threshold_that_figures_speak_for_is_where_the_copy_engines_suffice() -> None:
+    def rows(*dma: float) -> list[Any]:
+        return [{"width": width, "dma_gb_s": one, "kernel_gb_s": 40.0}
+                for width, one in zip(cuda_copies.WIDTHS, dma, strict=True)]  # fmt: skip
+
+    assert cuda_copies.crossover(rows(5, 20, 36, 50, 50)) == 64 << 10
+    assert cuda_copies.crossover(rows(50, 50, 50, 50, 50)) == 4 << 10
+    assert cuda_copies.crossover(rows(5, 5, 5, 5, 5)) == 4 << 20
 
 
 def test_copies_that_end_before_the_products_are_no_figure(
     simulated_device: Make, small: None, torch_on: Callable[[SimulatedCuda], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever they say of the slow-down would be too little."""
-    device = simulated_device()
-    driver = driver_of(device)
-    torch_on(driver)
-    bench = Bench(driver, 1 << 20)
+    device = simulated_device(settings=DMA)
+    torch_on(driver_of(device))
     products = cuda_compute.Products(0, 8)
     events: list[CudaEvent] = []
-    submit = bench.submit
+    submit = cuda_copies.Pages.submit
 
     def remember(*arguments: Any) -> CudaEvent:
         events.append(submit(*arguments))
@@ -238,11 +243,18 @@ def test_copies_that_end_before_the_products_are_no_figure(
             event.block()
         return 1.0
 
-    monkeypatch.setattr(bench, "submit", remember)
+    monkeypatch.setattr(cuda_copies.Pages, "submit", remember)
     monkeypatch.setattr(products, "seconds", late)
-    row = cuda_compute._beside(bench, Towards.OUT, Path.DMA, products, 1e-6, 1, 8)
-    assert row["slower_by"] is None
-    bench.close()
+    assert cuda_compute._beside(device, Towards.OUT, products, 1e-6, 1) is None
+    asyncio.run(device.aclose())
+
+
+def test_a_copy_that_fails_is_no_time(simulated_device: Make) -> None:
+    device = simulated_device(break_at=0)
+    pages = cuda_copies.Pages(device, 1 << 20, 4096)
+    with pytest.raises(DriverError, match="illegal memory access"):
+        cuda_copies.rate(device, pages, Towards.OUT, pages.scattered(), 1)
+    asyncio.run(device.aclose())
 
 
 @pytest.mark.parametrize(("how", "says"), [
@@ -264,60 +276,47 @@ def found() -> Found:
     return Found("14.2.0", "13.0", 1, 13000, "", 12090)
 
 
-def test_doctor_tells_what_will_be_used_and_why(
-    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def with_gpu(simulated_device: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose GPU is the simulated one."""
     monkeypatch.setattr(doctor, "SMALL_BUFFER", 2 << 20)
-    monkeypatch.setattr(doctor, "SIZES", {"small": 4 << 10, "medium": 16 << 10, "large": 64 << 10})
+    monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 16 << 10, 64 << 10))
     monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device())
+    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=Settings(kernel_below=8192)))
+
+
+def test_doctor_tells_what_will_be_used_and_why(
+    with_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(doctor, "nvrtc", lambda: {"compiles": True, "bytes": 7000})
+    monkeypatch.setattr(doctor, "numa_node", lambda bus: 1)
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for words in ("a simulated GPU", "CUDA 13.0, 1 GPUs", "many in one call", "for one large copy", "wake-up   p50",
                   "compiles the copy kernel", "14.2.0, for CUDA 12.9", "for CUDA 13.0",
-                  "a driver for CUDA 13 or newer is needed",
-                  "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14'"):  # fmt: skip
+                  "a driver for CUDA 13 or newer is needed", "numactl --preferred=1",
+                  "pip install 'cupy-cuda13x>=14.0' 'nvidia-cuda-nvrtc>=13,<14'",
+                  "kernel_below is 8192: shorter pieces go by the kernel; these figures speak for "):  # fmt: skip
         assert words in said
-    lines = said.splitlines()
     for direction in ("device to host", "host to device"):
-        for size in ("small fragments (4.0 KiB)", "medium fragments (16.0 KiB)", "large fragments (64.0 KiB)"):
-            at = next(i for i, line in enumerate(lines) if line.startswith(f"{direction}, {size}: "))
-            path = lines[at].removeprefix(f"{direction}, {size}: ").split()[0]
-            assert lines[at + 1].strip().startswith(cuda_why.HOW[path] + "; ")
+        for width, path in (("4.0 KiB", "kernel"), ("16.0 KiB", "copy engines"), ("64.0 KiB", "copy engines")):
+            (line,) = (line for line in said.splitlines() if f"{direction}, pieces of {width}: " in line)
+            assert line.endswith(f"; the {path} will be used")
 
 
-def test_doctor_says_what_was_chosen_by_hand(
-    simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "SMALL_BUFFER", 1 << 20)
-    monkeypatch.setattr(doctor, "SIZES", {"small": 4 << 10})
-    monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
-    monkeypatch.setattr(cuda_device, "open_device", lambda name: simulated_device(settings=Settings(out=Path.KERNEL)))
+def test_doctor_tells_the_figures_in_json_too(with_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    out, inward = json.loads(capsys.readouterr().out)["paths"]
-    assert (out["chosen"], out["forced"], inward["forced"]) == ("kernel", True, False)
-    assert out["why"].startswith("the settings say so; ")
-
-
-@pytest.mark.parametrize(("chosen", "rates", "why"), [
-    ("staged", {"dma": 4.0, "staged": 32.0, "kernel": 20.0}, "1.60 times as fast as the next best: kernel makes 20.0"),
-    ("dma", {"dma": 48.0, "kernel": 50.0}, "kernel makes 50.0 GB/s, which is not enough more for the multiprocessors"),
-    ("kernel", {"dma": 50.0, "kernel": 50.0}, "as fast as any: dma makes 50.0"),
-    ("kernel", {"dma": 50.0, "kernel": 30.0}, "estimated to be the fastest when the device opened, yet here dma makes"),
-    ("dma", {"dma": 50.0}, "no other path can do it"),
-])
-def test_the_reason_follows_from_what_was_measured(chosen: str, rates: dict[str, float], why: str) -> None:
-    choice = cuda_why.Choice("device to host", "small", 4096, chosen, rates, ("pitched", 40.0), False)
-    assert why in choice.why()
-    assert "neighbours: pitched will be used, 40.0 GB/s" in "\n".join(choice.told())
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"] == {"kernel_below": 8192, "blocks": 8}
+    assert [row["path"] for row in report["copies"]["pieces"]] == ["kernel"] * 2 + ["dma"] * 4
+    assert report["wake_up"]["samples"] > 0
 
 
 @pytest.mark.parametrize("failure", [DriverError("out of memory\nmore of it"), MemoryError()])
 def test_a_gpu_that_fails_while_doctor_measures_is_told(
     simulated_device: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception
 ) -> None:
-    def fail(device: object) -> object:
+    async def fail(device: object) -> object:
         raise failure
 
     monkeypatch.setattr("asynccache.memory.cuda.cupy_driver.find", found)
@@ -374,13 +373,10 @@ def test_stress_says_in_a_sentence_that_there_is_no_gpu(capsys: pytest.CaptureFi
 
 
 @pytest.mark.asyncio
-async def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make, small: None) -> None:
+async def test_neighbours_are_submitted_as_merged_runs(simulated_device: Make) -> None:
     device = simulated_device()
-    pages = cuda_waking.Pages(device, 64, 16 << 10, 4)
-    other = cuda_waking._by(device, cuda_waking.MERGED)
-    found = await cuda_waking._submitting(other, other.stream("bench"), "in merged runs", pages.run, 3)
+    pages = cuda_copies.Pages(device, 64 << 12, 4 << 10, layers=1)
+    found = await cuda_waking._submitting(device, "in merged runs", pages.neighbours(), 3)
     assert found["pages"] == 64
-    calls = driver_of(device).calls
-    assert (calls["spans"], calls["pitched"]) == (0, 3 * 4), "a call for each layer"
-    await other.aclose()
+    assert driver_of(device).calls == {"copy": 3, "spans": 3}
     await device.aclose()

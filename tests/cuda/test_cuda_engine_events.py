@@ -288,7 +288,7 @@ async def test_a_device_that_failed_or_is_closed_waits_for_nothing(simulated_dev
         waits = device.engine_event(event)
         assert not waits.done()
         if end == "fails":
-            engine.driver.refuse("is_over", 700, error=DriverError("an illegal memory access", 700))
+            engine.driver.refuse("event_query", 700, error=DriverError("an illegal memory access", 700))
         else:
             await device.aclose()
         assert device.engine_event(event).done()

@@ -16,10 +16,10 @@ from asynccache.cli import bench_cuda, cuda_copies
 from asynccache.cli.main import main
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import submission
-from asynccache.memory.cuda.paths import Path, Settings
-from asynccache.memory.cuda.scratch import STAGING_BYTES
+from asynccache.memory.cuda.settings import Settings
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
+from tests.cuda.cuda_kit import DMA, KERNEL
 from tests.cuda.gpu import GPU
 from tests.cuda.test_cuda_copies import WAYS, every_byte_arrives
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -34,12 +34,12 @@ LONG = 200_000_000
 @pytest.mark.parametrize(("size", "layers", "align"), [
     (64, 4, 1), (96, 1, 1), (100, 5, 1), (128, 2, 4096), (3 << 20, 3, 4096), (8208 * 3, 3, 1),
 ])
-@pytest.mark.parametrize("settings", WAYS, ids=lambda s: f"{s.out and s.out.value}-{s.inward and s.inward.value}")
+@pytest.mark.parametrize("way", WAYS)
 async def test_every_path_brings_every_byte(
-    gpu_device: Make, monkeypatch: pytest.MonkeyPatch, settings: Settings, size: int, layers: int, align: int
+    gpu_device: Make, monkeypatch: pytest.MonkeyPatch, way: str, size: int, layers: int, align: int
 ) -> None:
-    monkeypatch.setattr(submission, "STAGING_BYTES", min(STAGING_BYTES, 5 * size))
-    device = gpu_device(settings=settings)
+    monkeypatch.setattr(submission, "FEW", 1)
+    device = gpu_device(settings=WAYS[way])
     mover, rng = Mover(device, [pool(size=size, layers=layers)], host_align=align), np.random.default_rng(size)
     fill_device(mover)
     for _ in range(4):
@@ -48,9 +48,22 @@ async def test_every_path_brings_every_byte(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", [Path.DMA, Path.STAGED, Path.KERNEL])
-async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_device: Make, path: Path) -> None:
-    device = gpu_device(settings=Settings(out=path))
+async def test_launches_with_full_tables_bring_every_byte(gpu_device: Make) -> None:
+    device = gpu_device(settings=KERNEL)
+    mover = Mover(device, [pool(size=40 * 64, layers=40, device_pages=1000, host_pages=1000)])
+    fill_device(mover)
+    there, here = (np.random.default_rng(seed).permutation(1000).tolist() for seed in (1, 2))
+    await mover.backup([move(there, here)]).wait()
+    assert all(host_page(mover, "full", h) == device_page(mover, "full", t) for t, h in zip(there, here, strict=True))
+    await mover.load([move(here, here)]).done.wait()
+    assert all(host_page(mover, "full", h) == device_page(mover, "full", h) for h in here)
+    await device.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
+async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_device: Make, settings: Settings) -> None:
+    device = gpu_device(settings=settings)
     mover, stream = Mover(device, [pool(size=1 << 16)]), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     engine = mover.engine_stream(stream)
     with torch.cuda.stream(stream):
@@ -58,10 +71,10 @@ async def test_a_backup_waits_for_the_torch_stream_that_wrote_the_pages(gpu_devi
         for i in range(mover.layers):
             mover.device_pools["full"].layer(i).fill_(7)
     written = engine.record()
-    backup = mover.backup([move([3], [5])], after=[written])
+    backup = mover.backup([move([3, 5, 9, 1], [5, 2, 7, 30])], after=[written])
     assert not backup.done()
     await backup.wait()
-    assert host_page(mover, "full", 5) == bytes([7]) * (1 << 16)
+    assert host_page(mover, "full", 30) == bytes([7]) * (1 << 16)
     await device.aclose()
 
 
@@ -109,9 +122,11 @@ async def test_an_event_of_a_captured_stream_is_refused_and_the_graph_is_whole(g
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", [Path.DMA, Path.KERNEL])
-async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(gpu_device: Make, path: Path) -> None:
-    device = gpu_device(settings=Settings(inward=path))
+@pytest.mark.parametrize("settings", [DMA, KERNEL], ids=["copy engines", "kernel"])
+async def test_a_torch_stream_waits_for_each_layer_and_the_host_for_nothing(
+    gpu_device: Make, settings: Settings
+) -> None:
+    device = gpu_device(settings=settings)
     mover = Mover(device, [pool(size=8 << 20, layers=8, device_pages=32, host_pages=32)])
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     engine = mover.engine_stream(stream)
@@ -161,15 +176,14 @@ async def test_thousands_of_transfers_are_in_flight(gpu_device: Make) -> None:
 def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["large_gb_s"]["device to host"] > 1
+    assert report["copies"]["large_gb_s"]["device to host"] > 1
     assert report["wake_up"]["p50_us"] < 100_000
 
 
 def test_the_benchmark_measures_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_copies, "COUNTS", (64, 4096))
-    args = argparse.Namespace(device="cuda:0", buffer=0.25, rounds=1, samples=20, every_path=True, quiet=False)
+    monkeypatch.setattr(cuda_copies, "WIDTHS", (4 << 10, 64 << 10))
+    args = argparse.Namespace(device="cuda:0", buffer=0.25, rounds=1, samples=20, quiet=False)
     figures = bench_cuda.run(args)
-    assert figures["copies"]["fragments"]
-    assert figures["compute"]["layer_wise"]["ratio"] > 0.5
+    assert figures["copies"]["pieces"]
     assert figures["leases"]["ratio"] > 0.5
     assert figures["met"] + figures["missed"] == len(figures["goals"])

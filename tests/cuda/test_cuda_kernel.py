@@ -23,6 +23,13 @@ def test_it_has_four_loads_of_16_bytes_in_flight_before_its_first_store() -> Non
     assert lines == ["ld.global.L1::no_allocate.v4.u32"] * 4 + ["st.global.L1::no_allocate.v4.u32"] * 4
 
 
+def test_its_table_is_read_where_the_driver_puts_it() -> None:
+    """A thread that looks a row up in a copy of its own would fill four kilobytes of local memory first."""
+    ptx = ptx_for((9, 0))
+    assert ".local" not in ptx
+    assert f".b8 {kernels.NAME}_param_0[{kernels.TABLE.itemsize}]" in ptx
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_it_compiles_to_machine_code(capability: tuple[int, int]) -> None:
     ptx_for(capability)

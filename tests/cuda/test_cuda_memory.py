@@ -16,7 +16,7 @@ import torch
 from asynccache.config import PoolSpec
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda import pinned
-from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
+from asynccache.memory.cuda.pinned import pinned_tensor
 from asynccache.memory.mover import Mover
 from asynccache.memory.pools import BLOCK
 from tests.cuda.conftest import Make
@@ -35,7 +35,7 @@ def driver(drivers: list[SimulatedCuda]) -> SimulatedCuda:
 
 @pytest.mark.parametrize("shape", [(3, 4096), (1, 5), (1000, 4097)])
 def test_exactly_as_much_as_was_asked_for_is_pinned(driver: SimulatedCuda, shape: tuple[int, ...]) -> None:
-    tensor = pinned_tensor(driver, shape, Pinning())
+    tensor = pinned_tensor(driver, shape)
     assert driver.pinned == {tensor.data_ptr(): shape[0] * shape[1]}
     assert tensor.data_ptr() % BLOCK == 0
     assert tuple(tensor.shape) == shape
@@ -51,7 +51,7 @@ def test_large_memory_is_pinned_in_chunks_and_touched_in_parts(
 ) -> None:
     monkeypatch.setattr(pinned, "TOUCH", MIB)
     monkeypatch.setattr(pinned, "CHUNK", 4 * MIB)
-    tensor = pinned_tensor(driver, (10 * MIB + 7,), Pinning())
+    tensor = pinned_tensor(driver, (10 * MIB + 7,))
     start = tensor.data_ptr()
     assert driver.pinned == {start: 4 * MIB, start + 4 * MIB: 4 * MIB, start + 8 * MIB: 2 * MIB + 7}
     view = tensor[3:9]
@@ -80,7 +80,7 @@ def test_memory_that_cannot_be_pinned_whole_is_not_kept(
 ) -> None:
     monkeypatch.setattr(pinned, "CHUNK", 30 * MIB)
     with pytest.raises(ConfigError, match=r"0\.12 GiB of host memory cannot be pinned: out of memory; .*doctor"):
-        pinned_tensor(driver, (128 * MIB,), Pinning())
+        pinned_tensor(driver, (128 * MIB,))
     gc.collect()
     assert driver.pinned == {}
 
@@ -113,7 +113,7 @@ def test_memory_is_touched_by_several_threads_at_once_and_pinned_then(
     monkeypatch.setattr(pinned, "_touch_part", meet)
     monkeypatch.setattr(pinned, "TOUCH", MIB)
     monkeypatch.setattr(pinned, "CHUNK", 3 * MIB)
-    tensor = pinned_tensor(driver, (4 * MIB,), Pinning(huge_pages=False))
+    tensor = pinned_tensor(driver, (4 * MIB,))
     assert driver.resident == [True, True]
     del tensor
 
@@ -130,68 +130,18 @@ def flags_of(address: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no huge pages")
-@pytest.mark.parametrize("wanted", [True, False])
 def test_huge_pages_are_asked_for_before_memory_is_touched(
-    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, wanted: bool
+    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags: list[list[str]] = []
     monkeypatch.setattr(pinned, "_touch_part", lambda array, start: flags.append(flags_of(array.ctypes.data)))
-    pinned_tensor(driver, (8 * MIB,), Pinning(huge_pages=wanted))
-    assert ["hg" in found for found in flags] == [wanted]
+    pinned_tensor(driver, (8 * MIB,))
+    assert ["hg" in found for found in flags] == [True]
 
 
 def test_nothing_is_no_memory(driver: SimulatedCuda) -> None:
-    assert pinned_tensor(driver, (0, 4096), Pinning()).numel() == 0
+    assert pinned_tensor(driver, (0, 4096)).numel() == 0
     assert driver.pinned == {}
-
-
-def test_memory_of_a_numa_node(driver: SimulatedCuda) -> None:
-    try:
-        tensor = pinned_tensor(driver, (BLOCK,), Pinning(numa_node=0))
-    except ConfigError as error:
-        pytest.skip(f"this system does not bind memory: {error}")
-    assert len(driver.pinned) == 1
-    del tensor
-
-
-def test_memory_of_a_numa_node_that_there_is_not(driver: SimulatedCuda) -> None:
-    with pytest.raises(ConfigError, match="numa_node=1000"):
-        pinned_tensor(driver, (BLOCK,), Pinning(numa_node=1000))
-    assert driver.pinned == {}
-
-
-def meminfo(**mib: int) -> str:
-    """What the system tells of a node."""
-    none = dict.fromkeys(("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"), 0)
-    fields = {"MemTotal": 64, "Mapped": 99, **none, **mib}
-    lines = [f"Node 0 {name + ':':<16}{n * 1024:>12} kB" for name, n in fields.items()]
-    return "\n".join([*lines, "Node 0 HugePages_Free:      0"])
-
-
-def test_memory_that_a_numa_node_does_not_have_is_not_touched(
-    driver: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The system would end the process, however much there is on other nodes."""
-    monkeypatch.setattr(pinned, "NODES", tmp_path)
-    monkeypatch.setattr(pinned, "_touch", lambda array: pytest.fail("it was touched"))
-    (tmp_path / "node0").mkdir()
-    (tmp_path / "node0" / "meminfo").write_text(meminfo(MemFree=3))
-    with pytest.raises(ConfigError, match=r"numa_node=0: 0\.01 GiB .* do not fit on this node: 0\.00 GiB are"):
-        pinned_tensor(driver, (8 * MIB,), Pinning(numa_node=0))
-    assert driver.pinned == {}
-
-
-def test_what_a_numa_node_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Free memory and file cache, but for a 64th of the node."""
-    monkeypatch.setattr(pinned, "NODES", tmp_path)
-    assert pinned._node_room(0) is None
-    (tmp_path / "node0").mkdir()
-    (tmp_path / "node0" / "meminfo").write_text(
-        meminfo(MemFree=3, **{"Active(file)": 2, "Inactive(file)": 4, "SReclaimable": 1})
-    )
-    assert pinned._node_room(0) == 9 * MIB
-    (tmp_path / "node0" / "meminfo").write_text("Node 0 MemFree: many kB")
-    assert pinned._node_room(0) is None
 
 
 def big(device: int, host: int) -> PoolSpec:

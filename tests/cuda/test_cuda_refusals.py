@@ -14,11 +14,10 @@ from asynccache.errors import CopyFailed, LoadFailed
 from asynccache.memory.cuda import events as cuda_events
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import STICKY, DriverError
-from asynccache.memory.cuda.paths import Path, Settings
 from asynccache.memory.device import Event
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
+from tests.cuda.cuda_kit import DMA, SimulatedEngine, TorchStream, driver_of, layers_of, races, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.cuda.test_cuda_cache import Worker
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
@@ -30,7 +29,7 @@ ENOUGH = 30.0
 
 
 def parts(make: Make, **options: object) -> tuple[CudaDevice, SimulatedCuda, Mover]:
-    device = make(settings=Settings(out=Path.DMA, inward=Path.DMA), **options)
+    device = make(settings=DMA, **options)
     mover = Mover(device, [pool()])
     fill_device(mover)
     return device, driver_of(device), mover

@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 
 from asynccache.core.plan import Move
-from asynccache.errors import CacheClosed, CopyFailed
-from asynccache.memory.cuda import backlog
+from asynccache.errors import CacheClosed, ConfigError, CopyFailed
 from asynccache.memory.cuda.device import CudaDevice
 from asynccache.memory.cuda.driver import DriverError
 from asynccache.memory.cuda.events import Context, CudaEvent
-from asynccache.memory.cuda.paths import Path, Settings
-from asynccache.memory.cuda.streams import CudaStream, EngineStream
+from asynccache.memory.cuda.streams import APART, CAP, Backlog, CudaStream, EngineStream
 from asynccache.memory.mover import Mover
 from tests.cuda.conftest import Make
-from tests.cuda.cuda_kit import SimulatedEngine, TorchStream, driver_of, layers_of, submitted
+from tests.cuda.cuda_kit import DMA, KERNEL, SimulatedEngine, TorchStream, driver_of, layers_of, submitted
 from tests.cuda.simulated_cuda import SimulatedCuda
 from tests.memory.small_pools import device_page, fill_device, host_page, move, pool
 
@@ -83,11 +81,10 @@ async def test_thousands_of_transfers_are_in_flight_and_events_are_used_again(si
     assert not any(e.done() for e in events)
     driver.resume()
     await waiting
-    made = device._context.events.created
-    assert made <= 2 * backlog.CAP  # the driver has never more than that of a stream
+    assert len(driver._events) <= 2 * CAP  # the driver has never more than that of a stream
     for _ in range(3):
         await asyncio.gather(*(mover.backup([move([i % 32], [i % 48])]).wait() for i in range(500)))
-    assert device._context.events.created <= 2 * backlog.CAP
+    assert len(driver._events) <= 2 * CAP
     await device.aclose()
     assert len(driver._events) == 0
 
@@ -119,19 +116,19 @@ class Later:
 
 
 async def test_a_backlog_waits_for_the_oldest_event_that_makes_room() -> None:
-    log, marks = backlog.Backlog(), [Later() for _ in range(20)]
+    log, marks = Backlog(), [Later() for _ in range(20)]
     for event in marks:
         log.admit()
-        log.took(backlog.APART)
+        log.took(APART)
         assert log.due
         log.mark(event)  # type: ignore[arg-type]
         assert not log.due
-    within = backlog.CAP // backlog.APART
+    within = CAP // APART
     assert [e.waited for e in marks] == [True] * (20 - within) + [False] * within
     marks[-within].happened = True
     log.admit()
     assert sum(e.waited for e in marks) == 20 - within
-    log.took(backlog.CAP)
+    log.took(CAP)
     log.admit()
     assert all(e.happened for e in marks)
 
@@ -145,9 +142,9 @@ async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make)
     engine.write(layers_of(mover, 1), 1)
     load = mover.load([move([0], [0])], [engine.stream.record() for _ in range(1500)]).done
     handle = mover._loads.handle  # type: ignore[attr-defined]
-    assert await asyncio.to_thread(driver.await_entries, handle, backlog.CAP - backlog.APART)
+    assert await asyncio.to_thread(driver.await_entries, handle, CAP - APART)
     await asyncio.sleep(0.2)  # would it go on, it would be far beyond the cap by now
-    assert driver._taken(handle) <= backlog.CAP + 1
+    assert driver._taken(handle) <= CAP + 1
     driver.resume()
     await load.wait()
     await device.aclose()
@@ -157,14 +154,14 @@ async def test_waits_too_leave_room_in_the_drivers_queue(simulated_device: Make)
 @pytest.mark.slow(1)
 async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: bool) -> None:
     """Else the driver would block the submitter with its locks held, and an engine's launches too."""
-    device = simulated_device(batches=batches, settings=Settings(out=Path.DMA))
+    device = simulated_device(batches=batches, settings=DMA)
     mover, driver = Mover(device, [pool(device_pages=1024, host_pages=1024)]), driver_of(device)
     fill_device(mover)
     driver.pause()
     large = [mover.backup([scattered(1024)]) for _ in range(4)]  # 4,096 pieces each
     small = [mover.backup([move([i % 32], [i % 32])]) for i in range(1000)]
     handle = mover._backups.handle  # type: ignore[attr-defined]
-    assert await asyncio.to_thread(driver.await_entries, handle, backlog.CAP)
+    assert await asyncio.to_thread(driver.await_entries, handle, CAP)
     assert not large[-1].recorded  # type: ignore[attr-defined]
     driver.resume()
     await asyncio.gather(*(event.wait() for event in (*large, *small)))
@@ -174,7 +171,7 @@ async def test_the_drivers_queue_is_never_full(simulated_device: Make, batches: 
 
 
 async def test_a_shared_device_gets_its_streams_back(simulated_device: Make) -> None:
-    device = simulated_device(settings=Settings(out=Path.KERNEL))
+    device = simulated_device(settings=KERNEL)
     driver, made, before = driver_of(device), list[CudaStream](), set(threading.enumerate())
     for _ in range(5):
         mover = Mover(device, [pool()])
@@ -198,9 +195,56 @@ async def test_a_shared_device_gets_its_streams_back(simulated_device: Make) -> 
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("asynccache-")]
     with pytest.raises(CacheClosed, match="released"):
         device.device_to_host(made[0], [])
-    assert len(driver._memory) <= 5 + len(streams)  # pools, and slabs for kernels that go from one to the next
+    assert len(driver._memory) == 5  # pools
     await device.aclose()
     assert driver._streams == {}
+
+
+@pytest.mark.parametrize("end", ["released", "closed"])
+async def test_a_stream_is_given_back_when_nothing_is_in_it_any_more(simulated_device: Make, end: str) -> None:
+    """Also what was put on it behind its last event: the device still works on that."""
+    device = simulated_device()
+    driver, engine, stream = driver_of(device), SimulatedEngine(device), device.stream("s")
+    driver.hold(engine.handle)
+    engine.driver.compute(engine.handle, lambda: None)
+    stream.wait_event(engine.stream.record())
+    ends = asyncio.create_task(device.aclose() if end == "closed" else asyncio.to_thread(stream.join))
+    device.release(stream)
+    await asyncio.wait([ends], timeout=0.1)
+    assert not ends.done()
+    assert len(driver._streams[stream.handle]) > 0
+    driver.resume()
+    async with asyncio.timeout(ENOUGH):
+        await ends
+    assert stream.handle not in driver._streams  # the driver would have told that there was work in it
+    await device.aclose()
+
+
+async def test_a_stream_that_could_not_adopt_an_event_is_given_back_empty_too(simulated_device: Make) -> None:
+    device = simulated_device()
+    driver, engine = driver_of(device), SimulatedEngine(device)
+    driver.hold(engine.handle)
+    engine.driver.compute(engine.handle, lambda: None)
+    handle = driver.event_create()
+    driver.event_record(handle, engine.handle)
+    driver.refuse("event_record", 901)
+    with pytest.raises(ConfigError, match="901"):
+        device.engine_event(TorchEvent(handle))
+    (adopting,) = device._adopting
+    await device.aclose()
+    assert adopting.handle in driver._streams
+    driver.resume()
+    await asyncio.to_thread(adopting.join)
+    assert adopting.handle not in driver._streams
+    driver.event_destroy(handle)
+    assert driver._events == {}, "those that came back after the device was closed are destroyed too"
+
+
+class TorchEvent:
+    """Shaped as ``torch.cuda.Event``."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
 
 
 async def test_a_closed_device_makes_no_streams(simulated_device: Make) -> None:
@@ -233,7 +277,7 @@ async def test_one_stream_of_an_engine_is_adopted_once_by_threads_that_ask_toget
 
 async def test_only_threads_of_the_device_are_put_on_it(simulated_device: Make) -> None:
     """Whoever opens, computes, moves and closes stays on the GPU that is its own."""
-    device = simulated_device(settings=Settings(out=Path.STAGED, inward=Path.KERNEL))
+    device = simulated_device(settings=KERNEL)
     mover, engine = Mover(device, [pool()]), SimulatedEngine(device)
     await mover.backup([move([1, 5], [2, 9])], after=[engine.stream.record()]).wait()
     load = mover.load([move([2], [3])])
@@ -283,7 +327,7 @@ async def test_what_the_driver_refuses_fails_its_batch_alone(simulated_device: M
 
 async def test_a_refused_batch_is_not_over_before_the_device_has_let_go_of_what_it_took(simulated_device: Make) -> None:
     """Half of it is in flight: whoever is told of the failure gives the pages to somebody else."""
-    device = simulated_device(refuse_at=frozenset({1}), settings=Settings(out=Path.DMA))
+    device = simulated_device(refuse_at=frozenset({1}), settings=DMA)
     mover, driver = Mover(device, [pool(device_pages=1024, host_pages=1024)]), driver_of(device)
     driver.pause()
     event = mover.backup([scattered(1024)])  # 4,096 pieces are more than one call takes

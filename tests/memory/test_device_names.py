@@ -8,7 +8,7 @@ import pytest
 
 from asynccache.cli.devices import check_device
 from asynccache.errors import ConfigError
-from asynccache.memory.cuda.paths import Path, Settings, settings_from
+from asynccache.memory.cuda.settings import Settings, settings_from
 from asynccache.memory.naming import OPTIONS, DeviceName, parse_device
 
 
@@ -16,7 +16,7 @@ from asynccache.memory.naming import OPTIONS, DeviceName, parse_device
     ("cpu", DeviceName("cpu"), "cpu"),
     ("cuda", DeviceName("cuda"), "cuda:0"),
     ("cuda:3", DeviceName("cuda", 3), "cuda:3"),
-    ("cuda:1?out=dma&blocks=4", DeviceName("cuda", 1, {"out": "dma", "blocks": "4"}), "cuda:1"),
+    ("cuda:1?kernel_below=0&blocks=4", DeviceName("cuda", 1, {"kernel_below": "0", "blocks": "4"}), "cuda:1"),
 ])  # fmt: skip
 def test_a_name_is_taken_apart(text: str, name: DeviceName, shown: str) -> None:
     assert parse_device(text) == name
@@ -31,7 +31,9 @@ def test_a_name_is_taken_apart(text: str, name: DeviceName, shown: str) -> None:
     ("cuda:x", "unknown device"),
     ("cpu:0", "unknown device"),
     ("cpu?blocks=4", "device=cpu: unknown option 'blocks'; one of none"),
-    ("cuda:0?block=4", "device=cuda:0: unknown option 'block'; one of blocks, calibrate"),
+    ("cuda:0?block=4", "device=cuda:0: unknown option 'block'; one of blocks, kernel_below"),
+    ("cuda:0?out=staged&blocks=16", "device=cuda:0: unknown option 'out'; one of blocks, kernel_below"),
+    ("cuda:0?numa_node=0", "device=cuda:0: unknown option 'numa_node'; one of blocks, kernel_below"),
     ("cuda:0?blocks", "options are name=value"),
 ])  # fmt: skip
 def test_what_is_no_name_is_told(text: str, said: str) -> None:
@@ -41,19 +43,15 @@ def test_what_is_no_name_is_told(text: str, said: str) -> None:
 
 def test_options_are_the_settings() -> None:
     assert set(OPTIONS) == {field.name for field in dataclasses.fields(Settings)}
-    text = "cuda:0?out=staged&inward=kernel&within=dma&blocks=16&calibrate=no&huge_pages=no&numa_node=1"
-    assert settings_from(parse_device(text).options) == Settings(
-        out=Path.STAGED, inward=Path.KERNEL, within=Path.DMA, blocks=16, calibrate=False, huge_pages=False, numa_node=1
-    )
+    text = "cuda:0?blocks=16&kernel_below=65536"
+    assert settings_from(parse_device(text).options) == Settings(blocks=16, kernel_below=1 << 16)
     assert settings_from({}) == Settings()
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [
-    ("out", "fast", "device option out: unknown value 'fast'; one of dma, pitched, kernel, staged"),
-    ("inward", "staged", "inward=staged: there is no such path host to device"),
     ("blocks", "many", "device option blocks='many' must be a number"),
+    ("kernel_below", "32KiB", "device option kernel_below='32KiB' must be a number"),
     ("blocks", "0", "blocks=0 must lie between 1 and 1024"),
-    ("calibrate", "maybe", "device option calibrate='maybe' must be yes or no"),
 ])  # fmt: skip
 def test_a_value_that_cannot_be_is_told(name: str, value: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

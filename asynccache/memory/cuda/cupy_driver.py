@@ -17,7 +17,7 @@ import torch
 from asynccache.errors import ConfigError
 from asynccache.extras import install
 from asynccache.memory.cuda import kernels
-from asynccache.memory.cuda.driver import DriverError, Identity, Launch, Pitched, Spans, Towards
+from asynccache.memory.cuda.driver import DriverError, Identity, Spans, Table, Towards
 from asynccache.memory.cuda.libcuda import LibCuda
 
 _P = ParamSpec("_P")
@@ -29,6 +29,8 @@ _BLOCKING_SYNC, _WITHOUT_TIMING = 1, 2
 _PORTABLE_AND_MAPPED = 1 | 2
 _BATCHED_PER_ENTRY = 8
 """Copies of one call that are counted as one entry of the driver's queue: what they really take is not documented."""
+_ENTRIES_OF_A_LAUNCH = 2
+"""Nor is what 4 KiB of parameters take there."""
 
 
 class Found(NamedTuple):
@@ -45,29 +47,25 @@ class Found(NamedTuple):
 def find() -> Found:
     """Look once; never raises."""
     torch_cuda: str | None = torch.version.cuda
+    cupy: Any = None
     try:
-        cupy: Any = import_module("cupy")
-    except Exception as error:  # a broken installation raises whatever it likes
-        why = "cupy is not installed" if isinstance(error, ImportError) else f"cupy does not import: {error}"
-        return _without_cupy(torch_cuda, why)
-    try:
+        cupy = import_module("cupy")
         version, runtime = str(cupy.__version__), cupy.cuda.runtime
-    except Exception as error:  # a folder called cupy is a module without anything in it
-        return _without_cupy(torch_cuda, f"what is imported as cupy ({_whereabouts(cupy)}) is not cupy: {error}")
+    except Exception as error:  # a broken installation raises whatever it likes
+        how = f"{install('cuda12')} (for CUDA 12) or {install('cuda13')}"
+        return Found(None, torch_cuda, 0, None, f"{_unusable(cupy, error)}: {how}")
     driver = _or_none(lambda: int(runtime.driverGetVersion())) or None
     devices = _or_none(lambda: int(runtime.getDeviceCount())) or 0
     return Found(version, torch_cuda, devices, driver, _missing(driver, devices, torch_cuda),
                  _or_none(lambda: int(runtime.runtimeGetVersion())))  # fmt: skip
 
 
-def _without_cupy(torch_cuda: str | None, why: str) -> Found:
-    return Found(None, torch_cuda, 0, None, f"{why}: {install('cuda12')} (for CUDA 12) or {install('cuda13')}")
-
-
-def _whereabouts(module: object) -> str:
-    """A module's file, or the folders that it is made of."""
-    file = getattr(module, "__file__", None)
-    return str(file) if file else ", ".join(map(str, getattr(module, "__path__", ())))
+def _unusable(cupy: Any, error: Exception) -> str:
+    """What is wrong with what was imported as cupy, or with importing it."""
+    if cupy is not None:  # a folder called cupy is a module without anything in it
+        where = getattr(cupy, "__file__", None) or ", ".join(map(str, getattr(cupy, "__path__", ())))
+        return f"what is imported as cupy ({where}) is not cupy: {error}"
+    return "cupy is not installed" if isinstance(error, ImportError) else f"cupy does not import: {error}"
 
 
 def _missing(driver: int | None, devices: int, torch_cuda: str | None) -> str:
@@ -102,6 +100,12 @@ def _or_none(call: Callable[[], int]) -> int | None:
         return None
 
 
+def _code(error: RuntimeError) -> int | None:
+    """CUDA's number of an error of cupy (``status``) or of torch (``error_code``)."""
+    found = getattr(error, "status", getattr(error, "error_code", None))
+    return found if isinstance(found, int) else None
+
+
 def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """cupy's errors (all are RuntimeError) as ours."""
 
@@ -115,19 +119,14 @@ def _translated(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return translated
 
 
-def _code(error: RuntimeError) -> int | None:
-    """CUDA's number of an error of cupy (``status``) or of torch (``error_code``)."""
-    found = getattr(error, "status", getattr(error, "error_code", None))
-    return found if isinstance(found, int) else None
-
-
 def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Concatenate[CupyDriver, _P], _T]:
     """For calls that mean the thread's current device: from a thread of somebody else's, which is on another one, too.
     torch gives that device back without making a context where there is none."""
 
+    @_translated
     @wraps(call)
     def on_device(driver: CupyDriver, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if driver.is_current():
+        if driver.runtime.getDevice() == driver.index:
             return call(driver, *args, **kwargs)
         with torch.cuda.device(driver.index):
             return call(driver, *args, **kwargs)
@@ -135,8 +134,13 @@ def _on_device(call: Callable[Concatenate[CupyDriver, _P], _T]) -> Callable[Conc
     return on_device
 
 
+def _cupys(name: str) -> Callable[..., Any]:
+    """The call of the CUDA runtime that cupy has by this name, as it is."""
+    return _on_device(lambda driver, *numbers: getattr(driver.runtime, name)(*numbers))
+
+
 class CupyDriver:
-    """One device. ``index`` is CUDA's number of it. ``_proven``: a batch of copies was tried."""
+    """One device. ``index`` is CUDA's number of it; ``runtime`` is cupy's. ``_proven``: a batch of copies was tried."""
 
     def __init__(self, index: int) -> None:
         found = find()
@@ -147,7 +151,7 @@ class CupyDriver:
         self.index = index
         self._proven = False
         cupy: Any = import_module("cupy")
-        self._runtime = cupy.cuda.runtime
+        self.runtime = cupy.cuda.runtime
         self._modules = cupy.cuda.driver
         self._make_context()
         self._library = LibCuda()
@@ -163,18 +167,12 @@ class CupyDriver:
         except (RuntimeError, AssertionError) as error:
             raise DriverError(f"torch cannot use it: {str(error).splitlines()[0]}") from error
 
-    def is_current(self) -> bool:
-        """Whether this is the calling thread's device."""
-        current: int = self._runtime.getDevice()
-        return current == self.index
-
     @_translated
     def _check_mapping(self) -> None:
-        attribute = self._runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-        if not self._runtime.deviceGetAttribute(attribute, self.index):
+        attribute = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        if not self.runtime.deviceGetAttribute(attribute, self.index):
             raise DriverError("this machine maps pinned memory at another address for the device")
 
-    @_translated
     @_on_device
     def _load(self) -> int:
         module = self._modules.moduleLoadData(kernels.image_for(self.identity().capability))
@@ -183,114 +181,60 @@ class CupyDriver:
 
     @_translated
     def identity(self) -> Identity:
-        properties = self._runtime.getDeviceProperties(self.index)
+        properties = self.runtime.getDeviceProperties(self.index)
         return Identity(
             properties["name"].decode(), (properties["major"], properties["minor"]), properties["totalGlobalMem"],
-            self._runtime.deviceGetPCIBusId(self.index), self._runtime.driverGetVersion(),
-            self._runtime.runtimeGetVersion(), self._batches,
+            self.runtime.deviceGetPCIBusId(self.index), self.runtime.driverGetVersion(), self._batches,
         )  # fmt: skip
 
     @_translated
     def use_device(self) -> None:
-        self._runtime.setDevice(self.index)
+        self.runtime.setDevice(self.index)
         self._library.relax_captures()
 
-    @_translated
     @_on_device
     def free_memory(self) -> int:
-        free: int = self._runtime.memGetInfo()[0]
+        free: int = self.runtime.memGetInfo()[0]
         return free
 
-    @_translated
+    @_on_device
     def device_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
-        with torch.cuda.device(self.index):
-            tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self.index}")
-            torch.cuda.current_stream().synchronize()
+        tensor = torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{self.index}")
+        torch.cuda.current_stream().synchronize()
         return tensor
 
-    @_translated
-    @_on_device
-    def malloc(self, size: int) -> int:
-        address: int = self._runtime.malloc(size)
-        return address
-
-    @_translated
-    @_on_device
-    def free(self, address: int) -> None:
-        self._runtime.free(address)
-
-    @_translated
     @_on_device
     def host_register(self, address: int, size: int) -> None:
-        self._runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
+        self.runtime.hostRegister(address, size, _PORTABLE_AND_MAPPED)
 
-    @_translated
-    @_on_device
-    def host_unregister(self, address: int) -> None:
-        self._runtime.hostUnregister(address)
-
-    @_translated
     @_on_device
     def stream_create(self) -> int:
-        stream: int = self._runtime.streamCreateWithFlags(_NON_BLOCKING)
+        stream: int = self.runtime.streamCreateWithFlags(_NON_BLOCKING)
         return stream
 
-    @_translated
     @_on_device
-    def stream_destroy(self, stream: int) -> None:
-        self._runtime.streamDestroy(stream)
-
-    @_translated
-    def stream_synchronize(self, stream: int) -> None:
-        self._runtime.streamSynchronize(stream)
-
-    @_translated
-    @_on_device
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        self._runtime.streamWaitEvent(stream, event)
-
-    @_translated
-    def is_captured(self, stream: int) -> bool:
-        return bool(self._runtime.streamIsCapturing(stream))
-
-    @_translated
-    @_on_device
-    def event_create(self, *, timed: bool = False) -> int:
-        event: int = self._runtime.eventCreateWithFlags(0 if timed else _WITHOUT_TIMING | _BLOCKING_SYNC)
+    def event_create(self) -> int:
+        event: int = self.runtime.eventCreateWithFlags(_WITHOUT_TIMING | _BLOCKING_SYNC)
         return event
 
-    @_translated
-    @_on_device
-    def event_destroy(self, event: int) -> None:
-        self._runtime.eventDestroy(event)
+    host_unregister = _cupys("hostUnregister")
+    stream_destroy = _cupys("streamDestroy")
+    stream_synchronize = _cupys("streamSynchronize")
+    stream_wait_event = _cupys("streamWaitEvent")
+    is_captured = _cupys("streamIsCapturing")
+    event_destroy = _cupys("eventDestroy")
+    event_record = _cupys("eventRecord")
+    event_synchronize = _cupys("eventSynchronize")
 
-    @_translated
     @_on_device
-    def event_record(self, event: int, stream: int) -> None:
-        self._runtime.eventRecord(event, stream)
-
     def event_query(self, event: int) -> bool:
         return self._library.event_query(event)
 
-    @_translated
     @_on_device
-    def is_over(self, event: int) -> bool:
-        return self._library.query_beside_captures(event)
-
-    @_translated
-    def event_synchronize(self, event: int) -> None:
-        self._runtime.eventSynchronize(event)
-
-    @_translated
-    def elapsed(self, begin: int, end: int) -> float:
-        milliseconds: float = self._runtime.eventElapsedTime(begin, end)
-        return milliseconds / 1e3
-
-    @_translated
     def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
         if len(spans.size) > 1 and self._batched(stream, spans):
             return -(-len(spans.size) // _BATCHED_PER_ENTRY)
-        copy, kind = self._runtime.memcpyAsync, _KIND[towards]
+        copy, kind = self.runtime.memcpyAsync, _KIND[towards]
         for dst, src, size in zip(*(array.tolist() for array in spans), strict=True):
             copy(dst, src, size, kind, stream)
         return len(spans.size)
@@ -308,16 +252,11 @@ class CupyDriver:
         self._proven = True
         return self._batches
 
-    @_translated
-    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
-        self._runtime.memcpy2DAsync(rows.dst, rows.dst_pitch, rows.src, rows.src_pitch, rows.width, rows.height,
-                                    _KIND[towards], stream)  # fmt: skip
-
-    @_translated
-    def launch(self, stream: int, launch: Launch) -> None:
+    @_on_device
+    def launch(self, stream: int, table: Table, blocks: int) -> int:
         """The driver copies the parameters before it returns."""
-        values = np.array(launch[:9], np.uint64)  # eight bytes each: little-endian, so u32 fits too
-        places = values.ctypes.data + 8 * np.arange(9, dtype=np.uint64)
+        places = np.array([table.ctypes.data], np.uint64)
         self._modules.launchKernel(
-            self._kernel, launch.blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream, places.ctypes.data, 0
+            self._kernel, blocks, 1, 1, kernels.THREADS, 1, 1, 0, stream, places.ctypes.data, 0
         )
+        return _ENTRIES_OF_A_LAUNCH

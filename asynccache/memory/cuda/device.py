@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import numpy as np
 import torch
 
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory import copies as batch
-from asynccache.memory.cuda.driver import Driver, DriverError
+from asynccache.memory.cuda.driver import Driver, DriverError, Towards
 from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
-from asynccache.memory.cuda.paths import Chooser, Settings, settings_from
-from asynccache.memory.cuda.pinned import Pinning, pinned_tensor
-from asynccache.memory.cuda.scratch import Scratch
+from asynccache.memory.cuda.pinned import pinned_tensor
+from asynccache.memory.cuda.settings import Settings, settings_from
 from asynccache.memory.cuda.streams import AdoptingStream, CudaStream, EngineStream, event_pointer, stream_pointer
 from asynccache.memory.cuda.submission import Submission
 from asynccache.memory.device import Event, PageCopy, Stream
@@ -40,17 +38,14 @@ class CudaDevice:
     or refused on purpose."""
 
     def __init__(
-        self, driver: Driver, name: str = "cuda:0", *, settings: Settings | None = None, chooser: Chooser | None = None,
-        faults: Faults | None = None,
-    ) -> None:  # fmt: skip
+        self, driver: Driver, name: str = "cuda:0", *, settings: Settings | None = None, faults: Faults | None = None
+    ) -> None:
         self.name = name
         self.settings = settings or Settings()
-        self.chooser = chooser or Chooser(self.settings)
         self._context = Context(driver)
         self._fates = Fates(faults or Faults())
         self._lock = threading.Lock()  # for what follows, up to ``_closed``
-        self._streams: dict[CudaStream, Submission] = {}  # of all streams that have not ended
-        self._spare: list[Scratch] = []
+        self._streams: set[CudaStream] = set()  # those that have not ended; each takes itself out
         self._engines: dict[int, EngineStream] = {}
         self._adopting: list[AdoptingStream] = []
         self._closed = False
@@ -73,9 +68,8 @@ class CudaDevice:
         """A new stream, with the thread that submits to it and the one that waits for it. ``release`` ends them."""
         with self._lock:
             self._refuse_if_closed()
-            stream = CudaStream(name, self._context, self._ended)
-            scratch = self._spare.pop() if self._spare else Scratch(self.driver)
-            self._streams[stream] = Submission(stream, scratch, self.chooser)
+            stream = CudaStream(name, self._context, self._streams.discard)
+            self._streams.add(stream)
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -83,14 +77,6 @@ class CudaDevice:
         given is done; nobody waits for that. For a device that outlives those who use it."""
         if isinstance(stream, CudaStream) and stream.context is self._context:
             stream.close()
-
-    def _ended(self, stream: CudaStream) -> None:
-        """In its waiter. Its buffers go to the next stream: to free them, the driver would stop the device."""
-        with suppress(DriverError):
-            if self.failure is None:
-                self.driver.stream_destroy(stream.handle)
-        with self._lock:
-            self._spare.append(self._streams.pop(stream).scratch)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
@@ -136,7 +122,7 @@ class CudaDevice:
             raise ConfigError(f"{event!r}: the driver refuses to wait for it: {error}") from error
 
     def _adopt(self, pointer: int) -> Event:
-        if self.driver.is_over(pointer):
+        if self.driver.event_query(pointer):
             return HAPPENED
         with self._lock:
             if self._closed:
@@ -169,39 +155,36 @@ class CudaDevice:
 
     def host_tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Pinned memory of exactly this size, for as long as the tensor lives."""
-        return pinned_tensor(self.driver, shape, Pinning(self.settings.huge_pages, self.settings.numa_node))
+        return pinned_tensor(self.driver, shape)
 
     # copies
 
     def device_to_host(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
         parts = batch.device_to_host_parts(_with_pages(copies), np.int32)
         own, submission = self._own(stream)
-        own.copy(submission.out(parts), self._fates.draw(1), parts)
+        own.copy(submission.at_once(Towards.OUT, parts), self._fates.draw(1), parts)
 
     def host_to_device(self, stream: Stream, copies: Sequence[PageCopy], layers: int) -> Sequence[CudaEvent]:
         parts = batch.host_to_device_parts(_with_pages(copies), np.int32)
         own, submission = self._own(stream)
-        return own.copy(submission.inward(parts, layers), self._fates.draw(layers), parts, layers)
+        return own.copy(submission.by_layer(parts, layers), self._fates.draw(layers), parts, layers)
 
     def device_to_device(self, stream: Stream, copies: Sequence[PageCopy]) -> None:
         parts = batch.device_to_device_parts(_with_pages(copies), np.int32)
         own, submission = self._own(stream)
-        own.copy(submission.within(parts), self._fates.draw(1), parts)
+        own.copy(submission.at_once(Towards.WITHIN, parts), self._fates.draw(1), parts)
 
     def _own(self, stream: Stream) -> tuple[CudaStream, Submission]:
         if not isinstance(stream, CudaStream) or stream.context is not self._context:
             raise ConfigError(f"the CUDA device cannot copy on {stream!r}")
-        submission = self._streams.get(stream)
-        if submission is None:
-            raise CacheClosed(f"stream {stream.name!r} was released")
-        return stream, submission
+        return stream, Submission(self.driver, stream.handle, self.settings)
 
     # the end
 
     async def aclose(self) -> None:
-        """Finish all queued work, end the threads, free what is the device's own, without blocking the loop. Pools stay
-        for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the threads end by
-        themselves.
+        """Finish all queued work, end the threads, give back what is the device's own, without blocking the loop. Pools
+        stay for as long as somebody has them. Closing again waits again. Cancelling stops the waiting; the threads end
+        by themselves.
         """
         with self._lock:
             self._closed = True
@@ -228,11 +211,7 @@ class CudaDevice:
             engine.close()
         for adopting in self._adopting:
             adopting.close()
-        if self.failure is not None:
-            return  # nothing can be given back to a context that is gone
-        for give_back in (*(scratch.close for scratch in self._spare), self._context.events.close):
-            with suppress(DriverError):  # of an engine's kernel, say: a driver tells of it when memory is freed
-                give_back()
+        self._context.close()
 
     def __repr__(self) -> str:
         state = ", failed" if self.failure is not None else ""
@@ -244,14 +223,12 @@ def _with_pages(copies: Sequence[PageCopy]) -> list[PageCopy]:
 
 
 def open_device(name: str, settings: Settings | None = None, *, faults: Faults | None = None) -> CudaDevice:
-    """The GPU called ``cuda`` or ``cuda:N``; options (``cuda:0?out=staged&blocks=16``) are its settings. Takes some
-    tenths of a second, in which it blocks: it compiles the kernel and measures which path suits what
-    (``Settings.calibrate``).
+    """The GPU called ``cuda`` or ``cuda:N``; options (``cuda:0?blocks=16``) are its settings. Takes some tenths of a
+    second, in which it blocks: it compiles the kernel.
 
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed; the message says what.
     """
-    from asynccache.memory.cuda.calibration import calibrate
     from asynccache.memory.cuda.cupy_driver import CupyDriver
 
     parsed = parse_device(name)
@@ -259,8 +236,6 @@ def open_device(name: str, settings: Settings | None = None, *, faults: Faults |
         raise ConfigError(f"device={name}: options are in the name or in settings, not in both")
     settings = settings or settings_from(parsed.options)
     try:
-        driver = CupyDriver(parsed.number)
-        chooser = Chooser(settings, calibrate(driver, settings.blocks)) if settings.calibrate else Chooser(settings)
+        return CudaDevice(CupyDriver(parsed.number), str(parsed), settings=settings, faults=faults)
     except DriverError as error:
         raise ConfigError(f"device={parsed}: {error}") from error
-    return CudaDevice(driver, str(parsed), settings=settings, chooser=chooser, faults=faults)

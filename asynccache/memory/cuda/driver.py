@@ -1,16 +1,16 @@
-"""What the CUDA device asks of the driver: a dozen calls on integers, so that a simulated one can stand in.
+"""What the CUDA device asks of the driver: some calls on integers, so that a simulated one can stand in.
 
 Law: no call waits for the device except ``event_synchronize`` and ``stream_synchronize`` (and ``host_register``, which
-waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies,
-launches, and what asks for or waits for an event or a stream (but ``is_over``), come from threads that have called
-``use_device``; every other call comes from any thread, and leaves that thread's current device as it is. Errors are
-``DriverError``, whatever they are underneath.
+waits for the system); each lets go of the GIL where it may take long. Handles and addresses are plain integers. Copies
+and launches, and what waits for an event or a stream, come from threads that have called ``use_device``; every other
+call comes from any thread, and leaves that thread's current device as it is. Errors are ``DriverError``, whatever they
+are underneath.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ import torch
 from asynccache.errors import AsyncCacheError
 
 Addresses = npt.NDArray[np.uint64]
-
+Table = npt.NDArray[Any]
+"""One ``kernels.TABLE``: the rows that a launch of the copy kernel moves."""
 
 STICKY = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
 """CUDA's codes after which a context does nothing any more: illegal addresses and instructions, failed launches, memory
@@ -62,42 +63,14 @@ class Spans(NamedTuple):
         return Spans(self.dst[start:stop], self.src[start:stop], self.size[start:stop])
 
 
-class Pitched(NamedTuple):
-    """A copy of ``height`` rows of ``width`` bytes, each ``pitch`` bytes after the one before."""
-
-    dst: int
-    dst_pitch: int
-    src: int
-    src_pitch: int
-    width: int
-    height: int
-
-
-class Launch(NamedTuple):
-    """One launch of the copy kernel: row ``i`` of layer ``l`` goes from ``src_bases[l] + src_ids[i] * src_pitch`` to
-    ``dst_bases[l] + dst_ids[i] * dst_pitch``. The first four are addresses in device memory."""
-
-    dst_bases: int
-    src_bases: int
-    dst_ids: int
-    src_ids: int
-    layers: int
-    pages: int
-    width: int
-    dst_pitch: int
-    src_pitch: int
-    blocks: int
-
-
 class Identity(NamedTuple):
-    """Which device, and what it can do."""
+    """Which device, and what it can do. ``batches``: the driver takes many copies in one call."""
 
     name: str
     capability: tuple[int, int]
     total: int
     bus: str
     driver: int
-    runtime: int
     batches: bool
 
 
@@ -120,14 +93,6 @@ class Driver(Protocol):
         """Zeroed uint8 memory on the device; it is zeroed when the call returns."""
         ...
 
-    def malloc(self, size: int) -> int:
-        """Device memory that nobody else uses, not zeroed."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Give it back. Waits for all work on the device."""
-        ...
-
     def host_register(self, address: int, size: int) -> None:
         """Pin host memory and map it for the device, at the same address."""
         ...
@@ -141,7 +106,7 @@ class Driver(Protocol):
         ...
 
     def stream_destroy(self, stream: int) -> None:
-        """Work in flight still ends."""
+        """Give it back. Nothing is in it any more."""
         ...
 
     def stream_synchronize(self, stream: int) -> None:
@@ -156,9 +121,8 @@ class Driver(Protocol):
         """Whether what ``stream`` is given goes into a graph instead of being done."""
         ...
 
-    def event_create(self, *, timed: bool = False) -> int:
-        """An event without timing, for which ``event_synchronize`` sleeps. ``timed``: one for ``elapsed``, for which it
-        spins."""
+    def event_create(self) -> int:
+        """An event without timing, for which ``event_synchronize`` sleeps."""
         ...
 
     def event_destroy(self, event: int) -> None: ...
@@ -168,30 +132,20 @@ class Driver(Protocol):
         ...
 
     def event_query(self, event: int) -> bool:
-        """Whether it has happened. Raises ``DriverError`` if its work failed: that is not the same as "not yet"."""
-        ...
-
-    def is_over(self, event: int) -> bool:
-        """As ``event_query``, for an engine's event, from any thread, and also while that thread captures a graph."""
+        """Whether it has happened; also while the calling thread captures a graph, which it leaves as it is. Raises
+        ``DriverError`` if the event's work failed, or is in a graph: that is not the same as "not yet"."""
         ...
 
     def event_synchronize(self, event: int) -> None:
         """Sleep until it has happened."""
         ...
 
-    def elapsed(self, begin: int, end: int) -> float:
-        """Seconds of the device's clock between two timed events that have happened."""
-        ...
-
     def copy(self, stream: int, towards: Towards, spans: Spans) -> int:
         """Enqueue copies of runs. Sources are read in the order of the stream. Returns how many entries of the driver's
-        queue they take; every other call takes one."""
+        queue they take."""
         ...
 
-    def copy_pitched(self, stream: int, towards: Towards, rows: Pitched) -> None:
-        """Enqueue a copy of rows."""
-        ...
-
-    def launch(self, stream: int, launch: Launch) -> None:
-        """Enqueue the copy kernel."""
+    def launch(self, stream: int, table: Table, blocks: int) -> int:
+        """Enqueue the copy kernel. ``table`` has been read when the call returns. Returns entries, as ``copy``. Every
+        other call takes one."""
         ...

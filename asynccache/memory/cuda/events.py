@@ -1,65 +1,65 @@
-"""CUDA events: points in streams that coroutines, threads and other streams wait for.
+"""CUDA events: points in streams that coroutines, threads and other streams wait for, and the threads that tell them.
 
 Law: an event that was never recorded reads as complete, so nobody looks at a handle before ``recorded``; and a handle
 that has fired is used again, so nobody looks at one after that. Both are checked under the stream's lock. An event
 whose recording was refused has no handle, and fires when its stream is empty: nobody is told of an end before it.
+
+Law of the thread that waits for a stream's events: it sleeps in ``event_synchronize`` on the oldest, never in a loop of
+queries; all that have happened by then are fired together, so a loop gets one hop per burst. Nothing is fired before
+the stream has let go of the buffers of the work before it. The thread outlives every error, so that no event is left
+alone.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from asynccache.errors import ConfigError, forget_frames
 from asynccache.memory.cuda.driver import Driver, DriverError
-from asynccache.memory.signals import Bells, Signal, Work
+from asynccache.memory.signals import Bells, Signal, Work, call_all
+
+if TYPE_CHECKING:
+    from asynccache.memory.cuda.streams import Recorder
 
 PATIENCE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 5.0)
 """Seconds between the attempts to ask a driver that refuses to tell of an event and has not failed: while an engine
 captures a graph, say."""
 
 
-class EventPool:
-    """Handles of events, used again and again. Thread-safe."""
-
-    def __init__(self, driver: Driver) -> None:
-        self.created = 0
-        self._driver = driver
-        self._lock = threading.Lock()
-        self._free: list[int] = []
-
-    def take(self) -> int:
-        """A handle that nobody else uses."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-        handle = self._driver.event_create()
-        with self._lock:
-            self.created += 1
-        return handle
-
-    def give(self, handle: int) -> None:
-        """It has fired, and nobody will ask for it again."""
-        with self._lock:
-            self._free.append(handle)
-
-    def close(self) -> None:
-        """Destroy those that are not in use."""
-        with self._lock:
-            free, self._free = self._free, []
-        for handle in free:
-            self._driver.event_destroy(handle)
-
-
 class Context:
-    """What all streams of a device share. ``failure``: the error after which the driver does nothing any more."""
+    """What all streams of a device share: the driver, handles of events, which are used again and again, and
+    ``failure``, the error after which the driver does nothing any more. From any thread."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.bells = Bells()
-        self.events = EventPool(driver)
         self.failure: DriverError | None = None
+        self._free: list[int] = []  # handles; what is done with it is one operation of Python's each
+        self._closed = False
+
+    def take(self) -> int:
+        """The handle of an event, that nobody else uses."""
+        with suppress(IndexError):
+            return self._free.pop()
+        return self.driver.event_create()
+
+    def give(self, handle: int) -> None:
+        """It has fired, and nobody will ask for it again."""
+        self._free.append(handle)
+        if self._closed:
+            self.close()
+
+    def close(self) -> None:
+        """Destroy the events that are not in use, and others when they come back."""
+        self._closed = True
+        with suppress(IndexError, DriverError):  # the driver tells here, say, of an engine's kernel
+            while self.failure is None:  # nothing can be given back to a context that is gone
+                self.driver.event_destroy(self._free.pop())
 
     def fail(self, error: DriverError) -> DriverError:
         """The device has failed; the first error is kept."""
@@ -82,27 +82,10 @@ class Context:
             self.fail(error)
 
 
-class Source(Protocol):
-    """The stream of an event, as the event sees it."""
-
-    name: str
-    handle: int
-    context: Context
-    condition: threading.Condition
-
-    def held_by(self) -> Signal | None:
-        """What its submitter waits for on the host."""
-        ...
-
-    def give_up(self, error: Exception) -> Exception:
-        """The driver does not tell of the stream's work any more; what the events fail of."""
-        ...
-
-
 class CudaEvent(Signal):
     """A point in a stream. Thread-safe."""
 
-    def __init__(self, stream: Source) -> None:
+    def __init__(self, stream: Recorder) -> None:
         super().__init__(stream.context.bells, stream.name, stream.condition)
         self.stream = stream
         self.failure: Exception | None = None   # what its work failed of before it reached the device
@@ -196,8 +179,61 @@ class CudaEvent(Signal):
         callbacks = self.settle(self.failure)
         handle, self._handle, self.keep = self._handle, None, None
         if handle is not None and self.stream.context.failure is None:
-            self.stream.context.events.give(handle)
+            self.stream.context.give(handle)
         return callbacks
+
+
+class Waiter:
+    """The FIFO of one stream's recorded events and its thread. ``at_end``: what the thread does last."""
+
+    def __init__(self, name: str, context: Context, at_end: Work) -> None:
+        self._context = context
+        self._at_end = at_end
+        self._fifo: SimpleQueue[CudaEvent | None] = SimpleQueue()
+        self._taken = self._fired = 0  # events; each is counted by one thread at a time
+        self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}-waiter", daemon=True)
+        self._thread.start()
+
+    def put(self, event: CudaEvent) -> None:
+        """It is recorded, after all that were put before."""
+        self._taken += 1
+        self._fifo.put(event)
+
+    @property
+    def pending(self) -> int:
+        """How many events have not been fired. Exact where no two threads put one at the same time."""
+        return self._taken - self._fired
+
+    def close(self) -> None:
+        """The thread ends when all that was put has been fired."""
+        self._fifo.put(None)
+
+    def join(self) -> None:
+        """Block until it has ended."""
+        self._thread.join()
+
+    def _work(self) -> None:
+        self._context.use_device()
+        head = self._fifo.get()
+        while head is not None:
+            head.synchronize()
+            burst, rest = self._happened([head])
+            call_all([callback for event in burst for callback in event.land()])
+            self._fired += len(burst)
+            del burst, head  # they hold waiters, and the next get may last
+            head = rest[0] if rest else self._fifo.get()
+        self._at_end()
+
+    def _happened(self, burst: list[CudaEvent]) -> tuple[list[CudaEvent], Sequence[CudaEvent | None]]:
+        """``burst`` and all after it that have happened too; and the first that has not, if one was taken."""
+        while True:
+            try:
+                event = self._fifo.get_nowait()
+            except Empty:
+                return burst, ()
+            if event is None or not event.happened():
+                return burst, (event,)
+            burst.append(event)
 
 
 class CudaGate(Signal):

@@ -1,8 +1,10 @@
 """The copy kernel, and how it is compiled: by NVRTC, which needs no GPU.
 
-Law: one kernel, which moves rows of any number of layers between any two places that the device can address. A warp
-takes a tile of 2 KiB at a time: each lane has four loads of 16 bytes in flight before its first store, past L1, where
-nobody would look for them again. A few blocks fill the bus; more would only take multiprocessors from whoever computes.
+Law: one kernel, which moves rows of some layers between any two places that the device can address, pinned host memory
+too. What it moves stands in its parameters, which the driver copies when the kernel is launched: so there is no memory
+for tables to allocate, to upload or to keep. A warp takes a tile of 2 KiB at a time: each lane has four loads of 16
+bytes in flight before its first store, past L1, where nobody would look for them again. A few blocks fill the bus; more
+would only take multiprocessors from whoever computes.
 """
 
 from __future__ import annotations
@@ -10,14 +12,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from asynccache.memory.cuda.driver import Addresses, Table
 
 THREADS = 1024
 NAME = "asynccache_copy_rows"
+LAYERS, PAGES = 32, 440
+"""Layers and pages that one launch moves at most: all parameters of a kernel together are 4,096 bytes."""
+
+TABLE = np.dtype([
+    ("dst_bases", "<u8", LAYERS), ("src_bases", "<u8", LAYERS), ("width", "<u8"), ("dst_pitch", "<u8"),
+    ("src_pitch", "<u8"), ("layers", "<u4"), ("pages", "<u4"), ("dst_ids", "<i4", PAGES), ("src_ids", "<i4", PAGES),
+])  # fmt: skip
+"""``Table`` of the kernel, as numpy lays it out."""
 
 SOURCE = r"""
 typedef unsigned long long u64;
 typedef unsigned int u32;
+
+struct Table {
+    u64 dst_bases[LAYERS], src_bases[LAYERS], width, dst_pitch, src_pitch;
+    u32 layers, pages;
+    int dst_ids[PAGES], src_ids[PAGES];
+};
 
 __device__ __forceinline__ uint4 load(const void* from) {
     uint4 v;
@@ -34,30 +55,38 @@ __device__ __forceinline__ void store(void* to, uint4 v) {
 // Row (layer, page) goes from src_bases[layer] + src_ids[page] * src_pitch
 //                          to dst_bases[layer] + dst_ids[page] * dst_pitch.
 // Addresses, pitches and width are multiples of 16.
-extern "C" __global__ void __launch_bounds__(1024) asynccache_copy_rows(
-        const u64* __restrict__ dst_bases, const u64* __restrict__ src_bases,
-        const int* __restrict__ dst_ids, const int* __restrict__ src_ids,
-        u32 layers, u32 pages, u64 width, u64 dst_pitch, u64 src_pitch) {
+extern "C" __global__ void __launch_bounds__(1024) asynccache_copy_rows(const __grid_constant__ Table t) {
     const u32 TILE = 2048, lane = threadIdx.x & 31;
-    const u64 tiles = (width + TILE - 1) / TILE;
-    const u64 total = tiles * pages * layers;
+    const u64 tiles = (t.width + TILE - 1) / TILE;
+    const u64 total = tiles * t.pages * t.layers;
     const u64 warps = (u64)gridDim.x * (blockDim.x >> 5);
-    for (u64 t = (u64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); t < total; t += warps) {
-        const u64 row = t / tiles;
-        const u32 layer = row / pages, page = row % pages;
-        const u64 begin = (t % tiles) * TILE + lane * 16;
-        const char* src = (const char*)src_bases[layer] + (u64)src_ids[page] * src_pitch;
-        char* dst = (char*)dst_bases[layer] + (u64)dst_ids[page] * dst_pitch;
+    for (u64 n = (u64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); n < total; n += warps) {
+        const u64 row = n / tiles;
+        const u32 layer = row / t.pages, page = row % t.pages;
+        const u64 begin = (n % tiles) * TILE + lane * 16;
+        const char* src = (const char*)t.src_bases[layer] + (u64)t.src_ids[page] * t.src_pitch;
+        char* dst = (char*)t.dst_bases[layer] + (u64)t.dst_ids[page] * t.dst_pitch;
         uint4 v[4];
         #pragma unroll
         for (int k = 0; k < 4; ++k)
-            if (begin + k * 512 < width) v[k] = load(src + begin + k * 512);
+            if (begin + k * 512 < t.width) v[k] = load(src + begin + k * 512);
         #pragma unroll
         for (int k = 0; k < 4; ++k)
-            if (begin + k * 512 < width) store(dst + begin + k * 512, v[k]);
+            if (begin + k * 512 < t.width) store(dst + begin + k * 512, v[k]);
     }
 }
-"""
+""".replace("LAYERS", str(LAYERS)).replace("PAGES", str(PAGES))
+
+
+def table(dst_bases: Addresses, src_bases: Addresses, dst_ids: Any, src_ids: Any, **numbers: int) -> Table:
+    """What one launch moves. ``numbers``: ``width``, ``dst_pitch`` and ``src_pitch``, in bytes."""
+    made = np.zeros((), TABLE)
+    lists = {"dst_bases": dst_bases, "src_bases": src_bases, "dst_ids": dst_ids, "src_ids": src_ids}
+    for name, values in lists.items():
+        made[name][: len(values)] = values
+    for name, value in {**numbers, "layers": len(src_bases), "pages": len(src_ids)}.items():
+        made[name] = value
+    return made
 
 
 class NoCompiler(RuntimeError):
@@ -71,11 +100,8 @@ def image_for(capability: tuple[int, int]) -> bytes:
     Raises:
         RuntimeError: as ``compile_for``.
     """
-    known = architectures()
-    if not known or capability in known:
-        return compile_for(capability)
-    older = [one for one in known if one < capability]
-    return compile_for(max(older), machine_code=False) if older else compile_for(capability)
+    older = [one for one in architectures() if one <= capability] or [capability]
+    return compile_for(max(older), machine_code=max(older) == capability)
 
 
 def architectures() -> list[tuple[int, int]]:
@@ -91,8 +117,17 @@ def compile_for(capability: tuple[int, int], *, machine_code: bool = True) -> by
         NoCompiler: there is no NVRTC.
         RuntimeError: NVRTC refused it; the message is its log.
     """
+    target = f"{'sm' if machine_code else 'compute'}_{capability[0]}{capability[1]}"
     with _found() as nvrtc:
-        return _compiled(nvrtc, capability, machine_code)
+        program = nvrtc.createProgram(SOURCE, f"{NAME}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, (f"--gpu-architecture={target}", "--std=c++17"))
+            found: bytes = nvrtc.getCUBIN(program) if machine_code else nvrtc.getPTX(program)
+            return found
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"NVRTC: {error}: {nvrtc.getProgramLog(program)}") from error
+        finally:
+            nvrtc.destroyProgram(program)
 
 
 @contextmanager
@@ -102,20 +137,3 @@ def _found() -> Iterator[Any]:
         yield import_module("cupy").cuda.nvrtc
     except ImportError as error:
         raise NoCompiler(f"NVRTC is not installed: {str(error).strip().splitlines()[0]}") from error
-
-
-def _compiled(nvrtc: Any, capability: tuple[int, int], machine_code: bool) -> bytes:
-    target = f"{'sm' if machine_code else 'compute'}_{capability[0]}{capability[1]}"
-    program = nvrtc.createProgram(SOURCE, f"{NAME}.cu", (), ())
-    try:
-        nvrtc.compileProgram(program, (f"--gpu-architecture={target}", "--std=c++17"))
-        found: bytes = nvrtc.getCUBIN(program) if machine_code else _as_bytes(nvrtc.getPTX(program))
-        return found
-    except nvrtc.NVRTCError as error:
-        raise RuntimeError(f"NVRTC: {error}: {nvrtc.getProgramLog(program)}") from error
-    finally:
-        nvrtc.destroyProgram(program)
-
-
-def _as_bytes(text: Any) -> bytes:
-    return text if isinstance(text, bytes) else str(text).encode()

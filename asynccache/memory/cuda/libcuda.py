@@ -35,68 +35,53 @@ class _Attributes(ctypes.Structure):
 
 
 class LibCuda:
-    """The library, by ctypes, which lets go of the GIL for every call."""
+    """The library, by ctypes, which lets go of the GIL for every call. ``batches``: this driver takes many copies in
+    one call."""
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL(LIBRARY)
         except OSError as error:
             raise DriverError(f"{LIBRARY} cannot be loaded: {error}") from None
-        self._query = self._library.cuEventQuery
-        self._query.argtypes = (ctypes.c_void_p,)
+        self._library.cuEventQuery.argtypes = (ctypes.c_void_p,)
         self._batch = self._find_batch()
-
-    @property
-    def batches(self) -> bool:
-        """Whether this driver takes many copies in one call."""
-        return self._batch is not None
+        self.batches = self._batch is not None
 
     def _find_batch(self) -> Any:
         found, status = ctypes.c_void_p(), ctypes.c_int()
-        find = getattr(self._library, "cuGetProcAddress_v2", None)
-        if find is None:
-            return None
-        refused = find(b"cuMemcpyBatchAsync", ctypes.byref(found), ctypes.c_int(BATCHES_SINCE), ctypes.c_uint64(0),
-                       ctypes.byref(status))  # fmt: skip
+        refused = self._library.cuGetProcAddress_v2(
+            b"cuMemcpyBatchAsync", ctypes.byref(found), ctypes.c_int(BATCHES_SINCE), ctypes.c_uint64(0),
+            ctypes.byref(status),
+        )  # fmt: skip
         if refused or not found.value:
             return None
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         return kind(found.value)
 
-    def relax_captures(self) -> None:
+    def relax_captures(self, mode: int = _RELAXED) -> int:
         """While an engine captures a graph in another thread, many calls of this one would be refused, and would spoil
-        the graph. From now on they are not, and do not: none of them has to do with it."""
-        self._exchange_mode(ctypes.c_int(_RELAXED))
-
-    def _exchange_mode(self, mode: ctypes.c_int) -> None:
-        """The thread's mode of capture becomes ``mode``, which becomes what it was before."""
-        exchange = getattr(self._library, "cuThreadExchangeStreamCaptureMode", None)
-        if exchange is not None:
-            exchange(ctypes.byref(mode))
+        the graph. From now on they are not, and do not: none of them has to do with it. Returns the thread's mode of
+        capture until now, which ``mode`` brings back."""
+        exchanged = ctypes.c_int(mode)
+        self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
+        return exchanged.value
 
     def event_query(self, event: int) -> bool:
-        """Whether it has happened. Raises ``DriverError`` for every answer but yes and no."""
-        answer: int = self._query(event)
-        if answer in (0, NOT_READY):
-            return answer == 0
-        raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
-
-    def query_beside_captures(self, event: int) -> bool:
-        """``event_query`` in a thread that is not ours: it spoils no graph which that thread captures, and leaves its
-        mode of capture as it was."""
-        mode = ctypes.c_int(_RELAXED)
-        self._exchange_mode(mode)
+        """Whether it has happened. Raises ``DriverError`` for every answer but yes and no. It spoils no graph that the
+        calling thread captures, and leaves its mode of capture as it was."""
+        before = self.relax_captures()
         try:
-            return self.event_query(event)
+            answer: int = self._library.cuEventQuery(event)
         finally:
-            self._exchange_mode(mode)
+            self.relax_captures(before)
+        if answer not in (0, NOT_READY):
+            raise DriverError(f"cuEventQuery: {self._name(answer)}", answer)
+        return answer == 0
 
     def copy_batch(self, stream: int, spans: Spans) -> None:
-        """Enqueue all of them by one call. Not for the default stream."""
+        """Enqueue all of them, one or more, by one call. Not for the default stream."""
         count = len(spans.size)
-        if not count:
-            return
         dst, src, size = (np.ascontiguousarray(array, np.uint64) for array in spans)
         attributes = _Attributes(order=IN_STREAM_ORDER, flags=_OVERLAP_WITH_COMPUTE)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)

@@ -8,53 +8,34 @@ are not used.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
-import platform
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from asynccache.errors import ConfigError
 from asynccache.memory.cuda.driver import Driver, DriverError
-from asynccache.memory.pools import BLOCK
+from asynccache.memory.pools import BLOCK, Bytes, prefer_huge_pages
 
 CHUNK = 64 << 30
 TOUCH = 256 << 20
 """Bytes that one thread touches at a time."""
 
-NODES = Path("/sys/devices/system/node")
-
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_BIND = 2
-
-
-class Pinning(NamedTuple):
-    """``numa_node``: memory of this node, or of whichever the system likes."""
-
-    huge_pages: bool = True
-    numa_node: int | None = None
-
 
 class _Mapping(mmap.mmap):
     """Anonymous memory that is unpinned before it is unmapped."""
 
-    driver: Driver | None = None
+    driver: Driver
     pinned: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        driver, pinned, self.pinned = self.driver, self.pinned, ()
-        for address in pinned:
+        for address in self.pinned:
             with suppress(DriverError):  # the device is gone, and its pins with it
-                assert driver is not None
-                driver.host_unregister(address)
+                self.driver.host_unregister(address)
 
 
 def chunk_of(stride: int) -> int:
@@ -63,85 +44,39 @@ def chunk_of(stride: int) -> int:
     return max(whole, CHUNK // whole * whole)
 
 
-def pinned_tensor(driver: Driver, shape: tuple[int, ...], pinning: Pinning) -> torch.Tensor:
+def pinned_tensor(driver: Driver, shape: tuple[int, ...]) -> torch.Tensor:
     """Zeroed uint8 memory of exactly this size, pinned for as long as the tensor lives; rows are pinned whole.
 
     Raises:
-        ConfigError: the system or the driver does not pin so much, or the NUMA node is not to be had.
+        ConfigError: the driver does not pin so much.
     """
-    size = int(np.prod(shape, dtype=np.int64))
+    size = math.prod(shape)
     if size == 0:
         return torch.empty(shape, dtype=torch.uint8)
     memory = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if pinning.huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them: small pages work too
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    address = array.ctypes.data
-    if pinning.numa_node is not None:
-        _bind(address, size, pinning.numa_node)
-    _touch(array)
-    _pin(driver, memory, address, size, chunk_of(math.prod(shape[1:])))
-    return torch.frombuffer(memory, dtype=torch.uint8).reshape(shape)
+    prefer_huge_pages(memory)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    _touch(tensor.numpy())
+    address, chunk = tensor.data_ptr(), chunk_of(math.prod(shape[1:]))
+    for start in range(0, size, chunk):
+        _pin(memory, driver, address + start, min(chunk, size - start))
+    return tensor.reshape(shape)
 
 
-def _touch(array: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+def _touch(array: Bytes) -> None:
     """The system finds and zeroes pages when they are first written: several threads wait less for that than one."""
-    starts = range(0, len(array), TOUCH)
-
-    if len(starts) == 1:
-        _touch_part(array, 0)
-        return
-    with ThreadPoolExecutor(min(len(starts), 2 * (os.cpu_count() or 1), 16)) as threads:
-        list(threads.map(partial(_touch_part, array), starts))
+    with ThreadPoolExecutor(min(2 * (os.cpu_count() or 1), 16)) as threads:
+        list(threads.map(partial(_touch_part, array), range(0, len(array), TOUCH)))
 
 
-def _touch_part(array: np.ndarray[tuple[int], np.dtype[np.uint8]], start: int) -> None:
+def _touch_part(array: Bytes, start: int) -> None:
     array[start : start + TOUCH : BLOCK] = 0
 
 
-def _pin(driver: Driver, memory: _Mapping, address: int, size: int, chunk: int) -> None:
-    memory.driver = driver
-    for start in range(0, size, chunk):
-        length = min(chunk, size - start)
-        try:
-            driver.host_register(address + start, length)
-        except DriverError as error:
-            raise ConfigError(
-                f"{size / (1 << 30):.2f} GiB of host memory cannot be pinned: {error}; see asynccache doctor"
-            ) from error
-        memory.pinned = (*memory.pinned, address + start)
-
-
-def _bind(address: int, size: int, node: int) -> None:
-    """Memory of this node and of no other. Where the node has too little, the system would end the process, even if the
-    machine has enough: so that is looked at first."""
-    room = _node_room(node)
-    if room is not None and size > room:
-        raise ConfigError(
-            f"numa_node={node}: {size / (1 << 30):.2f} GiB of host memory do not fit on this node: "
-            f"{room / (1 << 30):.2f} GiB are available there"
-        )
-    number = _MBIND.get(platform.machine())
-    mask = (ctypes.c_ulong * (node // 64 + 1))()
-    mask[node // 64] = 1 << node % 64
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = number is None or libc.syscall(
-        ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(size), ctypes.c_int(_MPOL_BIND), mask,
-        ctypes.c_ulong(64 * len(mask) + 1), ctypes.c_uint(0),
-    )  # fmt: skip
-    if failed:
-        reason = os.strerror(ctypes.get_errno()) if number is not None else "not on this processor"
-        raise ConfigError(f"numa_node={node}: memory of this node cannot be had: {reason}")
-
-
-def _node_room(node: int) -> int | None:
-    """Bytes that can be had on a NUMA node; file cache counts as free, and a little is left to the system. ``None``:
-    the system does not tell."""
+def _pin(memory: _Mapping, driver: Driver, address: int, size: int) -> None:
     try:
-        lines = (NODES / f"node{node}" / "meminfo").read_text().splitlines()
-        kib = {name.rstrip(":"): int(number) for _, _, name, number, *_ in map(str.split, lines)}
-        free = sum(kib[name] for name in ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable"))
-        return max(0, free - kib["MemTotal"] // 64) * 1024
-    except (OSError, ValueError, KeyError):
-        return None
+        driver.host_register(address, size)
+    except DriverError as error:
+        whole = len(memory) / (1 << 30)
+        raise ConfigError(f"{whole:.2f} GiB of host memory cannot be pinned: {error}; see asynccache doctor") from error
+    memory.driver, memory.pinned = driver, (*memory.pinned, address)

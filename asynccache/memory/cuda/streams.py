@@ -4,19 +4,21 @@ which events of an engine's become the device's own.
 Law: a stream's own thread does all driver calls of that stream, in the order in which they were asked for, so the loop
 pays for a queue entry and no more. It waits for the device only where the driver's queue would become full, or where
 the driver refuses to order two streams; on the host it waits for gates, and for another stream's submission. It
-outlives every error: an event tells of it.
+outlives every error: an event tells of it. A stream of the device's is given back when it is empty: its last event is
+behind all that it was given.
 
 Errors: what the driver refuses fails its batch, or is raised in the engine's thread; work in flight runs on, and events
 fire behind it. Only an error after which a context does nothing any more is the end of the device.
 
-Where the mutable state lives: ``_failure``, ``_held``, ``_backlog`` and what is lent belong to the submitter; the state
-of events to the stream's ``condition``.
+Where the mutable state lives: ``_failure``, ``_held`` and ``_backlog`` belong to the submitter; the state of events to
+the stream's ``condition``.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,22 +27,59 @@ from queue import SimpleQueue
 from asynccache import checks
 from asynccache.errors import CacheClosed, ConfigError
 from asynccache.memory.copies import Hitch, InjectedFault
-from asynccache.memory.cuda.backlog import Backlog
 from asynccache.memory.cuda.driver import CAPTURED, DriverError
-from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate
-from asynccache.memory.cuda.waiter import Waiter
+from asynccache.memory.cuda.events import Context, CudaEvent, CudaGate, Waiter
 from asynccache.memory.device import Event
 from asynccache.memory.signals import Signal, Work
 
 ADOPTED_AT_MOST = 128
 """Events that are pending on one adopting stream: two entries each of a queue of some 1,024."""
 
+CAP = 384
+"""Entries from which on a stream takes no more. The queue has about 1,024, and one call may take 512 of them."""
+APART = 128
+"""Entries after which there is an event to wait for. More events would cost the submitter and the waiter more time."""
+
 Step = Sequence[Work]
 """Calls of the driver that together copy a step."""
 
 
-class _Recorder:
-    """What both kinds of stream have."""
+class Backlog:
+    """How much of a stream's work lies in the driver's queue: counts its entries, and forgets those before an event
+    that has happened. It belongs to the submitter.
+
+    Law: a driver whose queue is full blocks whoever calls it next, and perhaps an engine that launches on another
+    stream. So a submitter stops long before that, and waits for older work of its own stream."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[CudaEvent, int]] = deque()
+        self._marked = 0
+        self._since = 0  # the last mark
+
+    def admit(self) -> None:
+        """Before a call: hold the thread until the queue has room. That takes as long as the device does."""
+        while self._marks and (self._marks[0][0].done() or self._marked + self._since >= CAP):
+            event, entries = self._marks.popleft()
+            event.block()
+            self._marked -= entries
+
+    def took(self, entries: int) -> None:
+        """A call has put so much into the queue."""
+        self._since += entries
+
+    @property
+    def due(self) -> bool:
+        """Whether an event should be put behind what came since the last."""
+        return self._since >= APART
+
+    def mark(self, event: CudaEvent) -> None:
+        """It is behind all that was counted so far."""
+        self._marks.append((event, self._since))
+        self._marked, self._since = self._marked + self._since, 0
+
+
+class Recorder:
+    """What all kinds of streams have: a handle, events in its order, and a thread that waits for them."""
 
     def __init__(self, name: str, handle: int, context: Context) -> None:
         self.name = name
@@ -49,46 +88,91 @@ class _Recorder:
         self.condition = threading.Condition(threading.Lock())
         self.waiter = Waiter(name, context, self._end)
 
-    def _put_on_device(self) -> int:
-        handle = self.context.events.take()
+    def _put(self, event: CudaEvent) -> CudaEvent:
+        """``event`` is behind all that the stream was given. It has no place on a device that has failed.
+
+        Raises:
+            DriverError: the driver refuses it.
+        """
+        failure = self.context.failure
+        event.failure = event.failure or failure
+        event.record_as(self._recorded() if failure is None else None)
+        self.waiter.put(event)
+        return event
+
+    def _recorded(self) -> int:
+        handle = self.context.take()
         try:
             self.context.driver.event_record(handle, self.handle)
         except BaseException:
-            self.context.events.give(handle)
+            self.context.give(handle)
             raise
         return handle
+
+    def _put_or_fail(self, event: CudaEvent) -> None:
+        """As ``_put``; an event that is refused fails when the stream is empty."""
+        try:
+            self._put(event)
+        except Exception as refused:
+            event.failure = event.failure or self.context.refused(refused)
+            event.record_as(None)
+            self.waiter.put(event)
 
     def _end(self) -> None:
         """The waiter's last act."""
 
     def held_by(self) -> Signal | None:
+        """What its submitter waits for on the host."""
         return None
 
     def give_up(self, error: Exception) -> Exception:
-        """What nobody can be told of has failed."""
+        """The driver does not tell of the stream's work any more; what the events fail of."""
         return self.context.fail(DriverError(f"the driver does not tell of stream {self.name!r}: {error}"))
 
+    def join(self) -> None:
+        """Block until everything that was recorded has ended, well or not."""
+        self.waiter.join()
 
-class CudaStream(_Recorder):
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+
+class OwnStream(Recorder):
+    """A stream of the driver's that is given back at the end."""
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context.driver.stream_create(), context)
+
+    def _last(self) -> None:
+        """Nothing comes any more. What was put on the stream behind its last event is waited for too."""
+        self._put_or_fail(CudaEvent(self))
+        self.waiter.close()
+
+    def _end(self) -> None:
+        with suppress(DriverError):
+            if self.context.failure is None:
+                self.context.driver.stream_destroy(self.handle)
+
+
+class CudaStream(OwnStream):
     """A stream of the device, with the thread that submits to it. ``at_end`` is called, by the other thread, when it is
     closed and everything submitted has ended."""
 
     def __init__(self, name: str, context: Context, at_end: Callable[[CudaStream], None] | None = None) -> None:
         self._at_end = at_end
-        super().__init__(name, context.driver.stream_create(), context)
+        super().__init__(name, context)
         self._backlog = Backlog()
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._closed = False
         self._failure: Exception | None = None  # since the last event
         self._held: Signal | None = None
-        self._lent: list[Work] = []
         self._thread = threading.Thread(target=self._work, name=f"asynccache-{name}", daemon=True)
         self._thread.start()
 
     def record(self) -> CudaEvent:
         """An event after all work submitted so far; it reports what failed since the event before it."""
         event = CudaEvent(self)
-        self._submit(partial(self._report, event))
+        self.call(partial(self._report, event))
         return event
 
     def wait_event(self, event: Event) -> None:
@@ -100,9 +184,9 @@ class CudaStream(_Recorder):
         if event.done():
             return
         if isinstance(event, CudaEvent) and event.stream.context is self.context:
-            self._submit(partial(self._wait, event))
+            self.call(partial(self._wait, event))
         elif isinstance(event, CudaGate):
-            self._submit(partial(self._block, event, event.block))
+            self.call(partial(self._block, event, event.block))
         else:
             raise ConfigError(f"a CUDA stream cannot wait for {event!r}")
 
@@ -112,17 +196,18 @@ class CudaStream(_Recorder):
         """Enqueue one batch, with an event after each of its ``layers`` steps. ``steps`` is run by the submitter;
         ``keep``, which owns the memory, is kept until the device has let go of it."""
         events = [CudaEvent(self) for _ in range(layers)]
-        self._submit(partial(self._copy, steps, hitches, keep, events))
+        self.call(partial(self._copy, steps, hitches, keep, events))
         return events
 
     def call(self, work: Work) -> None:
         """Have the submitter call ``work`` when everything before it is submitted. If it raises, the next event tells.
-        """
-        self._submit(work)
 
-    def lend(self, give_back: Work) -> None:
-        """The submitter's batch uses something that is given back when the device has let go of it."""
-        self._lent.append(give_back)
+        Raises:
+            CacheClosed: the stream was released, or its device closed.
+        """
+        if self._closed:
+            raise CacheClosed(f"stream {self.name!r} was released, or its device is closed")
+        self._queue.put(work)
 
     def held_by(self) -> Signal | None:
         return self._held
@@ -134,16 +219,11 @@ class CudaStream(_Recorder):
             self._queue.put(None)
 
     def join(self) -> None:
-        """Block until everything submitted has ended, well or not."""
         self._thread.join()
-        self.waiter.join()
-
-    def _submit(self, work: Work) -> None:
-        if self._closed:
-            raise CacheClosed(f"the device of stream {self.name!r} is closed")
-        self._queue.put(work)
+        super().join()
 
     def _end(self) -> None:
+        super()._end()
         if self._at_end is not None:
             self._at_end(self)
 
@@ -152,7 +232,7 @@ class CudaStream(_Recorder):
         while work := self._queue.get():
             self._do(work)
             del work  # it holds buffers, and the next get may last
-        self.waiter.close()
+        self._last()
 
     def _do(self, work: Work) -> None:
         try:
@@ -167,35 +247,20 @@ class CudaStream(_Recorder):
         self._record(event)
 
     def _record(self, event: CudaEvent) -> None:
-        """What cannot be recorded fails, when the stream is empty; on a failed device, behind those before it."""
-        error: Exception | None = self.context.failure
-        handle = None
-        if error is None:
-            try:
-                self._backlog.admit()
-                handle = self._put_on_device()
-            except Exception as refused:
-                error = self.context.refused(refused)
-        event.failure = event.failure or error
-        event.record_as(handle)
-        self.waiter.put(event)
+        self._backlog.admit()
+        self._put_or_fail(event)
         self._backlog.took(1)
-        if self._backlog.due:
-            self._backlog.mark(event)
+        self._backlog.mark(event)
 
     def _wait(self, event: CudaEvent) -> None:
         self._block(event, event.await_submitted)
-        self._backlog.admit()
         try:
-            held = event.hold(self.handle)
-            self._backlog.took(1)
+            held = self._call(partial(event.hold, self.handle))
         except Exception as error:
             self.context.refused(error)
             held = False
         if not held:
             event.block()  # what the device does not order, this thread does
-        if self._backlog.due:
-            self._record(CudaEvent(self))
 
     def _block(self, held: Signal, until: Work) -> None:
         self._held = held
@@ -213,7 +278,9 @@ class CudaStream(_Recorder):
                     self._arrived(left.pop(0))
         except Exception as error:
             self._refused(self.context.refused(error), left)
-        self._return_lent(keep)
+        last = CudaEvent(self)
+        last.keep = keep
+        self._record(last)
 
     def _arrived(self, layer: CudaEvent) -> None:
         """Whose event was refused, nobody on the device waits for it: so the layers after it fail too, as it has."""
@@ -225,20 +292,23 @@ class CudaStream(_Recorder):
         if self.context.failure is not None:
             raise self.context.failure
         half = len(step) // 2 if hitch else len(step)
-        self._call(step[:half])
+        for work in step[:half]:
+            self._call(work)
         if hitch is not None:
             time.sleep(hitch.before + hitch.between)
             if hitch.fails:
                 raise InjectedFault("an injected fault")
-            self._call(step[half:])
+            for work in step[half:]:
+                self._call(work)
 
-    def _call(self, works: Sequence[Work]) -> None:
-        for work in works:
-            self._backlog.admit()
-            taken = work()
-            self._backlog.took(taken if isinstance(taken, int) else 1)
-            if self._backlog.due:
-                self._record(CudaEvent(self))
+    def _call(self, work: Work) -> object:
+        """One call of the driver, when its queue has room: it returns how many entries it takes, or takes one."""
+        self._backlog.admit()
+        returned = work()
+        self._backlog.took(returned if isinstance(returned, int) else 1)
+        if self._backlog.due:
+            self._record(CudaEvent(self))
+        return returned
 
     def _refused(self, error: Exception, left: Sequence[CudaEvent]) -> None:
         """What was submitted before still runs: so the failure is told by the events behind it."""
@@ -248,18 +318,8 @@ class CudaStream(_Recorder):
             event.failure = error
             self._record(event)
 
-    def _return_lent(self, keep: object) -> None:
-        event, lent = CudaEvent(self), self._lent
-        self._lent, event.keep = [], keep
-        for give_back in lent:
-            event.subscribe(give_back)
-        self._record(event)
 
-    def __repr__(self) -> str:
-        return f"<CudaStream {self.name!r}: {self._queue.qsize()} queued>"
-
-
-class EngineStream(_Recorder):
+class EngineStream(Recorder):
     """An engine's own stream. Calls go to the driver at once, in the caller's thread. What the driver refuses is raised
     there: the stream is captured in a graph, say, or was destroyed. The device and its copies go on."""
 
@@ -274,11 +334,7 @@ class EngineStream(_Recorder):
         if self._closed:
             raise CacheClosed(f"the device of stream {self.name!r} is closed")
         self._check_captured()
-        event = CudaEvent(self)
-        event.failure = self.context.failure
-        event.record_as(self._put_on_device() if event.failure is None else None)
-        self.waiter.put(event)
-        return event
+        return self._put(CudaEvent(self))
 
     def wait_event(self, event: Event) -> None:
         """Hold later work of the engine's stream until ``event`` is done, on the device. The caller is held until the
@@ -307,30 +363,19 @@ class EngineStream(_Recorder):
         self._closed = True
         self.waiter.close()
 
-    def join(self) -> None:
-        """Block until all that was recorded has happened."""
-        self.waiter.join()
-
     def give_up(self, error: Exception) -> Exception:
         """What an engine did to its own stream is no failure of the device."""
         return error
 
-    def __repr__(self) -> str:
-        return f"<EngineStream {self.name!r}>"
 
-
-class AdoptingStream(_Recorder):
+class AdoptingStream(OwnStream):
     """A stream on which nothing runs: it waits for an engine's event and records one of the device's own behind it, at
     once and in the caller's thread. So it does not matter what the engine does with its event later. Events that one
     such stream has adopted fire in the order in which they were adopted."""
 
-    def __init__(self, name: str, context: Context) -> None:
-        super().__init__(name, context.driver.stream_create(), context)
-        self._pending = 0
-
     def has_room(self) -> bool:
         """Whether so few events are pending that the driver's queue is far from full, in which it would block."""
-        return self._pending < ADOPTED_AT_MOST
+        return self.waiter.pending < ADOPTED_AT_MOST
 
     def adopt(self, handle: int) -> CudaEvent:
         """An event that happens when what was recorded last in the event ``handle`` has happened. One thread calls it
@@ -340,28 +385,11 @@ class AdoptingStream(_Recorder):
             DriverError: the driver refuses it.
         """
         self.context.driver.stream_wait_event(self.handle, handle)
-        event = CudaEvent(self)
-        event.record_as(self._put_on_device())
-        self._count(1)
-        event.subscribe(partial(self._count, -1))
-        self.waiter.put(event)
-        return event
-
-    def _count(self, more: int) -> None:
-        with self.condition:
-            self._pending += more
+        return self._put(CudaEvent(self))
 
     def close(self) -> None:
         """Adopt no more; the stream goes back when all that was adopted has happened."""
-        self.waiter.close()
-
-    def _end(self) -> None:
-        with suppress(DriverError):
-            if self.context.failure is None:
-                self.context.driver.stream_destroy(self.handle)
-
-    def __repr__(self) -> str:
-        return f"<AdoptingStream {self.name!r}: {self._pending} pending>"
+        self._last()
 
 
 def event_pointer(event: object) -> int:
@@ -392,9 +420,7 @@ def stream_pointer(stream: object) -> int:
     if protocol is not None:
         version_and_handle = protocol() if callable(protocol) else protocol
         return int(version_and_handle[1])
-    for name in ("cuda_stream", "ptr"):
-        if isinstance(pointer := getattr(stream, name, None), int):
+    for pointer in (getattr(stream, "cuda_stream", None), getattr(stream, "ptr", None), stream):
+        if isinstance(pointer, int):
             return pointer
-    if isinstance(stream, int):
-        return stream
     raise ConfigError(f"{checks.shown(stream)} is no CUDA stream: give a torch or a cupy one, or its address")

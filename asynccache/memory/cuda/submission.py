@@ -1,4 +1,9 @@
-"""Turns rows into calls of the driver. Runs in a stream's submitter.
+"""Turns page copies into calls of the driver. Runs in a stream's submitter; nothing here calls the driver itself.
+
+A page copy is rows: row ``i`` of each layer. There are two paths. Neighbouring rows that lie behind each other on both
+sides are one piece, since the driver never merges them. Pieces of ``Settings.kernel_below`` bytes and more go by the
+copy engines, which take nothing from whoever computes. Shorter ones, if there are enough of them for a launch to pay,
+go by the copy kernel, straight from or to pinned memory.
 
 A step is a list of calls, so that whoever runs it can stop half-way. Copies of pieces go in groups of at most
 ``GROUP``: larger ones only make the driver hold its locks for longer.
@@ -8,170 +13,135 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from asynccache.memory.copies import Part
-from asynccache.memory.cuda.driver import Driver, Launch, Spans, Towards
-from asynccache.memory.cuda.paths import Chooser, Path, Shape
-from asynccache.memory.cuda.rows import Merged, Rows, Runs, distances, in_rows, merged, out_rows, within_rows
-from asynccache.memory.cuda.scratch import STAGING_BYTES, Scratch
-from asynccache.memory.cuda.streams import CudaStream, Step
+from asynccache.errors import InvariantViolation
+from asynccache.memory.copies import Ids, Part
+from asynccache.memory.cuda.driver import Addresses, Driver, Spans, Towards
+from asynccache.memory.cuda.kernels import LAYERS, PAGES, table
+from asynccache.memory.cuda.pinned import chunk_of
+from asynccache.memory.cuda.settings import Settings
+from asynccache.memory.cuda.streams import Step
 from asynccache.memory.signals import Work
 
 GROUP = 512
+FEW = 8
+"""Fewer short pieces than these go by the copy engines too: a launch takes as long as some descriptors."""
+ALL = slice(None)
+
+
+class Side(NamedTuple):
+    """Row ``i`` of a layer is at ``base + ids[i] * pitch``. ``chunk``: so many pages are pinned as one, and no copy may
+    go beyond; 0: all of them."""
+
+    bases: Addresses  # one for each layer
+    ids: Ids
+    pitch: int
+    chunk: int = 0
+
+
+class Rows(NamedTuple):
+    """``width`` bytes of each row of ``src`` go to the row with its number of ``dst``."""
+
+    towards: Towards
+    dst: Side
+    src: Side
+    width: int
+
+    def runs(self) -> tuple[Ids, Ids]:
+        """Pieces of one layer: the row that each begins with, and how many rows it has."""
+        count = len(self.src.ids)
+        if not self.dst.pitch == self.src.pitch == self.width:
+            return np.arange(count), np.ones(count, np.intp)
+        breaks = (np.diff(self.src.ids) != 1) | (np.diff(self.dst.ids) != 1)
+        for side in (self.dst, self.src):
+            if side.chunk:
+                breaks |= side.ids[1:] % side.chunk == 0
+        starts = np.flatnonzero(np.r_[True, breaks])
+        return starts, np.diff(starts, append=count)
+
+    def aligned(self) -> bool:
+        """Whether all of it can be moved 16 bytes at a time."""
+        numbers = (self.width, self.dst.pitch, self.src.pitch, *self.dst.bases.tolist(), *self.src.bases.tolist())
+        return all(number % 16 == 0 for number in numbers)
+
+
+def rows_of(towards: Towards, part: Part) -> Rows:
+    """The rows that one pool's pages are made of."""
+    spec = part.device.spec
+    width = spec.bytes_per_page // spec.layers
+    layers = np.array([part.device.layer(i).data_ptr() for i in range(spec.layers)], np.uint64)
+    if towards is Towards.WITHIN:
+        return Rows(towards, Side(layers, part.dst, width), Side(layers, part.src, width), width)
+    if part.host is None or part.host.tensor is None:
+        raise InvariantViolation(f"{part.device!r} has no host pool to copy from or to")
+    pages, stride = part.host.tensor.shape
+    places = np.uint64(part.host.tensor.data_ptr()) + np.arange(spec.layers, dtype=np.uint64) * np.uint64(width)
+    chunk = chunk_of(stride) // stride
+    host = partial(Side, places, pitch=stride, chunk=chunk if chunk < pages else 0)
+    if towards is Towards.OUT:
+        return Rows(towards, host(ids=part.dst), Side(layers, part.src, width), width)
+    return Rows(towards, Side(layers, part.dst, width), host(ids=part.src), width)
+
+
+class Plan:
+    """How some rows go: ``spans`` by the copy engines, as distances from a layer's bases, and the rows with the numbers
+    ``scattered`` by the kernel. All layers share it. ``together``: how many layers go in one step."""
+
+    def __init__(self, rows: Rows, settings: Settings, together: int) -> None:
+        self._rows, self._blocks = rows, settings.blocks
+        starts, lengths = rows.runs()
+        short = lengths * rows.width < settings.kernel_below
+        if int(short.sum()) * together < FEW or not rows.aligned():
+            short[:] = False
+        self.scattered = np.flatnonzero(np.repeat(short, lengths))
+        first, sizes = starts[~short], (lengths[~short] * rows.width).astype(np.uint64)
+        self.spans = Spans(_distances(rows.dst, first), _distances(rows.src, first), sizes)
+
+    def calls(self, driver: Driver, stream: int, layers: slice = ALL) -> Iterator[Work]:
+        """The calls that move these layers."""
+        towards, dst, src, _ = self._rows
+        to, of = dst.bases[layers], src.bases[layers]
+        spans = Spans(np.add.outer(to, self.spans.dst).ravel(), np.add.outer(of, self.spans.src).ravel(),
+                      np.tile(self.spans.size, len(of)))  # fmt: skip
+        for i in range(0, len(spans.size), GROUP):
+            yield partial(driver.copy, stream, towards, spans.part(i, i + GROUP))
+        for i in range(0, len(of), LAYERS):
+            for j in range(0, len(self.scattered), PAGES):
+                some, rows = slice(i, i + LAYERS), self.scattered[j : j + PAGES]
+                yield partial(self._launch, driver, stream, to[some], of[some], rows)
+
+    def _launch(self, driver: Driver, stream: int, to: Addresses, of: Addresses, rows: Ids) -> int:
+        _, dst, src, width = self._rows
+        one = table(to, of, dst.ids[rows], src.ids[rows], width=width, dst_pitch=dst.pitch, src_pitch=src.pitch)
+        return driver.launch(stream, one, self._blocks)
+
+
+def _distances(side: Side, rows: Ids) -> Addresses:
+    return side.ids[rows].astype(np.uint64) * np.uint64(side.pitch)
 
 
 class Submission:
-    """What the batches of one stream are made with."""
+    """What batches of a stream are made with."""
 
-    def __init__(self, stream: CudaStream, scratch: Scratch, chooser: Chooser) -> None:
-        self.scratch = scratch
-        self._driver = stream.context.driver
-        self._stream = stream
-        self._chooser = chooser
+    def __init__(self, driver: Driver, stream: int, settings: Settings) -> None:
+        self._driver, self._stream, self._settings = driver, stream, settings
 
-    def all(self, rows: Rows) -> Iterator[Step]:
-        """These rows, in one step."""
-        yield self.rows(rows)
+    def at_once(self, towards: Towards, parts: Sequence[Part]) -> Iterator[Step]:
+        """All layers in one step."""
+        plans = [Plan(rows_of(towards, part), self._settings, part.device.spec.layers) for part in parts]
+        yield [call for plan in plans for call in plan.calls(self._driver, self._stream)]
 
-    def out(self, parts: Sequence[Part]) -> Iterator[Step]:
-        """Device to host, in one step."""
-        yield [call for part in parts for call in self.rows(out_rows(part))]
-
-    def within(self, parts: Sequence[Part]) -> Iterator[Step]:
-        """Within the device, in one step."""
-        yield [call for part in parts for call in self.rows(within_rows(part))]
-
-    def inward(self, parts: Sequence[Part], layers: int) -> Iterator[Step]:
-        """Host to device, a step per layer of the model."""
-        loads = [(part, _Load(self, in_rows(part))) for part in parts]
+    def by_layer(self, parts: Sequence[Part], layers: int) -> Iterator[Step]:
+        """Host to device, in a step for each layer of the model."""
+        loads = [(part.device.spec, Plan(rows_of(Towards.IN, part), self._settings, 1)) for part in parts]
         for layer in range(layers):
             yield [
                 call
-                for part, load in loads
-                for i, belongs in enumerate(part.device.spec.model_layers)
+                for spec, plan in loads
+                for i, belongs in enumerate(spec.model_layers)
                 if belongs == layer
-                for call in load.layer(i)
+                for call in plan.calls(self._driver, self._stream, slice(i, i + 1))
             ]
-
-    def rows(self, rows: Rows) -> list[Work]:
-        """All of them, by the path that suits them."""
-        runs = Runs.of(rows)
-        path = self.path(rows, runs)
-        if path is Path.STAGED:
-            return self.staged(rows)
-        if path is Path.KERNEL:
-            return self.kernel(rows).all()
-        return self.pieces(rows, merged(rows, runs, pitched=path is Path.PITCHED))
-
-    def path(self, rows: Rows, runs: Runs) -> Path:
-        """How these rows go."""
-        return self._chooser.choose(shape_of(rows, runs))
-
-    def pieces(self, rows: Rows, pieces: Merged) -> list[Work]:
-        """By the copy engines, in groups."""
-        driver, stream, towards, spans = self._driver, self._stream.handle, rows.towards, pieces.spans
-        groups = [spans.part(i, i + GROUP) for i in range(0, len(spans.size), GROUP)]
-        return [
-            *(partial(driver.copy_pitched, stream, towards, one) for one in pieces.calls(rows)),
-            *(partial(driver.copy, stream, towards, group) for group in groups),
-        ]
-
-    def staged(self, rows: Rows) -> list[Work]:
-        """As many pages at a time as the staging area holds. The stream's order makes its reuse safe."""
-        staging, step, count = self.scratch.staging(), pages_at_a_time(rows), len(rows.src_ids)
-        out = put_together(rows, staging)
-        out = out._replace(src_ids=out.src_ids % step)
-        bases = tuple((staging + i * rows.width, src) for i, (_, src) in enumerate(rows.bases))
-        gather = self.kernel(rows._replace(towards=Towards.WITHIN, bases=bases, dst_ids=out.src_ids,
-                                           dst_pitch=out.width))  # fmt: skip
-        pieces = merged(out, Runs.of(out), pitched=True)
-        return [
-            call
-            for start in range(0, count, step)
-            for call in (*gather.pages(start, min(start + step, count)),
-                         *self.pieces(out, pieces.between(start, start + step)))
-        ]  # fmt: skip
-
-    def kernel(self, rows: Rows) -> KernelCalls:
-        """By the kernel; what it reads of ids and bases is on its way first."""
-        bases = np.array(rows.bases, np.uint64).reshape(-1, 2).T
-        tables = (*bases, rows.dst_ids.astype(np.int32, copy=False), rows.src_ids.astype(np.int32, copy=False))
-        buffer, offsets = self.scratch.pack(*tables)
-        self._stream.lend(partial(self.scratch.give, buffer))
-        dst, src, dst_ids, src_ids = (buffer.device + offset for offset in offsets)
-        launch = Launch(dst, src, dst_ids, src_ids, len(rows.bases), len(rows.src_ids), rows.width, rows.dst_pitch,
-                        rows.src_pitch, self._chooser.settings.blocks)  # fmt: skip
-        used = offsets[-1] + tables[-1].nbytes
-        span = Spans(*(np.array([n], np.uint64) for n in (buffer.device, buffer.host, used)))
-        return KernelCalls(self._driver, self._stream.handle, launch, span)
-
-
-class KernelCalls:
-    """The launches that move some rows, all at once, base by base or by ids."""
-
-    def __init__(self, driver: Driver, stream: int, launch: Launch, upload: Spans) -> None:
-        self._driver = driver
-        self._stream = stream
-        self._launch = launch
-        self._upload: list[Work] = [partial(driver.copy, stream, Towards.IN, upload)]
-
-    def all(self) -> list[Work]:
-        """One launch."""
-        return self._calls(self._launch)
-
-    def layer(self, i: int) -> list[Work]:
-        """One launch for one base."""
-        one, at = self._launch, i * np.dtype(np.uint64).itemsize
-        return self._calls(one._replace(dst_bases=one.dst_bases + at, src_bases=one.src_bases + at, layers=1))
-
-    def pages(self, start: int, stop: int) -> list[Work]:
-        """One launch for some ids."""
-        one, at = self._launch, start * np.dtype(np.int32).itemsize
-        return self._calls(one._replace(dst_ids=one.dst_ids + at, src_ids=one.src_ids + at, pages=stop - start))
-
-    def _calls(self, launch: Launch) -> list[Work]:
-        """What the kernel reads comes before the first launch."""
-        uploads, self._upload = self._upload, []
-        return [*uploads, partial(self._driver.launch, self._stream, launch)]
-
-
-class _Load:
-    """A part on its way to the device, layer by layer: what all layers share is worked out once."""
-
-    def __init__(self, submission: Submission, rows: Rows) -> None:
-        self._submission = submission
-        self._rows = rows
-        runs = Runs.of(rows)
-        path = submission.path(rows.layer(0), runs)
-        self._kernel = submission.kernel(rows) if path is Path.KERNEL else None
-        self._distances = distances(rows, runs, pitched=path is Path.PITCHED) if path is not Path.KERNEL else None
-
-    def layer(self, i: int) -> list[Work]:
-        if self._kernel is not None:
-            return self._kernel.layer(i)
-        assert self._distances is not None
-        return self._submission.pieces(self._rows, self._distances.moved(self._rows.bases[i : i + 1]))
-
-
-def shape_of(rows: Rows, runs: Runs) -> Shape:
-    """What a path is chosen by."""
-    staged = 0
-    if rows.towards is Towards.OUT and pages_at_a_time(rows):
-        pages = put_together(rows, 0)
-        staged = Runs.of(pages).pieces(pages, pitched=True)
-    return Shape(rows.towards, rows.pieces, rows.size, rows.aligned(), runs.pieces(rows, pitched=False),
-                 runs.pieces(rows, pitched=True), staged)  # fmt: skip
-
-
-def put_together(rows: Rows, staging: int) -> Rows:
-    """Whole pages of the host, from where the kernel puts their layers together, one page behind the other."""
-    page = len(rows.bases) * rows.width
-    places = np.arange(len(rows.src_ids), dtype=rows.src_ids.dtype)
-    return rows._replace(bases=((rows.bases[0][0], staging),), src_ids=places, src_pitch=page, width=page)
-
-
-def pages_at_a_time(rows: Rows) -> int:
-    """How many pages of the host the staging area holds."""
-    return STAGING_BYTES // (len(rows.bases) * rows.width)

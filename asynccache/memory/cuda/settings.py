@@ -1,0 +1,37 @@
+"""What can be chosen of a CUDA device by hand, in its name (``cuda:0?blocks=16``) or in ``open_device``. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asynccache import checks
+from asynccache.errors import ConfigError
+
+KERNEL_BELOW = 32 << 10
+"""Bytes. The driver and a copy engine take between half and one microsecond for each descriptor. In that time a bus of
+50 GB/s moves 25 to 50 KB: shorter pieces leave it waiting for descriptors, longer ones do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """``kernel_below``: bytes; shorter pieces are moved by the kernel, all others by the copy engines; 0: none by the
+    kernel. ``blocks``: of 1,024 threads, that the kernel may take from whoever computes."""
+
+    kernel_below: int = field(default=KERNEL_BELOW, metadata=checks.within(0))
+    blocks: int = field(default=8, metadata=checks.within(1, 1024))
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self)
+
+
+def settings_from(options: Mapping[str, str]) -> Settings:
+    """Settings as a device's name gives them: whole numbers, all of them.
+
+    Raises:
+        ConfigError: a value is none, or out of bounds; the message names the option.
+    """
+    for name, value in options.items():
+        if not value.isdecimal():
+            raise ConfigError(f"device option {name}={value!r} must be a number from 0 on")
+    return Settings(**{name: int(value) for name, value in options.items()})
