@@ -43,7 +43,7 @@ _ATTENTION = {
 
 COMPONENTS = {
     "full": _ATTENTION,
-    "swa": {"window": "How many of the last tokens a position attends to.", **_ATTENTION},
+    "swa": {"window": "Tokens that a position attends to.", **_ATTENTION},
     "mamba": {
         "state_bytes": "Bytes of one recurrent state, all layers together.",
         "device_states": "Room on the device, in states.",

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from asynccache.storage.contract import PageKey, Record, Result, StorageBackend, is_shared
 
-OPTIONAL = ("probe", "watch")
-"""The methods of ``Probeable`` and ``Watchable``. A wrapper has them if the inner backend has."""
+if TYPE_CHECKING:
+    from asynccache.storage.watching import Tell
 
 
 class WrappedBackend:
-    """Passes every call on to ``inner``. Cancelling a call cancels the call of ``inner``."""
+    """Passes every call on to ``inner``. Cancelling a call cancels the call of ``inner``.
+
+    It has the optional methods ``probe`` (see ``Probeable``) and ``watch`` (see ``Watchable``) only if ``inner`` has.
+    """
+
+    probe: Callable[[], Awaitable[None]]
+    watch: Callable[[Tell | None], None]
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner = inner
         self.shared = is_shared(inner)
-        for name in OPTIONAL:
+        for name in ("probe", "watch"):
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
 
