@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
-from asynccache.settle import settled
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.workers import Workers
 
@@ -172,9 +171,7 @@ class Promotions:
         if self._workers is None or at - span.start <= INLINE_BYTES:
             _copy(payloads, copies)
         else:
-            copying = self._workers.call(_copy, payloads, copies)
-            await settled([copying])
-            copying.result()
+            await self._workers.run(_copy, payloads, copies)
         return copies
 
     def _go_on(self, ended: asyncio.Task[None] | None = None) -> None:

@@ -152,7 +152,7 @@ class Serving:
             self._queue.append(call)
             if not self._waking:
                 self._waking = True
-                self._loop.call_soon_threadsafe(self._begin_waiting)
+                self._loop.call_soon_threadsafe(self._begin_queued)
         return call.future
 
     def clear(self, seconds: float | None) -> Future[None]:
@@ -271,7 +271,7 @@ class Serving:
             self._main.cancel()
 
     def _begin_closing(self, deadline: float) -> None:
-        self._begin_waiting()
+        self._begin_queued()
         for call in self._under_way:
             if call.future.done():  # an EXISTS call that was answered at its deadline and goes on unheard
                 self._end(call)
@@ -295,7 +295,7 @@ class Serving:
 
     # calls
 
-    def _begin_waiting(self) -> None:
+    def _begin_queued(self) -> None:
         """Begin all calls in the queue."""
         self._waking = False  # first, so that a call which is put into the queue from now on wakes the loop again
         while self._queue:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from asynccache import checks
 from asynccache.errors import Unavailable
+from asynccache.settle import settled
 
 MOST_THREADS = 1024
 
@@ -61,6 +62,14 @@ class Workers:
         future: asyncio.Future[T] = self._loop.create_future()
         self._calls.put(_Call(future, function, args, kwargs))
         return future
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` in a thread, wait for its end, and return what it returns or raise what it raises. If this
+        is cancelled, it waits for that end all the same, so that the function's buffers are free. Raises as ``call``
+        does."""
+        future = self.call(function, *args, **kwargs)
+        await settled([future])
+        return future.result()
 
     def close(self) -> None:
         """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures

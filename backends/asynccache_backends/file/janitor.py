@@ -122,9 +122,7 @@ class Janitor:
         the disk, or None. Cancelling it may leave them out of the log."""
         entries = deletions.pack(deaths, self._state.seed)
         async with self._deleting:
-            future = self._state.io.call(deletions.append, self._state.folder, entries)
-            await settled([future])
-        return future.result()
+            return await self._done(deletions.append, self._state.folder, entries)
 
     async def stop(self) -> None:
         """Wait until both tasks have ended, and delete a segment that was prepared and not used. Cancelling it does not

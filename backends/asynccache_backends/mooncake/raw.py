@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asynccache.errors import BackendError
-from asynccache.storage import ParsedUrl, Workers, settled
+from asynccache.storage import ParsedUrl, Workers
 from asynccache_backends.mooncake.regions import Region, address_of, region_of
 from asynccache_backends.mooncake.settings import settings_of
 from asynccache_backends.mooncake.shared import Shared, acquire
@@ -67,9 +67,7 @@ class RawClient:
         return await self._run(lambda store: getattr(store, name)(names, addresses, sizes))
 
     async def _run(self, call: Callable[[Any], list[int]]) -> list[int]:
-        future = self._worker.call(self._call_client, call)
-        await settled([future])
-        return future.result()
+        return await self._worker.run(self._call_client, call)
 
     def _call_client(self, call: Callable[[Any], list[int]]) -> list[int]:
         with self._shared.client as store:

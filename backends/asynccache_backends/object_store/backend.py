@@ -21,9 +21,12 @@ from typing import NamedTuple, Self
 from asynccache.errors import Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
+    REFUSED,
+    Breaker,
     Collected,
     PageKey,
     ParsedUrl,
+    Permit,
     Record,
     Result,
     Stored,
@@ -43,7 +46,6 @@ from asynccache_backends.object_store.names import INDEX, PACKS, Clock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
 from asynccache_backends.object_store.uploads import Piece, Uploads
-from asynccache_backends.pause import Pause
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
@@ -51,6 +53,8 @@ COUNTERS = (
     "errors", "refused_pages", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
     "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
 )
+FULL_BACKOFF, FULL_MOST = 0.1, 1.0
+"""Seconds for which a full store is not asked to store pages: at first, and at most."""
 _CLOSING = 5.0
 
 
@@ -84,7 +88,7 @@ class ObjectBackend:
         )
         self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
         self._writing: dict[bytes, asyncio.Future[None]] = {}
-        self._room = Pause()
+        self._room = Breaker(threshold=1, backoff=FULL_BACKOFF, max_backoff=FULL_MOST)  # open while the store is full
         self._operations = Operations(f"object store {client.shown!r}")
 
     @classmethod
@@ -323,13 +327,14 @@ class ObjectBackend:
         self, put: _Put, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
         """Store the fresh pages. Whether it returns or raises, index and results are right when it ends."""
+        permit = self._room.allow(asyncio.get_running_loop().time())
         try:
-            if self._room.allows(asyncio.get_running_loop().time()):
-                await self._upload(put.fresh, keys, records, results)
+            if permit != REFUSED:
+                await self._upload(permit, put.fresh, keys, records, results)
             else:
                 self._catalog.counts["refused_pages"] += len(put.fresh)
         except BaseException:
-            self._room.given_up()
+            self._room.abandon(permit)
             raise
         finally:
             for i in put.fresh:
@@ -337,8 +342,9 @@ class ObjectBackend:
             put.done.set_result(None)
 
     async def _upload(
-        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
-    ) -> None:
+        self, permit: Permit, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record],
+        results: list[Result],
+    ) -> None:  # fmt: skip
         shares = self._uploads.share([records[i].payload.nbytes for i in fresh])
         parts = [fresh[share] for share in shares]
         pieces = [
@@ -353,9 +359,11 @@ class ObjectBackend:
                 self._uploads.withdraw(piece)
             await settled([piece.free for piece in pieces])
             raise
-        self._set_results(pieces, parts, results)
+        self._set_results(permit, pieces, parts, results)
 
-    def _set_results(self, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]) -> None:
+    def _set_results(
+        self, permit: Permit, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]
+    ) -> None:
         """Set the results of pieces that have ended. Raises their first error if none was stored, unless the reason is
         a lack of room."""
         errors = [error for piece in pieces if (error := piece.done.result()) is not None]
@@ -363,11 +371,11 @@ class ObjectBackend:
         full = [isinstance(piece.done.result(), NoRoom) for piece in pieces]
         self._catalog.counts["refused_pages"] += sum(len(part) for part, no in zip(parts, full, strict=True) if no)
         if all(full):
-            self._room.failed(asyncio.get_running_loop().time())
+            self._room.failure(permit, asyncio.get_running_loop().time())
         elif len(errors) == len(pieces):
             raise errors[0]
         else:
-            self._room.ended()
+            self._room.success(permit)
         for piece, part in zip(pieces, parts, strict=True):
             if piece.done.result() is None:
                 self._catalog.counts["put_bytes"] += piece.size

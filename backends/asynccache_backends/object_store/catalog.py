@@ -149,10 +149,9 @@ class Catalog:
         """
         index, name, unsaved = self.index, self._clock.name(), self._unsaved
         snapshot = Snapshot(self._cursor, index.packs(), dict(index.tombs))
-        packing = self._workers.call(pack_snapshot, snapshot, self._schema)
-        await settled([packing])
+        packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
-        await self._client.create(f"{INDEX}/{name}", packing.result())
+        await self._client.create(f"{INDEX}/{name}", packed)
         await self._client.delete([f"{INDEX}/{other}" for other in older])
         self._unsaved -= unsaved
         self.counts["snapshots"] += 1
@@ -171,9 +170,8 @@ class Catalog:
                 data = await self._client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            parsing = self._workers.call(parse_snapshot, memoryview(data), self._schema)
-            await settled([parsing])
-            if (found := parsing.result()) is not None:
+            found = await self._workers.run(parse_snapshot, memoryview(data), self._schema)
+            if found is not None:
                 return found
             self.counts["bad_snapshots"] += 1
         return None

@@ -69,10 +69,8 @@ class Fetches:
         self._catalog.counts["get_bytes"] += stretch.size
         if stretch.size <= INLINE_BYTES:
             hand_out(stretch, data, records)
-            return
-        copying = self._workers.call(hand_out, stretch, data, records)
-        await settled([copying])
-        copying.result()
+        else:
+            await self._workers.run(hand_out, stretch, data, records)
 
 
 async def _together(tasks: Sequence[asyncio.Task[Unavailable | None]]) -> list[Unavailable | None]:

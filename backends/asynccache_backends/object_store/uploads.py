@@ -201,9 +201,7 @@ class Uploads:
         if upload.size <= INLINE_BYTES:
             data = b"".join([*payloads, footer])
         else:
-            joining = self._workers.call(b"".join, [*payloads, footer])
-            await settled([joining])
-            data = joining.result()
+            data = await self._workers.run(b"".join, [*payloads, footer])
         payloads.clear()
         for piece in upload.pieces:
             piece.release()
