@@ -116,8 +116,8 @@ class StorageBackend(Protocol):
         ...
 
     def stats(self) -> Mapping[str, int | float]:
-        """Counters by name; at least ``pages`` and ``bytes`` (what is stored now) and ``errors`` (since it was
-        opened)."""
+        """Counters by name; at least ``pages`` and ``bytes`` (what is stored, as far as the backend knows) and
+        ``errors`` (since it was opened)."""
         ...
 
     async def flush(self) -> None:

@@ -50,25 +50,23 @@ from asynccache_backends.file.scrub import is_gone, is_intact, read_group, store
 from asynccache_backends.file.segments import Segment, segment_name, supports_direct
 from asynccache_backends.file.settings import settings_of
 from asynccache_backends.file.state import StoreState, Writing
+from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
 
 class _Put(NamedTuple):
-    """One call of ``put``, or what is left of it.
+    """Pages of one call that are written together.
 
-    ``fresh``: the pages to write, as positions in ``keys``, by the length of their payloads. ``shared``: the positions
-    of pages that another call, or this one, is writing already, each with the future of that. ``writings``: the groups
-    that are being written, each with the positions of its pages. ``done``: done when this call has written its pages.
+    ``fresh``: the pages, as positions in ``keys``, by the length of their payloads. ``writings``: the groups that are
+    being written, each with the positions of its pages.
     """
 
     keys: Sequence[PageKey]
     records: Sequence[Record]
     results: list[Result]
     fresh: dict[int, list[int]]
-    shared: list[tuple[int, asyncio.Future[None]]]
     writings: list[tuple[Writing, list[int]]]
-    done: asyncio.Future[None]
 
 
 class FileBackend:
@@ -80,7 +78,7 @@ class FileBackend:
         self._page_bytes = page_bytes
         self._janitor = Janitor(state)
         self._breaker = Breaker(threshold=1)
-        self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._puts = OncePerKey()
         self._operations = Operations(f"store folder {str(state.folder.path)!r}")
 
     @classmethod
@@ -155,12 +153,11 @@ class FileBackend:
         """
         with self._operations:
             results = [FAILED] * len(keys)
-            left = list(range(len(keys)))
-            while left:
-                put = self._sort_out(left, keys, records, results)
-                if put.fresh:
-                    await self._write(put)
-                left = await self._wait_for_shared(put)
+
+            async def write(fresh: list[int]) -> None:
+                await self._write(_Put(keys, records, results, self._by_length(fresh, keys, records), []))
+
+            await self._puts.put(keys, results, self._state.index.has, write)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -321,36 +318,16 @@ class FileBackend:
         self._state.counts["errors"] += moved.error is not None
         self._state.counts["get_bytes"] += total
 
-    def _sort_out(
-        self, left: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
-    ) -> _Put:
-        """Find out what is to be done for the pages at the positions ``left``. Those that are stored already are HIT in
-        ``results`` now; those that are being written are waited for; the others are to be written."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        put = _Put(keys, records, results, {}, [], [], done)
-        has, writing, sizes = self._state.index.has, self._writing, self._page_bytes
-        for i in left:
-            pool, key = keys[i]
-            if has(key):
-                results[i] = HIT
-            elif key in writing:
-                put.shared.append((i, writing[key]))
-            elif (size := records[i].payload.nbytes) == sizes.get(pool):
-                writing[key] = done
-                put.fresh.setdefault(size, []).append(i)
-        return put
-
-    async def _wait_for_shared(self, put: _Put) -> list[int]:
-        """Wait for the calls that are writing pages of this one. Returns the positions of pages that they did not
-        store, which are still to be written."""
-        left = []
-        for i, done in put.shared:
-            await asyncio.wait([done])
-            if put.keys[i].key in self._state.index:
-                put.results[i] = HIT
-            else:
-                left.append(i)
-        return left
+    def _by_length(
+        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record]
+    ) -> dict[int, list[int]]:
+        """Group the pages at the positions ``fresh`` by the length of their payloads, without those whose length is not
+        that of their pool."""
+        found: dict[int, list[int]] = {}
+        for i in fresh:
+            if (size := records[i].payload.nbytes) == self._page_bytes.get(keys[i].pool):
+                found.setdefault(size, []).append(i)
+        return found
 
     async def _write(self, put: _Put) -> None:
         """Write the fresh pages, all groups at the same time. Whether it returns or raises, results and index are right
@@ -398,8 +375,7 @@ class FileBackend:
         return self._state.begin_write(length, b"".join(pieces), payloads)
 
     def _finish(self, put: _Put) -> OSError | None:
-        """Finish every write that has begun, and wake the calls that wait for its pages. Returns an error of one of the
-        writes, or None."""
+        """Finish every write that has begun. Returns an error of one of them, or None."""
         failed = None
         for writing, part in put.writings:
             error = self._state.end_write(writing)
@@ -408,10 +384,6 @@ class FileBackend:
                 self._state.counts["put_bytes"] += len(part) * writing.group.length
                 for i in part:
                     put.results[i] = HIT
-        for indices in put.fresh.values():
-            for i in indices:
-                del self._writing[put.keys[i][1]]
-        put.done.set_result(None)
         return failed
 
     def _report(self, permit: Permit, error: OSError | None, put: _Put) -> None:

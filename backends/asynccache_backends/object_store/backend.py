@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 from asynccache.errors import Unavailable
 from asynccache.storage import (
@@ -46,6 +46,7 @@ from asynccache_backends.object_store.names import INDEX, PACKS, Clock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
 from asynccache_backends.object_store.uploads import Piece, Uploads
+from asynccache_backends.once import OncePerKey
 
 MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
@@ -56,16 +57,6 @@ COUNTERS = (
 FULL_BACKOFF, FULL_MOST = 0.1, 1.0
 """Seconds for which a full store is not asked to store pages: at first, and at most."""
 _CLOSING = 5.0
-
-
-class _Put(NamedTuple):
-    """One call of ``put``, or what is left of it, by positions in its keys. ``fresh``: pages that it stores.
-    ``shared``: pages that another call is storing already, each with that call's future. ``done``: the future of this
-    call."""
-
-    fresh: list[int]
-    shared: list[tuple[int, asyncio.Future[None]]]
-    done: asyncio.Future[None]
 
 
 class ObjectBackend:
@@ -87,7 +78,7 @@ class ObjectBackend:
             stored=self._stored, lends=lends,
         )
         self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
-        self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._puts = OncePerKey()
         self._room = Breaker(threshold=1, backoff=FULL_BACKOFF, max_backoff=FULL_MOST)  # open while the store is full
         self._operations = Operations(f"object store {client.shown!r}")
 
@@ -175,12 +166,11 @@ class ObjectBackend:
         """
         with self._operations:
             results = [FAILED] * len(keys)
-            left = list(range(len(keys)))
-            while left:
-                put = self._sort_out(left, keys, results)
-                if put.fresh:
-                    await self._store(put, keys, records, results)
-                left = await self._wait_for_shared(put, keys, results)
+
+            async def write(fresh: list[int]) -> None:
+                await self._store(fresh, keys, records, results)
+
+            await self._puts.put(keys, results, self._catalog.index.__contains__, write)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
@@ -307,39 +297,20 @@ class ObjectBackend:
         self._catalog.stored(pack)
         self._keeper.stored()
 
-    def _sort_out(self, left: Sequence[int], keys: Sequence[PageKey], results: list[Result]) -> _Put:
-        """Find out what is to be done for the pages at the positions ``left``. Those that are stored already are HIT in
-        ``results`` now; those that are being stored are waited for; the others are to be stored."""
-        put = _Put([], [], asyncio.get_running_loop().create_future())
-        index, writing = self._catalog.index, self._writing
-        for i in left:
-            key = keys[i].key
-            if key in index:
-                results[i] = HIT
-            elif key in writing:
-                put.shared.append((i, writing[key]))
-            else:
-                writing[key] = put.done
-                put.fresh.append(i)
-        return put
-
     async def _store(
-        self, put: _Put, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
+        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
-        """Store the fresh pages. Whether it returns or raises, index and results are right when it ends."""
+        """Store the pages at the positions ``fresh``. Whether it returns or raises, index and results are right when it
+        ends."""
         permit = self._room.allow(asyncio.get_running_loop().time())
         try:
             if permit != REFUSED:
-                await self._upload(permit, put.fresh, keys, records, results)
+                await self._upload(permit, fresh, keys, records, results)
             else:
-                self._catalog.counts["refused_pages"] += len(put.fresh)
+                self._catalog.counts["refused_pages"] += len(fresh)
         except BaseException:
             self._room.abandon(permit)
             raise
-        finally:
-            for i in put.fresh:
-                del self._writing[keys[i].key]
-            put.done.set_result(None)
 
     async def _upload(
         self, permit: Permit, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record],
@@ -381,18 +352,6 @@ class ObjectBackend:
                 self._catalog.counts["put_bytes"] += piece.size
                 for i in part:
                     results[i] = HIT
-
-    async def _wait_for_shared(self, put: _Put, keys: Sequence[PageKey], results: list[Result]) -> list[int]:
-        """Wait for the calls that are storing pages of this one. Returns the positions of pages that they did not
-        store, which are still to be stored."""
-        left = []
-        for i, done in put.shared:
-            await asyncio.wait([done])
-            if keys[i].key in self._catalog.index:
-                results[i] = HIT
-            else:
-                left.append(i)
-        return left
 
     async def _store_tombstone(self, keys: Sequence[bytes]) -> Result:
         """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns FAILED if the store
