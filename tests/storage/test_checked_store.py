@@ -232,11 +232,8 @@ async def test_a_key_whose_pool_is_no_text_is_refused_by_every_call(loop: Simula
 
 
 def test_a_backend_around_one_that_processes_share_is_shared() -> None:
-    class Shared(SimulatedBackend):
-        shared = True
-
-    alone = SimulatedBackend(Random(0), HONEST)
-    assert [is_shared(WrappedBackend(inner)) for inner in (Shared(Random(0), HONEST), alone)] == [True, False]
+    inner = [SimulatedBackend(Random(0), HONEST, shared=shared) for shared in (True, False)]
+    assert [is_shared(WrappedBackend(one)) for one in inner] == [True, False]
 
 
 @pytest.mark.asyncio
