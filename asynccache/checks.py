@@ -1,8 +1,9 @@
-"""What may come in from outside: a value of the type that a parameter means, or a ``ConfigError`` that names both.
+"""Checks of arguments: each returns the value in the type that the parameter needs, or raises ``ConfigError``.
 
-Each check takes the parameter's name and the value that somebody gave, and returns the value as Python's own type: an
-engine's numpy or torch integer becomes an ``int``. Checks change nothing, so a caller who is refused may call again.
-Public functions check all their parameters before they do anything else; below them nobody asks what a value is.
+A check takes the parameter's name and the value that somebody passed in, and the error names both. A good value is
+returned as Python's own type: an integer of numpy or torch becomes an ``int``. Checks change nothing, so after an error
+the caller may try again. Public functions check all their arguments before they do anything else. The functions that
+they call rely on that and check nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _SCALAR = re.compile(r"(?:torch\.)?[ub]?(?P<kind>int|float|bool)\d*")
 
 
 class Bounds(NamedTuple):
-    """Where a number may lie: from ``minimum`` to ``maximum``, both allowed, and above ``above``, which is not."""
+    """The range of a number: at least ``minimum``, at most ``maximum``, and greater than ``above``. None: no bound."""
 
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
 
     def unmet(self, value: float) -> str:
-        """What ``value`` must be and is not, as the end of a sentence; empty if it lies within the bounds."""
+        """Return what ``value`` must be and is not, as the end of a sentence; "" if it lies within the bounds."""
         low, high, above = self
         if low is not None and high is not None:
             return "" if low <= value <= high else f"must lie between {low} and {high}"
@@ -52,13 +53,13 @@ ANY = Bounds()
 def within(
     minimum: float | None = None, maximum: float | None = None, *, above: float | None = None
 ) -> dict[str, Bounds]:
-    """The bounds of a dataclass's field, as its ``metadata``; ``settle_fields`` holds values against them."""
+    """Return the ``metadata`` of a dataclass's field with these bounds. ``check_fields`` checks values against them."""
     return {"bounds": Bounds(minimum, maximum, above)}
 
 
 def integer(name: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
-    """``value`` as an ``int``: an integer of Python, numpy or torch, or anything else that ``operator.index`` takes.
-    Neither floats nor truth values are integers, nor is an array that has dimensions.
+    """Return ``value`` as an ``int``. It may be an integer of Python, numpy or torch, or anything else that
+    ``operator.index`` takes. Floats, truth values and arrays that have dimensions are refused.
 
     Raises:
         ConfigError: it is no integer, or below ``minimum``, or above ``maximum``.
@@ -72,10 +73,11 @@ def integer(name: str, value: object, minimum: int | None = None, maximum: int |
 def number(
     name: str, value: object, minimum: float | None = None, maximum: float | None = None, *, above: float | None = None
 ) -> float:
-    """``value`` as a finite ``float``: a real number of Python, numpy or torch. Text and truth values are no numbers.
+    """Return ``value`` as a finite ``float``. It may be a real number of Python, numpy or torch. Text and truth values
+    are refused.
 
     Raises:
-        ConfigError: it is no number, is NaN or infinite, or lies outside the bounds (``above`` itself is outside).
+        ConfigError: it is no number, is NaN or infinite, or lies outside the bounds (see ``Bounds``).
     """
     found = value if type(value) is float else _real(name, value)
     if not isfinite(found):
@@ -87,10 +89,10 @@ def number(
 
 
 def flag(name: str, value: object) -> bool:
-    """``value`` as a ``bool``: True or False, also numpy's or torch's.
+    """Return ``value`` as a ``bool``. It may be True or False of Python, numpy or torch.
 
     Raises:
-        ConfigError: it is anything else; 0, 1, None and "no" are.
+        ConfigError: it is anything else; also for 0, 1, None and "no".
     """
     if value is True or value is False:
         return value
@@ -100,12 +102,13 @@ def flag(name: str, value: object) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Whether ``value`` is a truth value, for parameters that take something else as well."""
+    """Whether ``value`` is a truth value that ``flag`` takes. For parameters that may also be something else."""
     return isinstance(value, bool) or _kind(value) == "bool"
 
 
 def text(name: str, value: object, *, empty: bool = True) -> str:
-    """``value`` as it is: text that has UTF-8. ``empty``: whether it may have no characters.
+    """Return ``value`` as a ``str``. It must be text that can be encoded as UTF-8, which lone surrogates cannot.
+    ``empty``: whether "" is allowed.
 
     Raises:
         ConfigError: it is no such text.
@@ -122,31 +125,31 @@ def text(name: str, value: object, *, empty: bool = True) -> str:
 
 
 def integers(name: str, value: object) -> list[int]:
-    """``value``, a list or tuple of integers, as a list of ``int``.
+    """Return ``value``, a list or tuple of integers, as a list of ``int``.
 
     Raises:
-        ConfigError: it is no such row.
+        ConfigError: it is anything else.
     """
     row = instance(name, value, (list, tuple))
     return list(row) if set(map(type, row)) <= {int} else [integer(name, one) for one in row]
 
 
 def names(name: str, value: object) -> tuple[str, ...]:
-    """``value``, a list, tuple, set or the keys of a mapping, all of them texts.
+    """Return the texts in ``value``, which is a list, a tuple, a set, a mapping or the keys of one.
 
     Raises:
-        ConfigError: it is no such collection.
+        ConfigError: it is anything else, or has something else than text in it.
     """
     kinds = (list, tuple, set, frozenset, Mapping, KeysView)
     return tuple(text(name, one) for one in instance(name, value, kinds))
 
 
 def texts(name: str, value: object, *, numbers: bool = False) -> dict[str, str]:
-    """A copy of ``value``, a mapping of texts to texts. What it holds is not shown: it may be a password. ``numbers``:
-    a value may be a number, as in JSON, and becomes its text.
+    """Return a copy of ``value``, a mapping of texts to texts. ``numbers``: whether a value may also be a number, as in
+    JSON; it becomes its text.
 
     Raises:
-        ConfigError: it is no such mapping.
+        ConfigError: it is no such mapping. The error does not show its values, since one may be a password.
     """
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must map names to texts, and is of type {type(value).__name__}")
@@ -159,10 +162,10 @@ def texts(name: str, value: object, *, numbers: bool = False) -> dict[str, str]:
 
 
 def member(name: str, value: object, enum: type[_E]) -> _E:
-    """The member of ``enum`` that ``value``, itself a member or the text of one, names.
+    """Return the member of ``enum`` that ``value`` is, or whose value it is.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is no such member; the message lists the values of all members.
     """
     if isinstance(value, (str, enum)):
         for one in enum:
@@ -172,10 +175,10 @@ def member(name: str, value: object, enum: type[_E]) -> _E:
 
 
 def choice(name: str, value: object, choices: Collection[str]) -> str:
-    """``value``, one of these texts.
+    """Return ``value``, which must be one of ``choices``.
 
     Raises:
-        ConfigError: it is none of them; the message lists them.
+        ConfigError: it is not; the message lists the choices.
     """
     if isinstance(value, str) and value in choices:
         return value
@@ -183,24 +186,24 @@ def choice(name: str, value: object, choices: Collection[str]) -> str:
 
 
 def namespace(name: str, value: object) -> str | bytes | None:
-    """An ``extra_key``: text, bytes or None.
+    """Return ``value``, an ``extra_key``: text, bytes or None.
 
     Raises:
-        ConfigError: it is anything else, or text that has no UTF-8.
+        ConfigError: it is anything else, or text that cannot be encoded as UTF-8.
     """
     if value is None or isinstance(value, bytes):
         return value
     if not isinstance(value, str):
         raise _refused(name, value, "must be text, bytes or None")
     text(name, value)
-    return value  # as it is: an ``Adapter`` is text that has a name beside it
+    return value  # the same object: an ``Adapter`` is a subclass of str that has a name, too
 
 
 def instance(name: str, value: object, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    """``value``, which is a ``kind``, or one of several.
+    """Return ``value``, which must be an instance of ``kind``, or of one of several kinds.
 
     Raises:
-        ConfigError: it is an object of another class.
+        ConfigError: it is not.
     """
     if isinstance(value, kind):
         return value
@@ -209,10 +212,10 @@ def instance(name: str, value: object, kind: type[_T] | tuple[type[_T], ...]) ->
 
 
 def provider(name: str, value: object, protocol: type[_T]) -> _T:
-    """``value``, an object with every method of ``protocol``.
+    """Return ``value``, which must have every method of ``protocol``.
 
     Raises:
-        ConfigError: it is none; the message names the first method that it lacks.
+        ConfigError: it has not; the message names the first method that it lacks.
     """
     for method, function in vars(protocol).items():
         if callable(function) and not method.startswith("_") and not callable(_attribute(value, method)):
@@ -221,20 +224,23 @@ def provider(name: str, value: object, protocol: type[_T]) -> _T:
 
 
 def function(name: str, value: _T) -> _T:
-    """``value``, which can be called.
+    """Return ``value``, which must be callable.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not.
     """
     if not callable(value):
         raise _refused(name, value, "must be something that can be called")
     return value
 
 
-def settle_fields(made: Any, where: str = "") -> None:
-    """Replace the fields of a frozen dataclass that are declared as ``int``, ``float``, ``bool`` or ``str`` by what the
-    checks above make of them, within the bounds that ``within`` gave them. The declared types are text: the module of
-    the dataclass defers its annotations. ``where``: the beginning of the fields' names in errors.
+def check_fields(made: Any, where: str = "") -> None:
+    """Check the fields of a new frozen dataclass, for its ``__post_init__``.
+
+    Each field that is declared as ``int``, ``float``, ``bool`` or ``str``, or as one of them or None, is replaced by
+    what the check of that type returns; fields of other types are left alone. Numbers are checked against the bounds
+    that ``within`` declared. The module of the dataclass must defer its annotations, so that the declared types are
+    text. ``where`` stands before the fields' names in errors.
 
     Raises:
         ConfigError: a value is unusable.
@@ -262,10 +268,10 @@ def settle_fields(made: Any, where: str = "") -> None:
 
 
 def shown(value: object) -> str:
-    """``value`` for an error: its ``repr``, cut where it is long, without the passwords of URLs."""
+    """Return ``value`` as errors show it: its ``repr``, cut to ``MOST_SHOWN`` characters, without passwords of URLs."""
     try:
         found = redacted(repr(value))
-    except Exception:  # whatever it is, its own repr() does not work
+    except Exception:  # the repr() of somebody's class may raise anything
         return f"<an object of type {type(value).__name__}>"
     return found if len(found) <= MOST_SHOWN else f"{found[: MOST_SHOWN - 3]}..."
 
@@ -296,20 +302,21 @@ def _real(name: str, value: object) -> float:
 
 
 def _kind(value: object) -> str:
-    """What an array's or tensor's scalar is: ``int``, ``float``, ``bool``, or ``other``, as is all that has dimensions;
-    empty for what has no ``dtype``, so that nothing need be imported to know numpy's and torch's scalars."""
+    """Return which kind of scalar of numpy or torch ``value`` is: ``int``, ``float``, ``bool``, or ``other``, also for
+    arrays that have dimensions; "" for an object without ``dtype``. It goes by attributes, so that neither numpy nor
+    torch has to be imported."""
     dtype = _attribute(value, "dtype")
     if dtype is None:
         return ""
     try:
         found = _SCALAR.fullmatch(str(dtype))
-    except Exception:  # its own str() does not work
+    except Exception:  # the str() of somebody's class may raise anything
         return "other"
     return found["kind"] if found and _attribute(value, "ndim") == 0 else "other"
 
 
 def _attribute(value: object, name: str) -> Any:
-    """An attribute, or None, also where looking for it fails in whatever way."""
+    """Return an attribute of ``value``; None if it has none, or if looking for it raises, whatever it raises."""
     try:
         return getattr(value, name, None)
     except Exception:

@@ -1,10 +1,11 @@
-"""Which core runs: the Python source of ``asynccache.core``, or what was compiled from it.
+"""Chooses which core runs: the Python source of ``asynccache.core``, or the extension modules compiled from it.
 
-There is one source. ``make compiled`` and a wheel with a compiled core (``hatch_build.py``) put extension modules into
-``FOLDER``, one folder for each kind of interpreter, beside the digest of the source that they were made from.
+``make compiled`` and a wheel with a compiled core (``hatch_build.py``) put the extension modules into ``FOLDER``. There
+is one such folder for each kind of interpreter, and each has a file with the digest of the source it was compiled from.
 
-Law: what was compiled runs only if it was made from the very source that lies here, for this interpreter, and
-``ASYNCCACHE_PURE`` is not set. Otherwise the source runs. All modules of the core are of the same kind.
+Law: the compiled core runs only if it was made for this interpreter and from the very source that is installed here,
+and ``ASYNCCACHE_PURE`` is not set. Otherwise the source runs. Compiled and pure modules of the core are never mixed,
+except for ``PURE_MODULES``, which are never compiled.
 """
 
 from __future__ import annotations
@@ -19,36 +20,38 @@ from types import ModuleType
 PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SUFFIX = EXTENSION_SUFFIXES[0]
 FOLDER = os.path.join(PACKAGE, "_compiled", SUFFIX.strip(".").rpartition(".")[0])
-"""Where the modules for this interpreter lie: each in a file of its full name and ``SUFFIX``."""
+"""The folder of the extension modules for this interpreter. Each is a file named by the module's full name and
+``SUFFIX``."""
 PURE_MODULES = ("asynccache.core", "asynccache.core.keys", "asynccache.core.settings")
-"""Modules of the core that stay as they are: an empty one; one with a subclass of str, which mypyc has none of; frozen
-values that are asked for little, and that could be neither copied nor pickled."""
+"""Modules of the core that are not compiled. The first is empty. ``keys`` has a subclass of str, which mypyc does not
+support. ``settings`` has frozen values that are seldom used; compiled, they could be neither copied nor pickled."""
 BENEATH = ("asynccache.checks", "asynccache.errors", "asynccache.redaction")
-"""What the core imports of the rest: mypyc looks at their types."""
+"""What the core imports from outside itself. mypyc reads the types in these modules."""
 BESIDE = (*PURE_MODULES, *BENEATH)
-"""Modules that stay Python, and whose types what is compiled relies on."""
+"""Modules that are not compiled and on whose types the compiled ones rely, so that the digest covers them."""
 SOURCE = "source"
-"""The file in ``FOLDER`` that has the digest of the source, with ``BESIDE``, and the names of what is compiled."""
+"""The file in ``FOLDER`` with the digest of the source (of the compiled modules and ``BESIDE``), followed by the names
+of the compiled modules."""
 
 CORE = "pure"
-"""``"compiled"`` or ``"pure"``."""
+"""The core that runs: ``"compiled"`` or ``"pure"``."""
 WHY = ""
-"""Why it is not the compiled one, in a few words; "" where it is."""
+"""Why the compiled core does not run, in a few words; "" if it does."""
 
 
 def source_of(module: str, package: str = PACKAGE) -> str:
-    """The file of a module of asynccache."""
+    """Return the path of the source file of a module of asynccache, given its full name."""
     path = os.path.join(package, *module.split(".")[1:])
     return os.path.join(path, "__init__.py") if os.path.isdir(path) else f"{path}.py"
 
 
 def digest(modules: Iterable[str], package: str = PACKAGE) -> str:
-    """What the source of these modules is told by: equal for equal source, wherever it lies.
+    """Return a digest of the source of these modules. It is the same for the same source, wherever that lies.
 
     Raises:
         OSError: a file cannot be read.
     """
-    from hashlib import sha256  # takes some ms, and is not needed where nothing is compiled
+    from hashlib import sha256  # importing it takes some ms, and it is not needed where nothing is compiled
 
     found = sha256()
     for module in sorted(modules):
@@ -59,7 +62,7 @@ def digest(modules: Iterable[str], package: str = PACKAGE) -> str:
 
 
 class _Finder:
-    """Finds the modules that are compiled; for ``sys.meta_path``."""
+    """A finder for ``sys.meta_path`` that finds the compiled modules."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = frozenset(modules)
@@ -78,7 +81,8 @@ class _Finder:
 
 
 def choose() -> None:
-    """Have the modules of the core come from where they should. Called before the first of them is imported."""
+    """Decide which core runs, and set ``CORE`` and ``WHY``. If it is the compiled one, imports of its modules find the
+    extension modules from now on. To be called before the first module of the core is imported."""
     global CORE, WHY
     CORE = "pure"
     if os.environ.get("ASYNCCACHE_PURE", "0") not in ("", "0"):

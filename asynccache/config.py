@@ -1,7 +1,7 @@
-"""Settings: frozen values, validated when built. Strings become Enums here and nowhere below.
+"""The settings of a cache: frozen values that are checked when they are built.
 
-``CacheConfig`` is what a user writes; ``CacheConfig.core()`` and ``CacheConfig.pools()`` are what the layers below
-read. Imports neither torch nor anything that does I/O.
+A user writes a ``CacheConfig``. The rest of asynccache reads what ``CacheConfig.core()`` and ``CacheConfig.pools()``
+return; there enum members stand in the place of strings. This module imports neither torch nor anything that does I/O.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asynccache.errors import ConfigError
 _T = TypeVar("_T")
 
 EVICTION_POLICIES = ("lru", "p2c")
-"""Those that come with asynccache; ``asynccache.core.policies.POLICIES`` has those that were added, too."""
+"""The policies that come with asynccache. ``asynccache.core.policies.POLICIES`` also has those that users added."""
 MOST_LAYERS = 1 << 16
 MOST_PAGE = 1 << 16
 
@@ -39,9 +39,13 @@ _SHARE = within(0, 1)
 
 
 class Replicated(Enum):
-    """Over which ranks every page of a pool has the same bytes, as the latent vectors of MLA have over tensor parallel
-    ranks. Where such ranks share a store one of them stores the pages for all. True stands for all ranks of a pipeline
-    stage, False for none."""
+    """The directions in which all ranks hold the same bytes of a pool: none, tensor parallel, context parallel, or
+    both.
+
+    The latent vectors of MLA, for example, are the same on all tensor parallel ranks. Where such ranks share a store,
+    one of them stores the pages for all. In settings True stands for ``TP_CP``, that is for all ranks of a pipeline
+    stage, and False for ``NO``.
+    """
 
     NO = "no"
     TP = "tp"
@@ -50,17 +54,19 @@ class Replicated(Enum):
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The directions."""
+        """The directions by name: ``"tp"``, ``"cp"``, both, or none."""
         return () if self is Replicated.NO else tuple(self.value.split(","))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Full:
-    """Full attention: every token keeps ``bytes_per_token`` bytes (all layers together; 0: a logical pool).
+    """Full attention: the KV of every token is kept.
 
-    ``host_tokens`` 0 means that there is no host tier, and then no storage either. ``covers``: for each of the
-    ``layers`` the layer of the model that it belongs to, never falling; none given: their own numbers. A load_back
-    brings layer i of the model whole before layer i+1, whatever pools it lies in.
+    ``bytes_per_token``: bytes of one token, all layers together; 0 means a *logical* pool, which has slots and no
+    bytes. ``device_tokens`` and ``host_tokens``: how many tokens there is room for on each tier. ``host_tokens`` 0
+    means that there is no host tier, and therefore no storage. ``covers``: for each of the ``layers`` the number of the
+    model's layer that it holds, in an order that never falls; () means 0, 1, 2 and so on. A load_back completes layer i
+    of the model, in all pools that hold parts of it, before layer i+1.
     """
 
     bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
@@ -72,12 +78,13 @@ class Full:
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
-        _settle_pool(self, "full")
+        _check_pool(self, "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
-    """Sliding-window attention: a position attends to the last ``window`` tokens only."""
+    """Sliding-window attention: a position attends to the last ``window`` tokens only. The other fields are those of
+    ``Full``."""
 
     window: int = field(metadata=_POSITIVE)
     bytes_per_token: int = field(metadata=_NOT_NEGATIVE)
@@ -89,12 +96,16 @@ class SlidingWindow:
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
-        _settle_pool(self, "swa")
+        _check_pool(self, "swa")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
-    """Recurrent state: one state of ``state_bytes`` (all layers together) stands for a whole prefix."""
+    """Recurrent state: one state stands for a whole prefix.
+
+    ``state_bytes``: bytes of one state, all layers together. ``device_states`` and ``host_states``: how many states
+    there is room for on each tier. The other fields are those of ``Full``.
+    """
 
     state_bytes: int = field(metadata=_POSITIVE)
     device_states: int = field(metadata=_POSITIVE)
@@ -105,7 +116,7 @@ class Mamba:
     dtype: str = "uint8"
 
     def __post_init__(self) -> None:
-        _settle_pool(self, "mamba")
+        _check_pool(self, "mamba")
 
 
 Component = Full | SlidingWindow | Mamba
@@ -116,10 +127,11 @@ POOL_NAME = {ComponentKind.FULL: "full", ComponentKind.SWA: "swa", ComponentKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """A pool without slots of its own: it holds, at the same page ids, more bytes of what ``indices_from`` holds.
+    """A pool without slots of its own. It holds more bytes of the pages of another pool, at the same slots.
 
-    ``indices_from``: a component's pool or another sidecar. ``hit_policy`` follows from it (None); what is given is
-    checked against it. ``replicated``: see ``Replicated``.
+    ``indices_from`` names that other pool: a component's, or another sidecar. ``bytes_per_page``: bytes of one page,
+    all layers together. ``hit_policy`` follows from ``indices_from``; a policy that is given is only checked against
+    it. The other fields are those of ``Full``.
     """
 
     name: str
@@ -133,7 +145,7 @@ class Sidecar:
 
     def __post_init__(self) -> None:
         where = f"sidecar {checks.shown(self.name)}"
-        _settle_pool(self, where)
+        _check_pool(self, where)
         if not re.fullmatch(r"[\w.-]+", self.name):
             raise ConfigError(f"{where}: name: a pool's name is made of letters, digits, '_', '.' and '-'")
         if self.hit_policy is not None:
@@ -142,13 +154,14 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """One pool, resolved. ``bytes_per_page`` covers all ``layers``; 0: logical (slots, no buffer, no stored object).
+    """One pool, with all that follows from the settings.
 
-    ``component`` is the component whose slots index the pool (its own, or the one ``indices_from`` leads to).
-    ``device_pages`` and ``host_pages`` are that component's slot counts. ``replicated``: the directions (``"tp"``,
-    ``"cp"``) in which ranks hold the same bytes. ``shard`` names the part of every page that
-    this rank holds: it is in the storage key. ``writes``: whether this rank is the one that stores it where ranks share
-    a store.
+    ``bytes_per_page``: bytes of one page, all ``layers`` together; 0 for a logical pool, which has slots, but no memory
+    and nothing in storage. ``component``: the component whose slots index the pool: its own, or the one to which
+    ``indices_from`` leads. ``device_pages`` and ``host_pages``: how many slots that component has on each tier.
+    ``replicated``: the directions (``"tp"``, ``"cp"``) in which ranks hold the same bytes. ``shard``: a name for the
+    part of every page that this rank holds; it is part of the storage key. ``writes``: whether this rank is the one
+    that writes the pages to a store which several ranks share.
     """
 
     name: str
@@ -167,12 +180,17 @@ class PoolSpec:
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """For each of the pool's layers the layer of the model that it belongs to."""
+        """For each of the pool's layers the number of the model's layer that it holds."""
         return self.covers or tuple(range(self.layers))
 
     def on_rank(self, rank: int, ranks: int, cp: tuple[int, int] = (0, 1), pp: tuple[int, int] = (0, 1)) -> PoolSpec:
-        """The pool as tp rank ``rank`` of ``ranks`` holds it, in its place among context parallel ranks and pipeline
-        stages: a part of every page, or all of it, stored by the first. ``covers`` says which stage it is, if given."""
+        """Return the pool as one rank holds it, with ``shard`` and ``writes`` set.
+
+        ``rank`` of ``ranks`` is its place among the tensor parallel ranks; ``cp`` and ``pp`` are pairs of its place and
+        the number of context parallel ranks and of pipeline stages. A pool that is replicated in a direction is whole
+        on every rank of it, and the first of them writes it. A pool with ``covers`` says by that which stage it is of,
+        so its ``shard`` does not name the stage.
+        """
         places = {"tp": (rank, ranks), "cp": cp}
         parts = [(name, *at) for name, at in places.items() if name not in self.replicated]
         if not self.covers:
@@ -184,13 +202,13 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Everything an ``AsyncCache`` is made from.
+    """All settings of an ``AsyncCache``. docs/configuration.md says what each of them means.
 
-    ``model`` names the weights: it is part of every page hash, so caches of different models never meet in storage.
-    ``components``: FULL first, then at most one ``SlidingWindow`` and one ``Mamba``.
-    ``storage``: ``None``, a URL such as ``file:/var/kv?capacity=10GiB``, resolved through entry points, or several of
-    them, nearest first. ``storage_options`` are added to the URL, if it is one.
-    Times are seconds, sizes are tokens unless the name says otherwise.
+    ``model`` names the weights. It is part of every page hash, so caches of different models never share stored pages.
+    ``components``: one ``Full``, then at most one ``SlidingWindow``, then at most one ``Mamba``.
+    ``storage``: None, a URL such as ``file:/var/kv?capacity=10GiB``, or several URLs, the nearest store first.
+    ``storage_options`` are added to the URL; with several URLs there must be none.
+    Times are in seconds. Sizes are in tokens unless the setting's name says otherwise.
     """
 
     model: str
@@ -217,10 +235,10 @@ class CacheConfig:
     storage_options: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self)
+        checks.check_fields(self)
         checks.text("model", self.model, empty=False)
         checks.choice("eviction", self.eviction, tuple(dict.fromkeys((*EVICTION_POLICIES, *POLICIES))))
-        settled = {
+        checked = {
             "write_policy": checks.member("write_policy", self.write_policy, WritePolicy),
             "prefetch_policy": checks.member("prefetch_policy", self.prefetch_policy, PrefetchPolicy),
             "storage": _urls(self.storage),
@@ -228,7 +246,7 @@ class CacheConfig:
             "components": _each("components", self.components, (Full, SlidingWindow, Mamba)),
             "sidecars": _each("sidecars", self.sidecars, (Sidecar,)),
         }
-        for name, value in settled.items():
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         _check_components(self)
         self.pools()
@@ -240,11 +258,10 @@ class CacheConfig:
         return tuple(url for url in urls if url != "none")
 
     def core(self) -> CoreConfig:
-        """The core's part of these settings.
+        """Return the settings of the core.
 
         Raises:
-            ConfigError: a component has more slots than can be numbered. Most would not fit in memory either: whoever
-                allocates pools says so first.
+            ConfigError: a component has more slots than an int32 can number.
         """
         slots = tuple(
             ComponentSlots(_KIND[type(c)], _slots(c, self.page_size, host=False), _slots(c, self.page_size, host=True),
@@ -267,11 +284,11 @@ class CacheConfig:
         )
 
     def pools(self) -> tuple[PoolSpec, ...]:
-        """Every pool: the components' own, in component order, then the sidecars in the order given.
+        """Return every pool: those of the components, in their order, then the sidecars in theirs.
 
         Raises:
-            ConfigError: a sidecar's name is taken, its source is unknown, sources form a cycle, or a hit policy is not
-                that of the component it leads to.
+            ConfigError: two pools have the same name, an ``indices_from`` names no pool or closes a cycle, or a hit
+                policy is not the one of the component whose slots the sidecar uses.
         """
         own = {spec.name: spec for spec in map(self._component_pool, self.components)}
         sidecars = {s.name: s for s in self.sidecars}
@@ -292,7 +309,7 @@ class CacheConfig:
 
 
 def split_urls(text: str) -> tuple[str, ...]:
-    """The URLs in ``text``: another begins where a scheme follows a space."""
+    """Return the URLs in ``text``, which has spaces between them. A space that no scheme follows is part of a URL."""
     return tuple(re.split(r"\s+(?=[A-Za-z][A-Za-z0-9+.-]*:)", text.strip()))
 
 
@@ -310,9 +327,10 @@ def _each(name: str, values: object, kinds: tuple[type[_T], ...]) -> tuple[_T, .
     return tuple(checks.instance(f"{name}[{at}]", value, kinds) for at, value in enumerate(values))
 
 
-def _settle_pool(pool: Component | Sidecar, where: str) -> None:
-    """What can be said of a pool by itself."""
-    checks.settle_fields(pool, f"{where}: ")
+def _check_pool(pool: Component | Sidecar, where: str) -> None:
+    """Check and convert all fields of a pool that can be checked without knowing the other pools. ``where`` names the
+    pool in errors."""
+    checks.check_fields(pool, f"{where}: ")
     replicated: object = pool.replicated
     if checks.is_flag(replicated):
         replicated = Replicated.TP_CP if replicated else Replicated.NO
@@ -355,7 +373,7 @@ def _sidecar_pool(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, S
 
 
 def _root(spec: Sidecar, own: dict[str, PoolSpec], sidecars: dict[str, Sidecar]) -> PoolSpec:
-    """The component's pool that the sources of ``spec`` lead to."""
+    """Return the component's pool that is reached from ``spec`` by following ``indices_from``."""
     source, seen = spec.indices_from, {spec.name}
     while source not in own:
         if source in seen:
@@ -392,7 +410,7 @@ def _check_components(config: CacheConfig) -> None:
 
 
 def _check_component(component: Component, page_size: int) -> None:
-    """What can be said of a component in a cache with pages of this size."""
+    """Check that a component's room is whole pages, and that the bytes of a page can be divided among its layers."""
     name = POOL_NAME[_KIND[type(component)]]
     if isinstance(component, Mamba):
         unit = component.state_bytes

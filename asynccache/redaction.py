@@ -1,7 +1,8 @@
-"""What only its owner may know, and how a text is shown without it. Pure; everything that prints settings uses it.
+"""Hiding passwords and other secrets in texts that are shown. Pure functions; everything that prints settings uses
+them.
 
-Hidden are, in a store's URL, all that stands before an ``@`` and the values of options whose names say that they are
-secrets; of other settings those whose names say so.
+In a store's URL the part before an ``@`` is hidden, and the values of options whose names say that they are secrets.
+Other settings are hidden if their names say so.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _IN_QUERY = re.compile(r"([?&])([^=&\s]*)=([^&\s]*)")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name is one that only its owner may know."""
+    """Whether a setting of this name is a secret, judged by the name alone."""
     return _SECRET.search(name) is not None
 
 
 def shown(name: str, value: object) -> object:
-    """The value of a setting, or of a table of them, as others may see it."""
+    """Return the value of a setting, or of a table or list of settings, with its secrets replaced by ``HIDDEN``."""
     if isinstance(value, dict):
         return {key: shown(str(key), one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
@@ -35,7 +36,8 @@ def shown(name: str, value: object) -> object:
 
 
 def redacted(text: str) -> str:
-    """A store's URL, or several with spaces between them, as others may see it. Any text will do."""
+    """Return a store's URL, or several with spaces between them, with the secrets replaced by ``HIDDEN``. Any text may
+    be passed in."""
     return re.sub(r"\S+", lambda match: _redacted(match[0]), text)
 
 
@@ -48,7 +50,8 @@ def _redacted(url: str) -> str:
 
 
 def _host_part(path: str) -> str:
-    """Behind the last ``@`` is the host; a password may have anything in it. An absolute path has no user."""
+    """Hide all that stands before the host, which begins behind the last ``@``, since a password may have an ``@`` in
+    it. An absolute path of a file is returned as it is: there is no user in it."""
     _, at, host = path.rpartition("@")
     if not at or path.startswith("/"):
         return path

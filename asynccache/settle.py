@@ -1,4 +1,8 @@
-"""Waiting that keeps a promise: a cancelled waiter leaves only when the work it waits for has let go of its buffers."""
+"""Waiting for work that uses the caller's buffers: even a waiter that is cancelled returns only when the work has
+ended.
+
+A future is *settled* here when it is done: with a result, with an error, or cancelled.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ _T = TypeVar("_T")
 
 
 async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
-    """Return when every future is done; their results and errors stay with them.
+    """Wait until every future is done. Their results and errors are left in them.
 
-    Cancelling it waits for all of them first and cancels none of them.
+    If it is cancelled it cancels none of the futures, waits until all of them are done, and then raises CancelledError.
 
     Raises:
-        ConfigError: they are no list or tuple of futures.
+        ConfigError: ``futures`` is not a list or tuple of futures.
     """
     for future in checks.instance("futures", futures, (list, tuple)):
         if not asyncio.isfuture(future):
@@ -33,14 +37,17 @@ async def settled(futures: Sequence[asyncio.Future[Any]]) -> None:
         try:
             raise cancelled
         finally:
-            del cancelled  # else it and this frame would keep each other, and the caller's buffers
+            del cancelled  # else it and this frame would keep each other and the caller's buffers alive
 
 
 async def completed(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run ``work`` to its end. Cancelling it waits for that end, and drops the result or error.
+    """Run the coroutine ``work`` to its end, and return what it returns or raise what it raises.
+
+    If this is cancelled, ``work`` is not: it is waited for, its result or error is dropped, and then CancelledError is
+    raised.
 
     Raises:
-        ConfigError: it is no coroutine.
+        ConfigError: ``work`` is not a coroutine.
     """
     work = checks.instance("work", work, Coroutine)
     task = asyncio.get_running_loop().create_task(work)
@@ -48,9 +55,9 @@ async def completed(work: Coroutine[Any, Any, _T]) -> _T:
         await settled([task])
     except asyncio.CancelledError:
         if not task.cancelled():
-            task.exception()
+            task.exception()  # else asyncio would log that nobody has read it
         raise
     try:
         return task.result()
     finally:
-        del task  # as above
+        del task  # for the same reason as in ``settled``

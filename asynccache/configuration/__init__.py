@@ -1,7 +1,8 @@
-"""Settings from a TOML file, the environment and Python: one typed tree, each value with its origin.
+"""Settings from a TOML file, the environment and Python: one tree of typed values, each with its origin.
 
-Python wins over the environment, the environment over the file, the file over the defaults. What is unknown or cannot
-be used is refused with its name, its value, where it came from, and the nearest name there is. Imports no torch.
+Python wins over the environment, the environment over the file, and the file over the defaults. Unknown settings and
+unusable values are refused; the error has the setting's name, its value, where it came from, and the nearest name that
+exists. This package does not import torch.
 """
 
 from asynccache.configuration.building import Effective, Loaded, Problem, load_config, read_config

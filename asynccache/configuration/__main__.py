@@ -1,4 +1,4 @@
-"""``python -m asynccache.configuration docs/configuration.md``: writes the reference into the page again."""
+"""``python -m asynccache.configuration docs/configuration.md`` writes the reference of all settings into that page."""
 
 import sys
 from pathlib import Path

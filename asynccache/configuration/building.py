@@ -1,4 +1,4 @@
-"""From what the sources say to a ``CacheConfig``, or to the list of everything that is wrong with them."""
+"""Builds a ``CacheConfig`` from the settings in all sources, or lists everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ DEFAULT = "default"
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: a sentence with the field, its value and where it came from; and what to do."""
+    """One thing that is wrong. ``sentence`` names the setting, its value and where it came from; ``hint``, if there is
+    one, says what to do."""
 
     sentence: str
     hint: str = ""
@@ -39,7 +40,7 @@ class Problem(NamedTuple):
 
 
 class Effective(NamedTuple):
-    """A setting as it holds, and where it came from."""
+    """A setting with the value that is in effect, and the place where that was set (``origin``)."""
 
     path: Path
     value: object
@@ -47,7 +48,7 @@ class Effective(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """``config`` is None if, and only if, there are problems."""
+    """The outcome of reading all sources. ``config`` is None if, and only if, there are problems."""
 
     config: CacheConfig | None
     values: tuple[Effective, ...]
@@ -57,14 +58,18 @@ class Loaded(NamedTuple):
 def load_config(
     path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None, **given: Any
 ) -> CacheConfig:
-    """The configuration that a TOML file, the environment and Python say together.
+    """Return the configuration that a TOML file, the environment and the arguments make up together.
 
-    ``path``: the file; None: the one that ``ASYNCCACHE_CONFIG`` names, if any. ``env``: instead of ``os.environ``.
-    ``given``: settings by name, which win over everything; ``components`` and ``sidecars`` are tuples, then nothing of
-    theirs is taken from elsewhere, or mappings such as ``{"full": {"device_tokens": 65536}}``, which are merged.
+    Args:
+        path: the file; None is the one that ``ASYNCCACHE_CONFIG`` names, if there is one.
+        env: the environment variables; ``os.environ`` by default.
+        given: settings by name, which win over the environment and the file. ``components`` and ``sidecars`` may be
+            mappings such as ``{"full": {"device_tokens": 65536}}``, which are merged with the other sources; or tuples
+            of the dataclasses, which replace what the other sources have.
 
     Raises:
-        ConfigError: says of everything that is wrong what it is, its value and where it came from, a line for each.
+        ConfigError: something is wrong. The message has a line for each problem, with the setting, its value and where
+            it came from.
     """
     loaded = read_config(path, env=env, **given)
     if loaded.config is None:
@@ -75,7 +80,11 @@ def load_config(
 def read_config(
     path: str | os.PathLike[str] | File | None = None, *, env: Mapping[str, str] | None = None, **given: Any
 ) -> Loaded:
-    """As ``load_config``; what is wrong is listed and not raised, and every value comes with its origin."""
+    """Do what ``load_config`` does, but return every value with its origin, and problems as a list instead of an error.
+
+    Raises:
+        ConfigError: ``path`` or ``env`` is an argument of the wrong type.
+    """
     env = os.environ if env is None else checks.texts("env", env)
     if not isinstance(path, (str, os.PathLike, File, type(None))):
         raise ConfigError(f"path={checks.shown(path)} must be text or a path")
@@ -96,7 +105,8 @@ def read_config(
 
 
 def _matched(upper: Table, lower: Table) -> Table:
-    """The environment knows no case and no dashes: a sidecar that the file names keeps the file's name."""
+    """Return the settings of the environment, ``upper``, with the names of sidecars as ``lower`` writes them. Names of
+    environment variables have neither lower case nor dashes, so they cannot be compared as they are."""
     names = {_folded(group): group for group in lower.groups if group[0] == "sidecars"}
 
     def renamed(path: Path) -> Path:
@@ -137,7 +147,8 @@ def _short(path: Path, value: Value) -> str:
 
 
 def _unknown(path: Path, value: Value) -> Iterator[Problem]:
-    """What is in a table of a component that there is not is not named by itself."""
+    """Yield the problem of a setting that does not exist. Settings in the table of an unknown component are left out:
+    the table itself is reported, by ``_unknown_groups``."""
     if path[0] == "components" and len(path) == 3 and path[1] not in settings.COMPONENTS:
         return
     sentence = f"{'.'.join(path)}={_short(path, value)} ({value.origin}): there is no such setting"
@@ -155,7 +166,7 @@ def _variables() -> list[str]:
 
 
 def variable(path: Path) -> str:
-    """The environment variable of a setting."""
+    """Return the name of a setting's environment variable."""
     return PREFIX + "__".join(part.upper().replace("-", "_") for part in path)
 
 
@@ -176,7 +187,8 @@ def _missing(table: Table) -> Iterator[Problem]:
 
 
 def _rows(table: Table) -> Iterator[tuple[Path, settings.Setting, str]]:
-    """Every setting that there is with the components and sidecars that there are, in the order of the dataclasses."""
+    """Yield every setting that a cache with the given components and sidecars has: its path, its row, and the origin of
+    its table in brackets. They come in the order of the dataclasses' fields."""
     for name, row in settings.CACHE.items():
         yield (name,), row, ""
     for kind, rows in settings.COMPONENTS.items():
@@ -226,7 +238,8 @@ def _assembled(values: tuple[Effective, ...]) -> CacheConfig:
 
 
 def _between(error: ConfigError, values: tuple[Effective, ...]) -> Problem:
-    """An error about several settings at once: where each that it names came from."""
+    """Return the problem for an error that concerns several settings at once. The origin of each setting that the
+    message names is added to it."""
     words = set(re.findall(r"[\w.-]+", str(error)))
     tables = {path[1] for path, _, _ in values if len(path) == 3 and path[1] in words}
     named = [

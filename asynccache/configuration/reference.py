@@ -1,10 +1,10 @@
-"""The reference page of the settings, written from the same rows that files are read with."""
+"""The reference of all settings as Markdown, made from the same rows by which files are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from asynccache.configuration import settings, words
+from asynccache.configuration import meanings, settings
 from asynccache.configuration.building import variable
 from asynccache.configuration.settings import REQUIRED, Path, Setting
 
@@ -14,12 +14,12 @@ _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text", t
 
 
 def reference() -> str:
-    """Markdown: a table for every table of the file."""
+    """Return the reference as Markdown, with a table for every table of a settings file."""
     return "\n".join(_lines()) + "\n"
 
 
 def renewed(page: str) -> str:
-    """The page with the reference between its two marks as it is now."""
+    """Return ``page`` with the text between ``BEGIN`` and ``END`` replaced by the reference as it is now."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{reference()}\n{END}{rest.partition(END)[2]}"
 
@@ -27,9 +27,9 @@ def renewed(page: str) -> str:
 def _lines() -> Iterator[str]:
     yield from _section("The cache", "At the top of the file.", (), settings.CACHE)
     for kind, rows in settings.COMPONENTS.items():
-        yield from _section(f"`[components.{kind}]`", words.COMPONENT_TEXT[kind], ("components", kind), rows)
-    yield from _section("`[sidecars.NAME]`", words.SIDECARS_TEXT, ("sidecars", "NAME"), settings.SIDECAR)
-    yield from ("### `[storage_options]`", "", f"{words.OPTIONS_TEXT} `capacity` is set by",
+        yield from _section(f"`[components.{kind}]`", meanings.COMPONENT_TEXT[kind], ("components", kind), rows)
+    yield from _section("`[sidecars.NAME]`", meanings.SIDECARS_TEXT, ("sidecars", "NAME"), settings.SIDECAR)
+    yield from ("### `[storage_options]`", "", f"{meanings.OPTIONS_TEXT} `capacity` is set by",
                 f"`{variable(('storage_options', 'capacity'))}`, and so on.")
 
 

@@ -1,6 +1,7 @@
-"""The settings as a JSON Schema (draft 2020-12), for editors and for whoever writes files by program.
+"""A JSON Schema (draft 2020-12) of settings files, for editors and for programs that write such files.
 
-A file describes a cache, maybe with sections for runs beside it, or only runs: then ``components`` is a list of names.
+A file may describe a cache, with or without sections for runs of ``stress`` and ``replay``. Or it may describe only
+runs; ``components`` is then an option of those runs, a list of names.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asynccache.configuration import settings, words
+from asynccache.configuration import meanings, settings
 from asynccache.configuration.settings import REQUIRED, Setting
 
 Schema = dict[str, Any]
@@ -17,7 +18,8 @@ _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 def schema(runs: Mapping[str, Schema] | None = None) -> Schema:
-    """``runs``: for each section of runs (``stress``, ``replay``) the schema of its options."""
+    """Return the schema of settings files. ``runs`` has the schema of the options of each section of runs, by the
+    section's name (``stress``, ``replay``)."""
     runs = runs or {}
     shared = {name: option for section in runs.values() for name, option in section["properties"].items()}
     return {
@@ -37,15 +39,15 @@ def _cache(runs: Mapping[str, Schema]) -> Schema:
     own["properties"] |= {
         "components": {
             "type": "object", "additionalProperties": False, "required": ["full"],
-            "properties": {kind: {"description": words.COMPONENT_TEXT[kind], **_object(rows)}
+            "properties": {kind: {"description": meanings.COMPONENT_TEXT[kind], **_object(rows)}
                            for kind, rows in settings.COMPONENTS.items()},
         },
         "sidecars": {
-            "type": "object", "description": words.SIDECARS_TEXT, "propertyNames": {"pattern": r"^[\w.-]+$"},
+            "type": "object", "description": meanings.SIDECARS_TEXT, "propertyNames": {"pattern": r"^[\w.-]+$"},
             "additionalProperties": _object(settings.SIDECAR),
         },
         "storage_options": {
-            "type": "object", "description": words.OPTIONS_TEXT, "additionalProperties": {"type": "string"},
+            "type": "object", "description": meanings.OPTIONS_TEXT, "additionalProperties": {"type": "string"},
         },
         **runs,
     }
@@ -54,7 +56,7 @@ def _cache(runs: Mapping[str, Schema]) -> Schema:
 
 
 def _object(rows: Mapping[str, Setting]) -> Schema:
-    """Keys may be written with dashes, too."""
+    """Return the schema of a table with these settings. Each key may be written with underscores or with dashes."""
     properties = {name: _one(row) for name, row in rows.items()}
     dashed = {name.replace("_", "-"): one for name, one in properties.items()}
     required = [name for name, row in rows.items() if row.default is REQUIRED]

@@ -1,4 +1,4 @@
-"""The settings there are, as rows made from the dataclasses of ``config.py``: path, type, default, bounds, meaning."""
+"""All settings as rows (name, type, default, bounds, meaning), which are made from the dataclasses of ``config.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from asynccache import checks
 from asynccache.checks import ANY, Bounds
 from asynccache.config import EVICTION_POLICIES, CacheConfig, Full, Mamba, Sidecar, SlidingWindow, split_urls
-from asynccache.configuration import words
+from asynccache.configuration import meanings
 from asynccache.errors import ConfigError
 
 Path = tuple[str, ...]
@@ -27,8 +27,12 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row. ``default`` is ``REQUIRED`` where there is none; ``optional``: it may be none; ``several``: it may be a
-    list, too, and in the environment URLs with spaces between them."""
+    """A setting.
+
+    ``kind``: the type of its value. ``optional``: whether the value may be None. ``default``: ``REQUIRED`` if there is
+    none. ``text``: what the setting means. ``choices``: the allowed values, if they can be listed. ``several``: whether
+    the value may also be a list; in the environment that is written as URLs with spaces between them.
+    """
 
     name: str
     kind: type[Any]
@@ -40,10 +44,11 @@ class Setting:
     bounds: Bounds = ANY
 
     def accept(self, value: object, *, text: bool) -> object:
-        """The value in its type. ``text``: it comes from the environment, where everything is text.
+        """Return ``value`` in the setting's type. ``text``: whether it comes from the environment, where all values are
+        written as text.
 
         Raises:
-            ConfigError: says what it must be.
+            ConfigError: the value is unusable; the message says only what it must be.
         """
         if self.optional and (value is None or (isinstance(value, str) and value in ("none", ""))):
             return None
@@ -77,7 +82,8 @@ def _typed(kind: type[Any], value: object) -> object:
 
 
 def _number(kind: type[Any], value: object) -> object:
-    """An engine's numbers are those of numpy or torch. A float that is not finite is held against the bounds."""
+    """Return ``value`` as Python's own number; it may be one of numpy or torch. A float is returned even if it is not
+    finite, because the error about the setting's bounds is the better one."""
     if kind is float and isinstance(value, float):
         return float(value)
     try:
@@ -139,27 +145,28 @@ def _row(field: Field[Any], hint: Any, meanings: Mapping[str, str]) -> Setting:
     return Setting(field.name, kind, optional, default, meanings.get(field.name, ""), choices, several, bounds)
 
 
-CACHE = _rows(CacheConfig, words.CACHE, TABLES)
-COMPONENTS = {name: _rows(cls, words.COMPONENTS[name]) for name, cls in COMPONENT_CLASSES.items()}
-SIDECAR = _rows(Sidecar, words.SIDECAR, ("name",))
-OPTION = Setting("option", str, False, REQUIRED, words.OPTIONS_TEXT)
+CACHE = _rows(CacheConfig, meanings.CACHE, TABLES)
+COMPONENTS = {name: _rows(cls, meanings.COMPONENTS[name]) for name, cls in COMPONENT_CLASSES.items()}
+SIDECAR = _rows(Sidecar, meanings.SIDECAR, ("name",))
+OPTION = Setting("option", str, False, REQUIRED, meanings.OPTIONS_TEXT)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """``did you mean 'window'?``, or nothing if no name is near."""
+    """Return a hint such as ``did you mean 'window'?`` with the most similar of ``names``; "" if none is similar."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else ""
 
 
 def table(path: Path) -> Mapping[str, Setting]:
-    """The settings beside ``path``; of a component that there is not, those of full attention."""
+    """Return the settings of the table in which ``path`` stands. For an unknown component these are the settings of
+    full attention."""
     if path[0] == "components" and len(path) == 3:
         return COMPONENTS.get(path[1], COMPONENTS["full"])
     return SIDECAR if path[0] == "sidecars" else CACHE
 
 
 def setting(path: Path) -> Setting | None:
-    """The row of ``path``, if there is such a setting."""
+    """Return the setting at ``path``; None if there is no such setting."""
     if len(path) == 2 and path[0] == "storage_options":
         return OPTION
     if len(path) == 3 and (path[0] == "sidecars" or (path[0] == "components" and path[1] in COMPONENTS)):
@@ -168,7 +175,8 @@ def setting(path: Path) -> Setting | None:
 
 
 def elsewhere(name: str) -> str:
-    """Where a setting of this name is, if it was looked for in the wrong table."""
+    """Return a hint that names the tables with a setting of this name, for one in the wrong table; "" if there is
+    none."""
     found = [f"components.{c}.{name}" for c, rows in COMPONENTS.items() if name in rows]
     found += [f"sidecars.NAME.{name}"] if name in SIDECAR and not found else []
     found += [name] if name in CACHE else []

@@ -1,6 +1,7 @@
-"""Where values come from: a TOML file, the environment, Python. Each becomes a flat table of paths, values and origins.
+"""Reads settings from their sources: a TOML file, the environment, Python.
 
-Nothing is judged here but shape; what a value must be is the business of ``building``.
+Each source becomes a flat ``Table`` from paths to values with their origins. Here it is only checked that tables are
+where tables must be. ``building`` checks names and values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
-from asynccache.configuration.places import line_of, places
+from asynccache.configuration.line_numbers import line_numbers, line_of
 from asynccache.configuration.settings import COMPONENT_CLASSES, TABLES, Path
 from asynccache.errors import ConfigError
 
@@ -23,7 +24,7 @@ NOT_SETTINGS = ("CONFIG", "DEBUG", "SEED", "WORLDS", "TRACE", "EXAMPLES", "STORE
 
 
 class Value(NamedTuple):
-    """A value as it was written. ``text``: everything is text where it comes from."""
+    """A value as it was written. ``text``: whether its source can only write text, as the environment does."""
 
     value: object
     origin: str
@@ -31,7 +32,7 @@ class Value(NamedTuple):
 
 
 class Misplaced(NamedTuple):
-    """Something that is no setting by its shape: ``what`` says so."""
+    """A value where a table must be. ``what`` says so, as the end of a sentence."""
 
     path: Path
     value: Value
@@ -40,43 +41,47 @@ class Misplaced(NamedTuple):
 
 @dataclass(slots=True)
 class Table:
-    """What one source, or several of them laid over each other, say. ``groups``: tables that are there, maybe empty."""
+    """The settings of one source, or of several that were laid over each other.
+
+    ``values``: by path. ``groups``: the tables of components and sidecars that exist, maybe without any setting, with
+    their origins. ``misplaced``: values where a table must be.
+    """
 
     values: dict[Path, Value] = field(default_factory=dict)
     groups: dict[Path, str] = field(default_factory=dict)
     misplaced: list[Misplaced] = field(default_factory=list)
 
     def lay(self, upper: Table) -> None:
-        """Let ``upper`` win."""
+        """Add the settings of ``upper``, which win over those that are here."""
         self.values |= upper.values
         self.groups |= upper.groups
         self.misplaced += upper.misplaced
 
     def drop(self, top: str) -> None:
-        """Forget everything below ``top``."""
+        """Remove all settings and tables below ``top``."""
         self.values = {path: value for path, value in self.values.items() if path[0] != top}
         self.groups = {path: origin for path, origin in self.groups.items() if path[0] != top}
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A TOML file, read. ``table`` is its content, ``lines`` where each key stands."""
+    """A TOML file that was read. ``table`` is its content; ``lines`` has the line of each key by its path."""
 
     name: str
     table: dict[str, Any]
     lines: dict[Path, int]
 
     def origin(self, path: Path) -> str:
-        """``kv.toml line 7``, for messages."""
+        """Return where ``path`` stands in the file, for messages: ``kv.toml line 7``."""
         line = line_of(path, self.lines)
         return self.name if line is None else f"{self.name} line {line}"
 
 
 def read_file(name: str, shown: str = "") -> File:
-    """Read and parse. ``shown`` stands for the file in the error (default: its name).
+    """Read and parse a TOML file. ``shown`` is what errors call it; by default its name.
 
     Raises:
-        ConfigError: it cannot be read, or is not TOML.
+        ConfigError: the file cannot be read, or is not TOML.
     """
     shown = shown or name
     try:
@@ -86,25 +91,26 @@ def read_file(name: str, shown: str = "") -> File:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{shown}: not TOML: {error}") from None
     try:
-        return File(name, tomllib.loads(text), places(text.replace("\r\n", "\n")))
+        return File(name, tomllib.loads(text), line_numbers(text.replace("\r\n", "\n")))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{shown}: not TOML: {error}") from None
 
 
 def describes_cache(table: Mapping[str, Any]) -> bool:
-    """Whether a file is about a cache, and not only about runs of ``stress`` and ``replay``."""
+    """Whether a file with this content describes a cache, and not only runs of ``stress`` and ``replay``."""
     return isinstance(table.get("components"), dict) or "model" in table
 
 
 def from_file(file: File) -> Table:
-    """The file's cache settings; the sections of ``stress`` and ``replay`` are theirs."""
+    """Return the file's settings of the cache. The sections of ``stress`` and ``replay`` are left out."""
     content = {key: value for key, value in file.table.items() if key not in SECTIONS}
     return _from_tree(content, lambda path: file.origin(path))
 
 
 def from_environment(env: Mapping[str, str]) -> Table:
-    """``ASYNCCACHE_PAGE_SIZE`` is ``page_size``; two underscores go one table down. What begins with the name of a
-    backend (``ASYNCCACHE_REDIS_PASSWORD``) is that backend's to read."""
+    """Return the settings in the environment. ``ASYNCCACHE_PAGE_SIZE`` is ``page_size``; two underscores lead into a
+    table. Variables that begin with the name of a backend, such as ``ASYNCCACHE_REDIS_PASSWORD``, are left out: that
+    backend reads them."""
     table = Table()
     backends = {entry.name for entry in entry_points(group=BACKENDS)}
     for name, text in env.items():
@@ -121,13 +127,13 @@ def from_environment(env: Mapping[str, str]) -> Table:
 
 
 def from_python(given: Mapping[str, object]) -> Table:
-    """Keyword arguments: plain values, mappings, or the dataclasses of ``asynccache.config``."""
+    """Return the settings in keyword arguments: plain values, mappings, or dataclasses of ``asynccache.config``."""
     content = {name: _as_mapping(name, value) for name, value in given.items()}
     return _from_tree(content, lambda path: "Python")
 
 
 def replaced(given: Mapping[str, object]) -> list[str]:
-    """The tables that ``given`` has as a whole (a tuple of components), so that nothing below shines through."""
+    """Return the names of the tables that ``given`` replaces as a whole, because they are tuples and not mappings."""
     return [name for name in ("components", "sidecars") if isinstance(given.get(name), (tuple, list))]
 
 

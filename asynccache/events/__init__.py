@@ -1,7 +1,8 @@
-"""KV events for routers: what the cache holds on which tier, as vLLM, SGLang, Dynamo and llm-d publish and read it.
+"""KV events for routers: which pages the cache holds on which tier, in the format of vLLM, SGLang, Dynamo and llm-d.
 
-``ZmqPublisher`` sends what ``AsyncCache(on_event=...)`` tells it; ``Subscriber`` and ``Mirror`` are the other end. It
-needs the extra ``events``, which is imported when it is first asked for. Knows the core's events, and no runtime.
+``ZmqPublisher`` sends what ``AsyncCache(on_event=...)`` tells it. ``Subscriber`` and ``Mirror`` are for the receiving
+end. All three need the packages of the extra ``events``, which are imported when one of them is first used. This
+package imports the core's events and nothing of the runtime.
 """
 
 from __future__ import annotations

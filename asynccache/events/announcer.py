@@ -1,9 +1,10 @@
-"""From what a cache tells to what its subscribers are told. Pure: no clock, no socket, no thread.
+"""Turns what a cache tells into the events that subscribers get. Pure: no clock, no socket, no thread.
 
-The core knows which pages are on device and host, and what they are called; the store alone knows which of them it
-holds. So STORAGE is the meeting of two: a page that the core has named and that the store has reported is announced,
-once; one that the store has lost is announced as gone. What lies in a store from an earlier life has no name until a
-request comes for it, and is announced then.
+The core knows which pages are on device and host, and the hashes of all pages. Only the store knows which keys it
+holds, and a key does not tell the page's hash. So a page on STORAGE is announced, once, when both are known: the core
+has named its hash, and the store has reported its key. When the store reports that the key has gone, the page is
+announced as removed. A page that an earlier process has stored is announced when a prefetch first reads it, since only
+then does the core name its hash.
 """
 
 from __future__ import annotations
@@ -21,33 +22,36 @@ _LOW = 8
 
 
 def block_hash(page_hash: bytes) -> int:
-    """The lower 64 bits of a page's hash, read as one big-endian number."""
+    """Return the last 8 bytes of a page's hash as a big-endian number: the hash of the block in events."""
     return int.from_bytes(page_hash[-_LOW:], "big")
 
 
 def block_hashes(hashes: bytes) -> list[int]:
-    """The same for pages in a row."""
+    """Return the block hashes of several pages, whose hashes stand one after another in ``hashes``."""
     return [block_hash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
 
 
 class Announcer:
-    """Turns notices into block events. Mutable state: which keys the store holds, and which of them were announced."""
+    """Turns notices into block events. Mutable state: the keys that the store holds, and the block hashes of those that
+    were announced."""
 
     def __init__(self) -> None:
         self._cache: Opened | None = None
-        self._there: set[bytes] = set()
-        self._named: dict[bytes, int] = {}
+        self._stored_keys: set[bytes] = set()
+        self._announced: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"Announcer({len(self._named)} of {len(self._there)} stored keys announced)"
+        return f"Announcer({len(self._announced)} of {len(self._stored_keys)} stored keys announced)"
 
     def forget(self) -> AllBlocksCleared:
-        """Events were lost: subscribers know nothing from here on but what they are told anew."""
-        self._named.clear()
+        """Begin anew, because events were lost or the cache is empty now. Returns the event that tells subscribers so:
+        for them every page has gone until it is announced again."""
+        self._announced.clear()
         return AllBlocksCleared()
 
     def announce(self, notices: Iterable[Notice]) -> list[BlockEvent]:
-        """What subscribers are told of ``notices``, in order; removals from one medium in a row are one event."""
+        """Return the events for ``notices``, in their order. Removals from the same medium that follow each other
+        become one event."""
         events: list[BlockEvent] = []
         for notice in notices:
             for event in self._events(notice):
@@ -68,7 +72,7 @@ class Announcer:
                 yield self.forget()
             case Opened():
                 self._cache = notice
-                self._there.clear()
+                self._stored_keys.clear()
                 yield self.forget()
             case _:
                 assert_never(notice)
@@ -76,45 +80,47 @@ class Announcer:
     def _published(self, event: Publish) -> Iterator[BlockEvent]:
         if event.medium is Medium.STORAGE:
             for start, stop in self._new_runs(event.hashes):
-                yield self._stored(event, start, stop)
+                yield self._block_stored(event, start, stop)
         elif event.stored:
-            yield self._stored(event, 0, len(event.hashes) // HASH_BYTES)
+            yield self._block_stored(event, 0, len(event.hashes) // HASH_BYTES)
         else:
             yield BlockRemoved(block_hashes(event.hashes), event.medium.value)
 
     def _reported(self, report: StorageReport) -> Iterator[BlockEvent]:
         if report.there:
-            self._there.update(report.keys)
+            self._stored_keys.update(report.keys)
             return
-        self._there.difference_update(report.keys)
-        named = self._named
-        gone = [named.pop(key) for key in report.keys if key in named]
+        self._stored_keys.difference_update(report.keys)
+        announced = self._announced
+        gone = [announced.pop(key) for key in report.keys if key in announced]
         if gone:
             yield BlockRemoved(gone, Medium.STORAGE.value)
 
     def _new_runs(self, hashes: bytes) -> Iterator[tuple[int, int]]:
-        """Pages in a row that the store holds and that were not announced: (first, past the last)."""
+        """Yield the runs of pages that are to be announced on STORAGE: the index of the first page, and that past the
+        last."""
         start, count = 0, len(hashes) // HASH_BYTES
         for page in range(count):
-            if not self._name(hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]):
+            if not self._is_news(hashes[page * HASH_BYTES : (page + 1) * HASH_BYTES]):
                 if start < page:
                     yield start, page
                 start = page + 1
         if start < count:
             yield start, count
 
-    def _name(self, page_hash: bytes) -> bool:
-        """Whether this page is to be announced: it is there, and was not announced before."""
+    def _is_news(self, page_hash: bytes) -> bool:
+        """Whether this page is to be announced on STORAGE: the store holds it, and it was not announced before. Notes
+        that it is announced now."""
         assert self._cache is not None
         if self._cache.key_of is None:
             return False
         key = self._cache.key_of(page_hash)
-        if key not in self._there or key in self._named:
+        if key not in self._stored_keys or key in self._announced:
             return False
-        self._named[key] = block_hash(page_hash)
+        self._announced[key] = block_hash(page_hash)
         return True
 
-    def _stored(self, event: Publish, start: int, stop: int) -> BlockStored:
+    def _block_stored(self, event: Publish, start: int, stop: int) -> BlockStored:
         assert self._cache is not None
         size = self._cache.page_size
         parent = event.hashes[(start - 1) * HASH_BYTES : start * HASH_BYTES] if start else event.parent
@@ -126,12 +132,13 @@ class Announcer:
             token_ids=tokens.tolist(), block_size=size, medium=event.medium.value,
             lora_id=extra.lora_id if isinstance(extra, Adapter) else None,
             lora_name=extra.lora_name if isinstance(extra, Adapter) else None,
-            extra_keys=None if extra is None else [_tells_apart(extra)] * (stop - start),
+            extra_keys=None if extra is None else [_block_key(extra)] * (stop - start),
         )  # fmt: skip
 
 
-def _tells_apart(extra_key: str | bytes) -> tuple[str, ...]:
-    """What beside its tokens a block is known by: the adapter's name first, as routers have it, then the key."""
+def _block_key(extra_key: str | bytes) -> tuple[str, ...]:
+    """Return the ``extra_keys`` of one block, by which it differs from blocks with the same tokens: the adapter's name
+    first, as routers expect it, then the key itself (in hex if it is bytes)."""
     if isinstance(extra_key, bytes):
         return (extra_key.hex(),)
     key = str(extra_key)

@@ -1,4 +1,4 @@
-"""What a router keeps: the blocks of each tier, by the events alone."""
+"""What a router keeps of one cache: the blocks on each tier, as the events tell it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from asynccache.events.wire import AllBlocksCleared, BlockEvent, BlockRemoved, B
 
 
 class Mirror:
-    """``blocks[medium]``: hashes on GPU, CPU and STORAGE, as far as the events that were applied tell.
-
-    Events are values: what they hold is looked at where it is taken up, here, and where they are read from the wire.
-    """
+    """The blocks of one cache. ``blocks[medium]`` is the set of block hashes on ``GPU``, ``CPU`` or ``STORAGE`` after
+    the events that were applied so far. Events are checked before they change anything."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {medium.value: set() for medium in Medium}
@@ -20,10 +18,10 @@ class Mirror:
         return f"Mirror({', '.join(f'{medium} {len(held)}' for medium, held in self.blocks.items())})"
 
     def apply(self, batch: EventBatch) -> None:
-        """Take note of one batch.
+        """Apply the events of one batch.
 
         Raises:
-            ConfigError: it is no batch, or one of its events is unusable; then none of them was noted.
+            ConfigError: it is no batch, or one of its events is unusable; then none of them was applied.
         """
         events = checks.instance("batch: events", checks.instance("batch", batch, EventBatch).events, (list, tuple))
         for event in events:
@@ -32,10 +30,10 @@ class Mirror:
             self._note(event)
 
     def note(self, event: BlockEvent) -> None:
-        """Take note of one event.
+        """Apply one event.
 
         Raises:
-            ConfigError: it is no event, or what it says of blocks and medium is unusable.
+            ConfigError: it is no event, or its block hashes or its medium are unusable.
         """
         _check("event", event)
         self._note(event)
@@ -51,10 +49,10 @@ class Mirror:
                     held.clear()
 
     def prefix(self, hashes: list[int], medium: str = "GPU") -> int:
-        """How many of ``hashes``, a prompt's blocks from its start, are on ``medium``.
+        """Return how many of ``hashes``, the blocks of a prompt from its start, are on ``medium`` without a gap.
 
         Raises:
-            ConfigError: they are no list of integers, or there is no such medium.
+            ConfigError: ``hashes`` is no list of integers, or there is no such medium.
         """
         hashes = checks.integers("hashes", hashes)
         checks.choice("medium", medium, self.blocks)

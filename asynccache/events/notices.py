@@ -1,4 +1,4 @@
-"""What a cache tells ``on_event``, in order: the core's events, and which keys its store holds. Values only."""
+"""What a cache passes to ``on_event``, in order: the core's events, and reports of which keys its store holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from asynccache.core.plan import Cleared, Publish
 
 
 class Opened(NamedTuple):
-    """A cache begins, empty. ``key_of``: page hash to the storage key of its FULL page, None without storage.
-    ``extra_key_of``: the ``extra_key`` of a namespace's digest."""
+    """A cache was opened and is empty.
+
+    ``page_size`` is in tokens. ``key_of`` returns the storage key of the FULL page with a given page hash; it is None
+    if there is no storage. ``extra_key_of`` returns the ``extra_key`` of the namespace with a given digest.
+    """
 
     page_size: int
     key_of: Callable[[bytes], bytes] | None
@@ -18,7 +21,7 @@ class Opened(NamedTuple):
 
 
 class StorageReport(NamedTuple):
-    """These storage keys are in the store from now on, or have left it."""
+    """The store holds these storage keys from now on (``there``), or no longer."""
 
     there: bool
     keys: Sequence[bytes]

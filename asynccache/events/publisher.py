@@ -1,13 +1,14 @@
-"""The publisher: events leave by a thread of its own, over ZeroMQ, and nobody who listens can hold up the cache.
+"""The publisher of KV events over ZeroMQ. It sends in a thread of its own, so that no subscriber can delay the cache.
 
-    PUB     topic | 8-byte big-endian sequence number | payload
-    ROUTER  asked for the batches from a sequence number on, answers each as (topic, number, payload), then
-            (nothing, -1, nothing); without the topic for those who expect none
+    PUB     sends each batch as the frames: topic, sequence number (8 bytes, big-endian), payload
+    ROUTER  is asked for all batches from a sequence number on. It answers each as (topic, number, payload), then
+            ("", -1, ""). In the older layout, which has no topic here, that first frame is left out.
 
-What the cache pays is an append, and one byte to a pipe for each batch. A subscriber that reads too slowly loses
-messages at ZeroMQ's high-water mark and sees the gap in the numbers; what it asks for again comes out of the last
-``keep`` batches. Where those do not reach back far enough the answer begins with a batch that says AllBlocksCleared:
-so a gap is filled or announced, never passed over. The same is said when the thread itself falls too far behind.
+A notice costs the cache one append to a queue, and one byte that wakes the thread for each batch. A subscriber that
+reads too slowly loses messages at ZeroMQ's high-water mark and sees a gap in the sequence numbers. It can ask for the
+last ``keep`` batches again. If they do not reach back far enough, the answer begins with a batch with AllBlocksCleared.
+So a gap is filled or announced, and never passed over in silence. AllBlocksCleared is also sent when the thread falls
+so far behind that notices are dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ _NOTICES = (Publish, Cleared, StorageReport, Opened)
 
 
 class PublisherStats(NamedTuple):
-    """``lost``: notices that were dropped because the thread was too far behind; each time, subscribers are told."""
+    """Counters of a publisher.
+
+    ``batches``, ``events`` and ``bytes`` were sent. ``replays``: how many requests for earlier batches were answered.
+    ``lost``: notices that were dropped because the thread was too far behind; subscribers are told of it by
+    AllBlocksCleared. ``waiting``: notices that are still to be sent.
+    """
 
     batches: int
     events: int
@@ -49,7 +55,7 @@ class PublisherStats(NamedTuple):
 
 
 class History:
-    """The last batches, for whoever missed some: at most ``keep`` of them and ``keep_bytes`` in all."""
+    """The last batches, for subscribers that missed some: at most ``keep`` of them with ``keep_bytes`` bytes in all."""
 
     def __init__(self, keep: int, keep_bytes: int) -> None:
         self._keep = keep
@@ -58,14 +64,15 @@ class History:
         self._bytes = 0
 
     def add(self, number: int, payload: bytes) -> None:
-        """Keep one more, and drop what is too much."""
+        """Add a batch, and drop the oldest ones that are too many."""
         self._batches.append((number, payload))
         self._bytes += len(payload)
         while len(self._batches) > self._keep or (self._bytes > self._keep_bytes and len(self._batches) > 1):
             self._bytes -= len(self._batches.popleft()[1])
 
     def since(self, number: int, cleared: Callable[[], bytes]) -> Iterator[tuple[int, bytes]]:
-        """The batches from ``number`` on. If the first of them are gone, ``cleared()`` stands for them."""
+        """Yield the numbers and payloads of the batches from ``number`` on. If the first of them were dropped, the
+        payload ``cleared()`` comes first, with the number of the last one that is missing."""
         oldest = self._batches[0][0] if self._batches else number
         if number < oldest:
             yield oldest - 1, cleared()
@@ -73,11 +80,28 @@ class History:
 
 
 class ZmqPublisher:
-    """``AsyncCache(config, on_event=publisher)``: call it with every notice, from the loop; close it afterwards.
+    """Publishes the events of one cache: ``AsyncCache(config, on_event=publisher)``. Close it after the cache.
 
-    ``endpoint`` and ``replay`` are bound; a port ``*`` is chosen, and ``endpoint`` then says which. ``rank``: the
-    data-parallel rank in every batch. ``gather``: seconds that a batch waits for more events. ``replay_topic``: whether
-    a replayed batch begins with the topic; as vLLM of the time of ``layout`` has it, if nothing is said.
+    The cache calls it with every notice, in the thread of its event loop.
+
+    Args:
+        endpoint: the address that the PUB socket is bound to. For a port ``*`` the system chooses one; the attribute
+            ``endpoint`` has it then.
+        replay: the address of the ROUTER socket, likewise; None: batches cannot be asked for again.
+        topic: the topic of every message.
+        rank: the data-parallel rank that every batch names; None: it names none.
+        layout: how events are written, see ``Layout``.
+        replay_topic: whether a replayed batch begins with the topic. By default it is as in the versions of vLLM that
+            write events in ``layout``: True for MAP, False for ARRAY.
+        keep: how many batches are kept for replay, at most.
+        keep_bytes: how many bytes they have, at most.
+        gather: seconds that a batch waits for more events before it is sent.
+        backlog: how many notices may wait for the thread; beyond that they are dropped.
+        high_water: how many messages ZeroMQ queues for each subscriber; beyond that it drops them.
+        clock: returns the time that batches bear, in seconds since 1970.
+
+    Raises:
+        ConfigError: an argument is unusable, or an address cannot be bound.
     """
 
     def __init__(
@@ -96,7 +120,7 @@ class ZmqPublisher:
         self._rank = None if rank is None else checks.integer("rank", rank, 0, checks.INT32_MAX)
         self._encoder = Encoder(written)
         topical = written is Layout.MAP if replay_topic is None else checks.flag("replay_topic", replay_topic)
-        self._before = ((self._topic,), (b"",)) if topical else ((), ())
+        self._topic_frames = ((self._topic,), (b"",)) if topical else ((), ())  # of a batch, and of the end
         self._history = History(keep, checks.integer("keep_bytes", keep_bytes, 1))
         self._gather = checks.number("gather", gather, 0, MOST_GATHER)
         self._limit = checks.integer("backlog", backlog, 1)
@@ -123,10 +147,10 @@ class ZmqPublisher:
         return f"ZmqPublisher({self.endpoint!r}, {self._number} batches, {len(self._backlog)} notices wait)"
 
     def __call__(self, notice: Notice) -> None:
-        """Publish this soon. Never blocks, and raises for nothing that a cache tells.
+        """Queue a notice, which is published soon. It never blocks.
 
         Raises:
-            ConfigError: it is no notice.
+            ConfigError: ``notice`` is none of those that a cache passes to ``on_event``.
         """
         checks.instance("notice", notice, _NOTICES)
         if self._closing or self.error is not None:
@@ -137,12 +161,12 @@ class ZmqPublisher:
             self._lost += 1
             if self._losing:
                 return
-            notice = Cleared()  # stands for all that is lost from here on
+            notice = Cleared()  # this one stands for all notices that are dropped from here on
         self._losing = full
         self._backlog.append(notice)
         if not self._woken:
             self._woken = True
-            self._ring()
+            self._wake_thread()
 
     def __enter__(self) -> Self:
         return self
@@ -151,21 +175,22 @@ class ZmqPublisher:
         self.close()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what waits and end the thread; after ``timeout`` seconds, leave the rest unsent. Twice is fine."""
+        """Send what waits and end the thread. After ``timeout`` seconds it returns even if some is unsent. Calling it
+        twice is fine."""
         timeout = checks.number("timeout", timeout, 0, threading.TIMEOUT_MAX)
         if self._closing:
             return
         self._closing = True
-        self._ring()
+        self._wake_thread()
         self._thread.join(timeout)
 
-    def _ring(self) -> None:
-        """Wake the thread. It may have ended at any moment, and has closed the socket then."""
+    def _wake_thread(self) -> None:
+        """Wake the thread. If it has ended because of an error, it has closed the socket, which is fine here."""
         with suppress(OSError):
             self._awaken.send(b"\0")
 
     def stats(self) -> PublisherStats:
-        """Counters; from any thread."""
+        """Return the counters. It may be called in any thread."""
         return PublisherStats(
             self._number, self._events, self._bytes, self._replays, self._lost, len(self._backlog)
         )
@@ -176,7 +201,7 @@ class ZmqPublisher:
         try:
             self._serve()
             self._send_all()
-        except BaseException as error:  # nobody is there to hear it; the cache goes on, and ``error`` says why
+        except BaseException as error:  # nobody waits for this thread: the cache goes on, and ``error`` has the reason
             self.error = error
             self._backlog.clear()
         finally:
@@ -220,17 +245,18 @@ class ZmqPublisher:
         return self._encoder.encode(EventBatch(self._clock(), list(events), self._rank))
 
     def _answer(self, router: zmq.Socket[bytes]) -> None:
-        """Replay to one subscriber. Whoever does not read loses the answer, and nobody else anything."""
+        """Answer one subscriber's request for earlier batches. A request of a wrong form is ignored. If the subscriber
+        does not read, its own answer is lost and nobody else's."""
         frames = router.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             return
         self._replays += 1
         who, empty, asked = frames
         since = int.from_bytes(asked, "big")
-        before, before_end = self._before
+        topic, no_topic = self._topic_frames
         for number, payload in self._history.since(since, lambda: self._encode([AllBlocksCleared()])):
-            router.send_multipart((who, empty, *before, number.to_bytes(8, "big"), payload))
-        router.send_multipart((who, empty, *before_end, END, b""))
+            router.send_multipart((who, empty, *topic, number.to_bytes(8, "big"), payload))
+        router.send_multipart((who, empty, *no_topic, END, b""))
 
     def _bind(self, kind: int, endpoint: str, high_water: int) -> zmq.Socket[bytes]:
         bound: zmq.Socket[bytes] = self._context.socket(kind)

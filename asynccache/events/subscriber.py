@@ -1,4 +1,5 @@
-"""The other end: batches in order, gaps filled by replay, or told as AllBlocksCleared where they cannot be."""
+"""The receiving end of KV events: batches in order. Missing ones are asked for again; those that cannot be had are
+replaced by a batch with AllBlocksCleared."""
 
 from __future__ import annotations
 
@@ -17,17 +18,27 @@ MOST_SECONDS = 1e6
 
 
 class Received(NamedTuple):
-    """One batch and its number. A batch that stands for lost ones has the number of the last of them."""
+    """One batch and its sequence number. A batch that stands for lost ones has the number of the last of them."""
 
     number: int
     batch: EventBatch
 
 
 class Subscriber:
-    """Reads one publisher. Not thread-safe. ``patience``: seconds to wait for a replay before giving its batches up.
+    """Reads the batches of one publisher. Not thread-safe.
 
-    A publisher that began anew is known by a number that was there before; where its numbers have outrun those of its
-    former life nothing tells the two apart.
+    A publisher that was started again begins at number 0, and is noticed by a number that was received before. If it
+    has sent more batches by then than its predecessor, the restart cannot be noticed.
+
+    Args:
+        endpoint: the address of the publisher's PUB socket.
+        replay: the address of its ROUTER socket; None: missing batches are not asked for.
+        topic: messages with other topics are not received; "" receives all.
+        layout: how the publisher writes events.
+        patience: seconds to wait for the next replayed batch before the rest is taken for lost.
+
+    Raises:
+        ConfigError: an argument is unusable, or ``endpoint`` is no address.
     """
 
     def __init__(
@@ -62,15 +73,16 @@ class Subscriber:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self._context.destroy(linger=0)
 
     def catch_up(self) -> Iterator[Received]:
-        """Ask for all that came so far, without waiting for an event; for whoever joins late."""
+        """Ask the publisher for all batches that were not received yet and yield them. For subscribers that join
+        late."""
         yield from self._replayed(None)
 
     def receive(self, timeout: float) -> Iterator[Received]:
-        """The batches that come until none came for ``timeout`` seconds."""
+        """Yield the batches as they come; it ends when none has come for ``timeout`` seconds."""
         timeout = checks.number("timeout", timeout, 0, MOST_SECONDS)
         return self._received(timeout)
 
@@ -82,8 +94,8 @@ class Subscriber:
     def _in_order(self, number: int, payload: bytes) -> Iterator[Received]:
         if number < self._next:
             if self._decoder.decode(payload).ts <= self._latest:
-                return  # it came by replay already
-            self._next = 0  # the publisher began anew
+                return  # it was received by replay before
+            self._next = 0  # the publisher was started again
         if number > self._next:
             yield from self._replayed(number)
         if number == self._next:
@@ -95,7 +107,8 @@ class Subscriber:
         return Received(number, batch)
 
     def _replayed(self, until: int | None) -> Iterator[Received]:
-        """What was missed before ``until``; what cannot be had is told to be lost."""
+        """Yield the missing batches before number ``until`` (None: all there are). If some cannot be had, a batch with
+        AllBlocksCleared stands for them."""
         yield from self._ask(until)
         if until is not None and self._next < until:
             self._next = until
@@ -111,7 +124,7 @@ class Subscriber:
         try:
             asking.send_multipart((b"", self._next.to_bytes(8, "big")))
             while asking.poll(int(self._patience * 1000)):
-                number, payload = asking.recv_multipart()[-2:]  # before them the topic, or not
+                number, payload = asking.recv_multipart()[-2:]  # the topic may stand before them
                 if number == END:
                     return
                 at = int.from_bytes(number, "big")
@@ -121,7 +134,8 @@ class Subscriber:
             asking.close()
 
     def _kept(self, number: int, payload: bytes) -> Iterator[Received]:
-        """One replayed batch. The first may stand for those that the publisher does not have any more."""
+        """Yield one replayed batch. If batches before it are missing and it does not begin with AllBlocksCleared
+        itself, a batch that does comes first."""
         events = self._decoder.decode(payload).events
         if number > self._next and not (events and isinstance(events[0], AllBlocksCleared)):
             yield Received(number - 1, EventBatch(time.time(), [AllBlocksCleared()]))

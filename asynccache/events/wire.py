@@ -1,8 +1,8 @@
-"""The bytes on the wire: msgspec structs tagged by class name, in a batch that is an array.
+"""The events and how they are encoded: msgspec structs with a tag, in a batch that is encoded as an array.
 
-vLLM has encoded its events in two ways, under the same names: as arrays (``["BlockStored", ...]``; SGLang still does)
-and, later, as maps (``{"type": "BlockStored", ...}``). A reader of one refuses the other, so the layout is a choice.
-Field names and their order are vLLM's (``vllm/distributed/kv_events.py``).
+vLLM has encoded its events in two ways, under the same names: first as arrays (``["BlockStored", ...]``), as SGLang
+still does, and later as maps (``{"type": "BlockStored", ...}``). A reader of the one refuses the other, so users choose
+the layout. The names of the fields and their order are vLLM's (``vllm/distributed/kv_events.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that follow each other appeared on ``medium``; ``token_ids`` are those of all of them.
+    """Blocks that follow each other in a prompt have appeared on ``medium``.
 
-    ``extra_keys``: for each block what beside its tokens tells it apart: its ``extra_key`` (bytes: in hex).
+    ``parent_block_hash``: the block before the first of them, or None. ``token_ids``: the tokens of all of them.
+    ``extra_keys``: for each block what distinguishes it from blocks with the same tokens: the name of its adapter, if
+    it has one, and its ``extra_key`` (in hex if that is bytes).
     """
 
     block_hashes: list[int]
@@ -30,14 +32,14 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks left ``medium``."""
+    """Blocks have gone from ``medium``."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Nothing is known to be on any medium: a cache begins, is reset, or events were lost."""
+    """No block is known to be on any medium: the cache was opened or reset, or events were lost."""
 
 
 class _StoredArray(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag="BlockStored"):
@@ -64,7 +66,7 @@ BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message carries: ``[ts, events, data_parallel_rank]``."""
+    """The payload of one message: ``[ts, events, data_parallel_rank]``. ``ts`` is the time in seconds since 1970."""
 
     ts: float
     events: list[BlockEvent]
@@ -78,7 +80,8 @@ class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
 
 class Layout(Enum):
-    """How an event is written: as vLLM writes it now, or as it did before and SGLang does."""
+    """How an event is encoded: as a map, which is what vLLM does now, or as an array, which older versions of vLLM did
+    and SGLang does."""
 
     MAP = "map"
     ARRAY = "array"
@@ -89,14 +92,14 @@ _MAPS = {array: struct for struct, array in _ARRAYS.items()}
 
 
 class Encoder:
-    """Batches to bytes, in one layout."""
+    """Encodes batches in one layout."""
 
     def __init__(self, layout: Layout = Layout.MAP) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._arrays = layout is Layout.ARRAY
 
     def encode(self, batch: EventBatch) -> bytes:
-        """The message's payload."""
+        """Return the payload of the message for ``batch``."""
         if self._arrays:
             events: list[Any] = [_as(_ARRAYS, event) for event in batch.events]
             return self._encode(_ArrayBatch(batch.ts, events, batch.data_parallel_rank))
@@ -104,7 +107,7 @@ class Encoder:
 
 
 class Decoder:
-    """Bytes to batches, in one layout."""
+    """Decodes batches in one layout."""
 
     def __init__(self, layout: Layout = Layout.MAP) -> None:
         self._maps = msgspec.msgpack.Decoder(EventBatch)
@@ -112,10 +115,10 @@ class Decoder:
         self._layout = layout
 
     def decode(self, payload: bytes) -> EventBatch:
-        """What ``Encoder.encode`` was given.
+        """Return the batch in a message's payload.
 
         Raises:
-            msgspec.DecodeError: it is not such a batch.
+            msgspec.DecodeError: the payload is no batch in this layout.
         """
         if self._layout is Layout.MAP:
             return self._maps.decode(payload)

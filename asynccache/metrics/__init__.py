@@ -1,7 +1,8 @@
-"""What a cache does, for Prometheus and for people. Reads its counters when asked; costs nothing in between.
+"""Metrics of a cache, for Prometheus and for people. The counters are read when somebody asks, and cost nothing else.
 
-``CacheCollector`` goes into a registry of yours; ``Exposed`` serves ``/metrics``, ``/healthz``, ``/statistics`` and
-``/explain``. Needs the extra ``metrics``, but for ``LoopLag`` and for an ``Exposed`` that leaves ``/metrics`` out.
+``CacheCollector`` is for a registry of prometheus-client. ``Exposed`` serves ``/metrics``, ``/healthz``,
+``/statistics`` and ``/explain`` over HTTP. ``CacheCollector`` and ``/metrics`` need the package of the extra
+``metrics``; ``LoopLag`` and the other pages of ``Exposed`` do not.
 """
 
 from __future__ import annotations

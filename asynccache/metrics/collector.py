@@ -1,6 +1,7 @@
-"""The counters of a cache as Prometheus metrics. A scrape reads them once; between scrapes nothing happens here.
+"""The counters of a cache as Prometheus metrics. Each scrape reads them; between scrapes nothing happens here.
 
-Names follow Prometheus: base units, ``_total`` for what only rises. Every metric carries the label ``cache``.
+Names follow the conventions of Prometheus: base units, and ``_total`` at the end of counters. Every metric has the
+label ``cache``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Rows = Iterable[tuple[Sequence[str], float]]
 
 
 class Publishing(Protocol):
-    """The part of ``events.PublisherStats`` that is told of."""
+    """The fields of ``events.PublisherStats`` that become metrics."""
 
     @property
     def batches(self) -> int: ...
@@ -48,10 +49,19 @@ class Publishing(Protocol):
 
 
 class CacheCollector(Collector):
-    """``registry.register(CacheCollector(cache))``. ``name``: the label ``cache``, the model if not given. ``lag``: a
-    ``LoopLag`` that was started. ``publisher``: ``ZmqPublisher.stats``.
+    """Collects the metrics of one cache: ``registry.register(CacheCollector(cache))``.
 
-    Collect from the loop's thread for exact figures; from another, those of different counters may be a turn apart.
+    If it is called in another thread than that of the cache's event loop, the loop may change some counters while
+    others are being read, so figures that should add up may differ a little.
+
+    Args:
+        cache: the cache; it need not be open yet.
+        name: the value of the label ``cache``; the model's name by default.
+        lag: a ``LoopLag`` that was started, for the metric ``loop_lag_seconds``.
+        publisher: ``ZmqPublisher.stats``, for the metrics of KV events.
+
+    Raises:
+        ConfigError: an argument is unusable.
     """
 
     def __init__(
@@ -68,14 +78,14 @@ class CacheCollector(Collector):
         return f"CacheCollector({self._name!r})"
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the cache need not be open when this is registered."""
+        """Return nothing, so that registering this does not call ``collect``: the cache need not be open then."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as of now."""
+        """Yield all metrics as they are now."""
         statistics = self._cache.statistics()
         why = self._cache.closed
-        yield self._gauge("closed", "1 if no requests are taken, and why; 0 if they are.", ("reason",),
+        yield self._gauge("closed", "1 if the cache takes no requests, and why; 0 if it does.", ("reason",),
                           [((why or "",), why is not None)])  # fmt: skip
         build = InfoMetricFamily(f"{_PREFIX}_build", "The version, and which core runs.", labels=("cache",))
         build.add_metric((self._name,), {"version": VERSION, "core": compiled.CORE})
@@ -95,12 +105,14 @@ class CacheCollector(Collector):
 
     def _lookups(self, statistics: CacheStatistics) -> Iterator[Metric]:
         found = statistics.lookups
-        yield self._counter("requests", "Leases that got in.", (), [((), found.requests)])
-        yield self._counter("prompt_tokens", "Tokens in whole pages that they wanted.", (), [((), found.tokens)])
-        yield self._counter("hit_tokens", "Of these, cached, by the tier that had them at arrival.", ("tier",),
-                            _rows(found.hits))  # fmt: skip
-        yield self._counter("miss_tokens", "Of these, not cached, by reason.", ("reason",), _rows(found.misses))
-        yield self._counter("miss_requests", "Leases that missed any, by reason.", ("reason",),
+        yield self._counter("requests", "Leases that were granted.", (), [((), found.requests)])
+        yield self._counter("prompt_tokens", "Tokens in whole pages that granted leases asked for.", (),
+                            [((), found.tokens)])  # fmt: skip
+        yield self._counter("hit_tokens", "Prompt tokens that were cached, by the tier that had them on arrival.",
+                            ("tier",), _rows(found.hits))  # fmt: skip
+        yield self._counter("miss_tokens", "Prompt tokens that were not cached, by reason.", ("reason",),
+                            _rows(found.misses))  # fmt: skip
+        yield self._counter("miss_requests", "Granted leases with tokens that were not cached, by reason.", ("reason",),
                             _rows(found.missed_requests))  # fmt: skip
         yield self._counter("prefetches", "Prefetches, by how they ended.", ("status",), _rows(statistics.prefetches))
 
@@ -108,28 +120,29 @@ class CacheCollector(Collector):
         tiers = (("device", statistics.device), ("host", statistics.host))
         shelves = [(tier, pool, shelf) for tier, pools in tiers for pool, shelf in pools.items()]
         labels = ("tier", "pool")
-        yield self._gauge("pool_slots", "Slots: pages, or states.", labels,
+        yield self._gauge("pool_slots", "Slots of the pool; each is for a page or a state.", labels,
                           [((tier, pool), s.capacity) for tier, pool, s in shelves])  # fmt: skip
         yield self._gauge("pool_free_slots", "Slots that hold nothing.", labels,
                           [((tier, pool), s.free) for tier, pool, s in shelves])  # fmt: skip
         yield self._gauge("pool_evictable_slots", "Slots that eviction could free now.", labels,
                           [((tier, pool), s.evictable) for tier, pool, s in shelves])  # fmt: skip
-        yield self._gauge("pool_pinned_slots", "Slots that leases, kept prefixes or transfers hold.", labels,
+        yield self._gauge("pool_pinned_slots", "Slots that leases, kept prefixes or transfers pin.", labels,
                           [((tier, pool), s.capacity - s.free - s.evictable) for tier, pool, s in shelves])  # fmt: skip
 
     def _stages(self, statistics: CacheStatistics) -> Iterator[Metric]:
         stages, label = statistics.stages, ("stage",)
-        yield self._counter("stage_operations", "Operations.", label, [((n,), s.ops) for n, s in stages.items()])
+        yield self._counter("stage_operations", "Operations, by stage.", label,
+                            [((n,), s.ops) for n, s in stages.items()])  # fmt: skip
         yield self._counter("stage_tokens", "Tokens whose FULL pages moved.", label,
                             [((n,), s.full_pages * self._page_size) for n, s in stages.items()])  # fmt: skip
         yield self._counter("stage_pages", "Pages that moved, in all pools.", label,
                             [((n,), s.pages) for n, s in stages.items()])  # fmt: skip
         yield self._counter("stage_bytes", "Bytes that moved.", label, [((n,), s.bytes) for n, s in stages.items()])
-        yield self._counter("stage_errors", "Operations (prefetch: pages) that failed.", label,
+        yield self._counter("stage_errors", "Operations that failed; of the stage prefetch, pages.", label,
                             [((n,), s.errors) for n, s in stages.items()])  # fmt: skip
-        yield self._histogram("stage_latency_seconds", "From an operation's place in the queue to its outcome.",
+        yield self._histogram("stage_latency_seconds", "From an operation's entry into the queue to its outcome.",
                               [((n,), h) for n, h in statistics.histograms.items()], label)  # fmt: skip
-        yield self._gauge("queue_depth", "What waits.", ("queue",), _rows(statistics.queues))
+        yield self._gauge("queue_depth", "How much waits in each queue.", ("queue",), _rows(statistics.queues))
 
     def _core(self, statistics: CacheStatistics) -> Iterator[Metric]:
         core = statistics.core
@@ -140,8 +153,8 @@ class CacheCollector(Collector):
         yield self._gauge("operations", "Operations in flight, by kind.", ("kind",), _rows(core.operations))
         yield self._counter("evicted_pages", "Pages evicted, by tier.", ("tier",),
                             [(("device",), core.evicted_device), (("host",), core.evicted_host)])  # fmt: skip
-        yield self._counter("lost_pages", "Only copies that were dropped.", (), [((), core.lost_pages)])
-        yield self._counter("dropped_backups", "Operations to storage that gave way to later ones: too much waited.",
+        yield self._counter("lost_pages", "Pages whose only copy was dropped.", (), [((), core.lost_pages)])
+        yield self._counter("dropped_backups", "Backups to storage that were dropped because too much waited.",
                             (), [((), statistics.dropped_backups)])  # fmt: skip
         yield self._counter("failed_loads", "Loads from the host that failed.", (), [((), core.failed_loads)])
 
@@ -149,12 +162,12 @@ class CacheCollector(Collector):
         found = kinds(learned)
         yield self._counter("eviction_requests", "Requests that the eviction policy has learned from.", (),
                             [((), learned.requests)])  # fmt: skip
-        yield self._counter("eviction_lessons", "How often it has worked out what pages are worth.", (),
+        yield self._counter("eviction_lessons", "How often the policy has worked out what pages are worth.", (),
                             [((), learned.lessons)])  # fmt: skip
-        yield self._gauge("eviction_ghosts", "Nodes that left and that it remembers.", (), [((), learned.ghosts)])
-        yield self._counter("eviction_returned_blocks", "Blocks that came back while it remembered them.", (),
+        yield self._gauge("eviction_ghosts", "Evicted nodes that the policy remembers.", (), [((), learned.ghosts)])
+        yield self._counter("eviction_returned_blocks", "Blocks that came back while the policy remembered them.", (),
                             [((), learned.returned)])  # fmt: skip
-        yield self._gauge("eviction_kind_blocks", "Blocks that it knows a kind of page from, faded with time.",
+        yield self._gauge("eviction_kind_blocks", "Blocks from which a kind of page is known; older ones count less.",
                           ("kind",), [((kind.name,), kind.blocks) for kind in found])  # fmt: skip
         yield self._gauge("eviction_reuse_share", "Share of a kind that is used again within so many seconds.",
                           ("kind", "within"), _by_age((kind.name, kind.again) for kind in found))  # fmt: skip
@@ -166,18 +179,19 @@ class CacheCollector(Collector):
         if not stores:
             return
         figures = [(name, figure, value) for name, counts in stores.items() for figure, value in counts.items()]
-        yield self._gauge("storage", "What each backend and the store around it count.", ("backend", "figure"),
+        yield self._gauge("storage", "The counters of each store, by name.", ("backend", "figure"),
                           [((name, figure), value) for name, figure, value in figures if figure != "breaker"])
-        breaker = StateSetMetricFamily(f"{_PREFIX}_storage_breaker", "Whether calls pass.", labels=("cache", "backend"))
+        breaker = StateSetMetricFamily(f"{_PREFIX}_storage_breaker", "The state of the store's breaker.",
+                                       labels=("cache", "backend"))  # fmt: skip
         for name, counts in stores.items():
-            if "breaker" not in counts:                # of other processes, which have not told yet
+            if "breaker" not in counts:  # the store of another process, whose counters have not arrived yet
                 continue
             state = BreakerState(int(counts["breaker"]))
             breaker.add_metric((self._name, name), {s.name.lower(): s is state for s in BreakerState})
         yield breaker
-        for name, text in (("promoted_pages", "Pages from a farther store that a nearer one has now."),
-                           ("unpromoted_pages", "Pages from a farther store for whose copies there was no memory, or "
-                                                "that a nearer one did not take.")):  # fmt: skip
+        for name, text in (("promoted_pages", "Pages of a farther store that were copied to a nearer one."),
+                           ("unpromoted_pages", "Pages of a farther store that were not copied: there was no memory, "
+                                                "or the nearer store did not take them.")):  # fmt: skip
             yield self._counter(name, text, (), [((), statistics.storage.get(name, 0))])
 
     def _events(self, stats: Publishing) -> Iterator[Metric]:
@@ -216,7 +230,7 @@ def _rows(values: Mapping[str, float]) -> Rows:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Prometheus counts what is at most the bound."""
+    """Return the buckets of a Prometheus histogram. Each counts all values up to its bound, so the counts add up."""
     total, buckets = 0, []
     for bound, count in zip((*histogram.bounds_ms, None), histogram.counts, strict=True):
         total += count

@@ -1,4 +1,4 @@
-"""How late the event loop is: a timer that looks at the clock when it fires."""
+"""Measures how late the event loop is, by a timer that compares the time at which it fires with the time it was due."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from asynccache.worker.stats import BOUNDS_MS, Histogram
 
 
 class LoopLag:
-    """Ticks every ``tick`` seconds from ``start`` to ``stop``, on the loop that started it. The clock is
-    ``time.monotonic``: uvloop's own counts milliseconds."""
+    """A timer that fires every ``tick`` seconds, from ``start`` to ``stop``, and counts how late it was.
+
+    ``last_ms`` is how late it was the last time, in milliseconds. Times are read from ``time.monotonic``, since the
+    clock of uvloop's event loop has a resolution of a millisecond.
+    """
 
     def __init__(self, tick: float = 0.05) -> None:
         self._tick = checks.number("tick", tick, above=0)
@@ -26,18 +29,18 @@ class LoopLag:
         return f"LoopLag({sum(self._counts)} ticks, last {self.last_ms:.3f} ms)"
 
     def start(self) -> None:
-        """Begin, on the running loop. Twice is fine."""
+        """Start the timer on the running event loop. Calling it twice is fine."""
         if self._timer is None:
             self._arm(asyncio.get_running_loop())
 
     def stop(self) -> None:
-        """Tick no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def histogram(self) -> Histogram:
-        """Lateness of all ticks so far."""
+        """Return a histogram of how late the timer was, each time it has fired so far."""
         return Histogram(BOUNDS_MS, tuple(self._counts), self._total)
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:

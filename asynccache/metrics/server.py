@@ -1,18 +1,19 @@
-"""A few pages about a cache over HTTP, on the cache's own loop, for one scraper and a curious human.
+"""A small HTTP server about a cache, on the cache's own event loop, for a scraper and for people.
 
-    GET  /metrics      Prometheus, if prometheus-client is installed
-    GET  /healthz      200 while the cache takes requests, else 503 and why
-    GET  /statistics   everything that is counted, as JSON
-    POST /explain      {"tokens": [...], "extra_key": null}; GET /explain?tokens=1,2,3 for short ones
+    GET  /metrics      metrics for Prometheus, if prometheus-client is installed
+    GET  /healthz      200 while the cache takes requests; else 503 with the reason
+    GET  /statistics   all counters, as JSON
+    POST /explain      {"tokens": [...], "extra_key": null}; for short prompts also GET /explain?tokens=1,2,3
 
-It answers one request on a connection and closes it. It is no server for the public: give it no public address. Still,
-nobody who asks can hold it up:
+It answers one request on each connection and then closes it. It is not made for the public: do not give it a public
+address. Still, no client can delay the cache or other clients for long:
 
-* A request that has not arrived whole within ``PATIENCE`` seconds is answered with 408, however its bytes trickle in.
-  Whoever does not read the answer within as long is hung up on.
-* ``MOST_CONNECTIONS`` are open at a time. One more is answered with 503 at once.
-* A body of more than ``MOST_BYTES`` is answered with 413, and what is no request, or asks for what cannot be, with 400.
-  What is still being sent then is read and forgotten for up to ``PATIENCE`` seconds, so that the answer is not lost.
+* A request that has not arrived completely within ``PATIENCE`` seconds is answered with 408. A client that does not
+  read its answer within as many seconds is disconnected.
+* At most ``MOST_CONNECTIONS`` connections are open at a time. A further one is answered with 503 at once.
+* A body of more than ``MOST_BYTES`` is answered with 413. Bytes that are no HTTP request, and requests that cannot be
+  answered, are answered with 400. If the client is still sending then, the rest is read and thrown away for up to
+  ``PATIENCE`` seconds: closing the connection earlier would reset it, and the client might never see the answer.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _JSON = "application/json"
 
 
 def a_cache(cache: AsyncCache) -> AsyncCache:
-    """``cache``, if it is one. Raises ``ConfigError`` if it is not."""
-    from asynccache.runtime.cache import AsyncCache  # it was imported by whoever made one
+    """Return ``cache``. Raises ConfigError if it is not an ``AsyncCache``."""
+    from asynccache.runtime.cache import AsyncCache  # imported here, so that this module can be without the runtime
 
     return checks.instance("cache", cache, AsyncCache)
 
@@ -57,7 +58,7 @@ def _a_registry(registry: CollectorRegistry) -> CollectorRegistry:
 
 
 class Request(NamedTuple):
-    """What was asked."""
+    """An HTTP request."""
 
     method: str
     path: str
@@ -66,7 +67,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is answered."""
+    """An HTTP response. ``kind`` is its content type."""
 
     status: str
     kind: str
@@ -74,7 +75,7 @@ class Answer(NamedTuple):
 
 
 class Refused(Exception):
-    """A request that cannot be answered; the status says why."""
+    """The request cannot be answered. ``status`` is the HTTP status of the response, ``why`` its message."""
 
     def __init__(self, status: str, why: str) -> None:
         super().__init__(why)
@@ -82,8 +83,18 @@ class Refused(Exception):
 
 
 class Exposed:
-    """``async with Exposed(cache, port=9090) as exposed``: serves until it is left; port 0: any, ``exposed.port`` says
-    which. ``registry``: yours, with whatever else is in it; without one, a registry of its own with this cache."""
+    """Serves the pages above: ``async with Exposed(cache, port=9090) as exposed``. It serves until that block ends.
+
+    Args:
+        cache: the cache.
+        host: the address to listen at.
+        port: the port; with 0 the system chooses one, and ``exposed.port`` has it.
+        registry: the registry whose metrics ``/metrics`` shows; by default one with the metrics of this cache.
+        lag: the ``LoopLag`` to start, and to show in that default registry; by default a new one.
+
+    Raises:
+        ConfigError: an argument is unusable.
+    """
 
     def __init__(
         self, cache: AsyncCache, *, host: str = "127.0.0.1", port: int = 0,
@@ -101,10 +112,10 @@ class Exposed:
         return f"Exposed(http://{self._host}:{self.port})"
 
     async def __aenter__(self) -> Self:
-        """Listen. Cancelling it leaves nothing open.
+        """Begin to listen. Cancelling it leaves nothing open.
 
         Raises:
-            ConfigError: the address cannot be had.
+            ConfigError: it cannot listen at this address.
         """
         try:
             self._server = await asyncio.start_server(self._talk, self._host, self.port, limit=_CHUNK)
@@ -115,7 +126,7 @@ class Exposed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Hang up. Cancelling it leaves no socket open."""
+        """Close all connections. Cancelling it leaves no socket open."""
         self._lag.stop()
         if self._server is not None:
             self._server.close()
@@ -133,7 +144,7 @@ class Exposed:
             await _deliver(_CROWDED if crowded else await self._answered(reader), reader, writer)
             writer.close()
         except (TimeoutError, OSError, asyncio.CancelledError):
-            writer.transport.abort()  # the other side is gone or asleep, or this one is closing; nothing depends on it
+            writer.transport.abort()  # the client is gone or does not read, or the server is being closed
         finally:
             self._talking.discard(task)
 
@@ -153,9 +164,9 @@ class Exposed:
             return _failed(refused.status, refused)
         except ConfigError as error:
             return _failed("400 Bad Request", error)
-        except (AsyncCacheError, RuntimeError) as error:  # it is closed, or not open yet
+        except (AsyncCacheError, RuntimeError) as error:  # the cache is closed, or not open yet
             return _failed("503 Service Unavailable", error)
-        except Exception as error:  # a collector of yours may raise anything
+        except Exception as error:  # other collectors in the user's registry may raise anything
             return _failed("500 Internal Server Error", f"{type(error).__name__}: {error}")
 
     async def _answer(self, request: Request) -> Answer:
@@ -193,11 +204,11 @@ class Exposed:
 
 
 async def _read(reader: asyncio.StreamReader) -> Request:
-    """One request.
+    """Read one request from a connection.
 
     Raises:
-        Refused: it is too long, or no HTTP.
-        ValueError: it is no HTTP, in other ways. asyncio's two errors of a reader, too.
+        Refused: it is too long, is no HTTP, or uses what is not served.
+        ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError: it is no HTTP.
     """
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     words = head[0].split()
@@ -212,7 +223,7 @@ async def _read(reader: asyncio.StreamReader) -> Request:
 
 
 def _length(fields: Mapping[str, str]) -> int:
-    """Of the body, in bytes."""
+    """Return the length of the body in bytes, from the header fields."""
     if "transfer-encoding" in fields:
         raise Refused("411 Length Required", "send the body whole, with its Content-Length")
     told = fields.get("content-length", "0")
@@ -224,28 +235,28 @@ def _length(fields: Mapping[str, str]) -> int:
 
 
 async def _deliver(answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Return when the other side has the answer.
+    """Send the response. Returns when the system has sent all of it.
 
     Raises:
-        TimeoutError: it did not take the answer in time.
-        OSError: it is gone.
+        TimeoutError: the client did not take it within ``PATIENCE`` seconds.
+        OSError: the client has disconnected.
     """
     async with asyncio.timeout(PATIENCE):
-        writer.transport.set_write_buffer_limits(0)  # so that to drain means that all is sent
+        writer.transport.set_write_buffer_limits(0)  # so that drain() returns only when all is sent
         writer.write(_written(answer))
         await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
-        if answer.status.startswith(_UNREAD):       # to close now would reset the connection, and the answer be lost
+        if answer.status.startswith(_UNREAD):  # closing now would reset the connection before the answer is read
             while await reader.read(_CHUNK):
                 pass
 
 
 def _asked(request: Request) -> tuple[list[int], str | None]:
-    """The tokens and the namespace that /explain is asked for.
+    """Return the tokens and the ``extra_key`` in a request for /explain.
 
     Raises:
-        Refused: they are not there, or are something else.
+        Refused: they are missing, or are something else.
     """
     try:
         tokens, extra_key = _in_body(request.body) if request.method == "POST" else _in_query(request.query)
@@ -271,7 +282,7 @@ def _in_query(query: Mapping[str, list[str]]) -> tuple[Any, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Named tuples as objects, enums as their values: what JSON has."""
+    """Return ``value`` in the types of JSON: named tuples become objects, and enum members their values."""
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: plain(field) for name, field in value._asdict().items()}
     if isinstance(value, Mapping):

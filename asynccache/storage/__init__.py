@@ -1,8 +1,8 @@
 """Where L3 bytes go: the contract a backend fulfils, and the verified store that the runtime talks to.
 
 ``contract`` is all that a backend needs. ``CheckedStore`` adds headers, checksums, deadlines and a breaker;
-``open_store`` finds a backend by its URL; ``Pages`` is several stores without a cache. What is named here is for users
-and for the authors of backends. Knows nothing of the core, the tiers or the runtime.
+``open_store`` finds a backend by its URL; ``Pages`` is several stores without a cache. The names exported here are for
+users and for the authors of backends. This package imports neither the core nor the workers nor the runtime.
 """
 
 from __future__ import annotations

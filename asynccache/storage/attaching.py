@@ -1,6 +1,7 @@
-"""Stores of several kinds made ready to be used together: URLs are opened, what somebody else made is borrowed.
+"""Opens and attaches stores: a URL is opened here, a backend or a store that the caller made is only borrowed.
 
-Law: whoever opens a store and cannot attach it closes it again; what is refused by its URL leaves nothing behind.
+Laws: whoever opens a store and cannot attach it closes it again. All URLs are checked before the first of them is
+opened, so a wrong one leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from asynccache.errors import ConfigError
-from asynccache.storage.borrowed import Borrowed
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import StorageBackend, StoreLayout
 from asynccache.storage.opening import check_stores, no_store, open_store
 from asynccache.storage.options import StoreOptions, take_options
 from asynccache.storage.tiers import Attached, TieredStore
 from asynccache.storage.url import ParsedUrl, parse_url
+from asynccache.storage.wrapping import Borrowed
 
 
 def _parsed(storage: str | StorageBackend | CheckedStore, options: Mapping[str, str]) -> ParsedUrl:
@@ -28,11 +29,14 @@ async def open_attached(
     storage: str | StorageBackend | CheckedStore, layout: StoreLayout, options: Mapping[str, str],
     check: Callable[[StoreOptions], None],
 ) -> Attached:  # fmt: skip
-    """What ``storage`` stands for, ready to be attached: a URL is opened, and closed when it leaves; what somebody else
-    made is left to its owner. ``check`` may refuse it before it is opened. Cancelling it leaves nothing open.
+    """Return the store that ``storage`` stands for, ready to be attached.
+
+    A URL is opened, and its store will be closed when it is detached. A backend or a store that somebody else made is
+    never closed here. ``check`` is called with the store's options before anything is opened and may raise.
+    Cancelling it leaves nothing open.
 
     Raises:
-        ConfigError: the URL or an option is wrong, or the store is one for other pools.
+        ConfigError: the URL or an option is wrong, or the given store is for pools with other sizes.
         Unavailable: the backend cannot be opened now.
     """
     if isinstance(storage, str):
@@ -58,11 +62,14 @@ async def open_all(
     store: TieredStore, storages: Sequence[str | StorageBackend | CheckedStore], layout: StoreLayout,
     options: Mapping[str, str],
 ) -> None:  # fmt: skip
-    """Attach what ``storages`` stand for, nearest first. Whoever fails or is cancelled leaves open what is attached by
-    then. Raises as ``open_attached``."""
+    """Open and attach ``storages`` to ``store``, the nearest first.
+
+    If it fails or is cancelled, the stores that were attached by then stay attached and open: closing ``store`` closes
+    them. Raises as ``open_attached``.
+    """
     errors = check_stores([storage for storage in storages if isinstance(storage, str)], layout, options)
     if errors:
-        raise errors[0]  # what is refused leaves no new store behind
+        raise errors[0]
     for storage in storages:
         attached = await open_attached(storage, layout, options, store.check)
         try:
@@ -73,6 +80,6 @@ async def open_all(
 
 
 async def close_unattached(attached: Attached) -> None:
-    """It was opened for nothing. Cancelling it is up to the backend."""
+    """Close a store that was opened here and will not be attached. Cancelling it is up to the backend."""
     if attached.owned:
         await attached.store.aclose()

@@ -1,4 +1,4 @@
-"""When to leave a failing backend alone. A pure state machine: the clock is handed in, and so is the jitter.
+"""When to stop calling a backend that fails, and when to try it again. A pure state machine: callers pass the time in.
 
     CLOSED     --threshold failures, see below-->  OPEN       every call is refused until the back-off is over
     OPEN       --back-off over, one call-->        HALF_OPEN  that call is the probe, all others are refused
@@ -6,12 +6,16 @@
     HALF_OPEN  --probe fails-->                    OPEN       the back-off doubles, up to its limit
     HALF_OPEN  --probe abandoned-->                OPEN       the next call may probe at once
 
-Failures count until a call of the same *kind* (a read, a write, a question) succeeds, so that questions which a store
-still answers do not hide that it serves no pages. On probation one failure of the kind that opened it opens it again,
-with the back-off doubled; one success of that kind ends the probation, and the back-off starts small again.
+Calls are of several *kinds* (a read, a write, a question). Failures are counted by kind, and a success sets only the
+count of its own kind back to zero: a store that still answers questions and serves no pages is found out. The breaker
+opens when the counts of all kinds together reach the threshold.
 
-Every change of state begins a new era, and a permit is the era it was given in: what a call from an earlier era has to
-say is about a backend as it was then, and changes nothing.
+After a successful probe the breaker is on probation for the kind whose failure had opened it. The next failure of that
+kind opens it again, with the back-off doubled. The next success of that kind ends the probation, and the back-off is
+short again.
+
+Every change of state begins a new *era*. A permit is the number of the era in which it was given. The outcome of a call
+with a permit of an earlier era tells how the backend was then, not how it is now, so it changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ REFUSED = Permit(0)
 
 
 class BreakerState(IntEnum):
-    """Whether calls pass."""
+    """Whether calls are let through: all of them, none of them, or one as a probe."""
 
     CLOSED = 0
     OPEN = 1
@@ -39,19 +43,25 @@ BEST_FIRST = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 
 def best_off(states: Iterable[float]) -> BreakerState:
-    """Of several stores' states that which lets most through: one that is being tried is nearer to serving than one
-    that is left alone. The numbers are names, and no order."""
+    """The best state among those of several stores, by ``BEST_FIRST``: HALF_OPEN is better than OPEN. The numbers of
+    ``BreakerState`` are in no such order."""
     return min(map(BreakerState, map(int, states)), key=BEST_FIRST.index)
 
 
 class Breaker:
-    """All of its mutable state is its own; it belongs to one store.
+    """The breaker of one store.
 
-    ``jitter``: a factor for each back-off, so that those who share a store do not come back all at once. ``changed``:
-    called after every change of ``state``; it must be quick, and may be replaced.
+    Args:
+        threshold: failures after which it opens.
+        backoff: seconds for which it stays open the first time. Each further time in a row takes twice as long.
+        max_backoff: seconds that a back-off takes at most.
+        jitter: returns a factor for each back-off, so that the users of a shared store do not all come back at once.
 
-    In its methods ``now`` is in seconds, of one clock that never goes back; ``permit`` is what ``allow`` returned;
-    ``kind`` is any text. What is none of that is refused with ``ConfigError``, and nothing has changed.
+    ``opened`` counts how often it went from CLOSED to OPEN. ``changed`` is called without arguments after every change
+    of ``state``; it must return soon, and may be replaced by the owner.
+
+    In the methods ``now`` is a time in seconds by a clock that never goes back, ``permit`` is what ``allow`` returned,
+    and ``kind`` is any text. Any other value raises ``ConfigError`` and changes nothing.
     """
 
     def __init__(
@@ -81,7 +91,8 @@ class Breaker:
         return f"Breaker({self.state.name}, failures={dict(self._failures)}, backoff={self._backoff})"
 
     def allow(self, now: float) -> Permit:
-        """A permit for one call, to be handed to one of success, failure, abandon when it is over; or REFUSED."""
+        """Return a permit for one call, or REFUSED. When the call has ended, its permit is to be passed to ``success``,
+        ``failure`` or ``abandon``."""
         now = checks.number("now", now)
         if self.state is BreakerState.CLOSED:
             return self._era
@@ -91,7 +102,8 @@ class Breaker:
         return REFUSED
 
     def success(self, permit: Permit, now: float | None = None, kind: str = "") -> None:
-        """The call came back. ``now`` is for ``shut_for`` only; not given, the probe took no time."""
+        """Note that the call succeeded. ``now`` is used only for the sum that ``shut_for`` returns; without it the
+        time since the probe began is not added."""
         permit, now = _permit(permit), None if now is None else checks.number("now", now)
         kind = checks.text("kind", kind)
         if permit != self._era:
@@ -106,7 +118,7 @@ class Breaker:
             self._backoff = self._first_backoff
 
     def failure(self, permit: Permit, now: float, kind: str = "") -> None:
-        """The call failed as a whole, or took too long."""
+        """Note that the call failed as a whole, or took too long."""
         permit, now, kind = _permit(permit), checks.number("now", now), checks.text("kind", kind)
         if permit != self._era:
             return
@@ -124,12 +136,13 @@ class Breaker:
             self._open(now + self._backoff * self._jitter())
 
     def abandon(self, permit: Permit) -> None:
-        """The call was cancelled: nothing was learnt."""
+        """Note that the call was cancelled, so that it says nothing about the backend. If it was the probe, the next
+        call may probe at once."""
         if _permit(permit) == self._era and self.state is BreakerState.HALF_OPEN:
             self._open(self._retry_at)
 
     def shut_for(self, now: float) -> float:
-        """Seconds that it was not closed, in all."""
+        """Return for how many seconds, all in all, the breaker has not been CLOSED."""
         now = checks.number("now", now)
         return self._shut_for + (0.0 if self.state is BreakerState.CLOSED else now - self._shut_at)
 
@@ -161,8 +174,9 @@ def _permit(permit: Permit) -> Permit:
     return Permit(checks.integer("permit", permit, 0))
 
 
-class Hearing:
-    """What one permitted call has to say to the breaker: the first thing it says is heard, and nothing after it."""
+class Report:
+    """Reports the outcome of one permitted call to the breaker. Only the first report counts: a call that was reported
+    as too slow may still succeed, and that changes nothing."""
 
     __slots__ = ("_breaker", "_kind", "_permit")
 
@@ -172,17 +186,17 @@ class Hearing:
         self._kind = kind
 
     def success(self, now: float) -> None:
-        """It came back in time."""
-        self._breaker.success(self._said(), now, self._kind)
+        """The call succeeded in time."""
+        self._breaker.success(self._take_permit(), now, self._kind)
 
     def failure(self, now: float) -> None:
-        """It failed, or takes too long."""
-        self._breaker.failure(self._said(), now, self._kind)
+        """The call failed, or has taken too long by now."""
+        self._breaker.failure(self._take_permit(), now, self._kind)
 
     def abandon(self) -> None:
-        """It was cancelled."""
-        self._breaker.abandon(self._said())
+        """The call was cancelled."""
+        self._breaker.abandon(self._take_permit())
 
-    def _said(self) -> Permit:
+    def _take_permit(self) -> Permit:
         permit, self._permit = self._permit, REFUSED
         return permit

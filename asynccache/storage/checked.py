@@ -1,14 +1,16 @@
-"""Trust nothing that a backend says: ``CheckedStore`` is what the runtime talks to, and a backend is behind it.
+"""``CheckedStore``: a backend whose answers can be trusted. Everything that uses a store goes through one.
 
-It writes each page's header on the way out and verifies header and payload on the way in. What does not verify is
-CORRUPT: a miss, counted, and deleted from the backend so that it is not served again. A call that fails as a whole, or
-misses its deadline, makes every key FAILED; what else keeps a store that fails away from the cache is in ``guard``.
+It writes a header before each page is stored, and verifies header and payload after each page was read. A page that
+does not verify is CORRUPT: it counts as missing and is deleted from the backend, so that it is not served again. A call
+that fails as a whole, or misses its deadline, is FAILED for every key. ``guard`` has the rest of what protects the
+cache from a store that fails.
 
-Buffers: when a call returns or raises, for whatever reason, nothing touches the buffers that were passed in. A
-deadline cancels the backend's call, which by contract ends only after it has let go; so the answer FAILED may come
-later than its deadline, and when it comes the buffers are free.
+Law of buffers: when a call returns or raises, for whatever reason, nothing touches the buffers any more that were
+passed in. A deadline cancels the backend's call, and by contract that call ends only after the backend has let go of
+them. So the answer FAILED may come later than the deadline; when it comes, the buffers are free.
 
-Checksums are computed in threads, in batches of a few MiB (0.2-1 ms); what takes a few µs is done on the spot.
+Checksums are computed in threads, in batches of a few MiB (0.2-1 ms each). Small ones, which take some µs, are computed
+on the event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from asynccache import checks
 from asynccache.errors import ConfigError
 from asynccache.settle import settled
 from asynccache.storage.breaker import Breaker
-from asynccache.storage.contract import KEY_BYTES, PageKey, Record, Result, StorageBackend, StoreLayout, check_layout
+from asynccache.storage.contract import (
+    HEADER_BYTES,
+    KEY_BYTES,
+    PageKey,
+    Record,
+    Result,
+    StorageBackend,
+    StoreLayout,
+    check_layout,
+)
 from asynccache.storage.guard import Call, Guard
 from asynccache.storage.headers import HeaderPool
 from asynccache.storage.options import MOST_CALLS
@@ -35,18 +46,31 @@ from asynccache.storage.workers import MOST_THREADS, Workers
 HEADER_POOL = "#headers"
 MOST_HEADERS = 1 << 24
 INLINE_BYTES = 128 << 10
+"""Up to so many bytes are checksummed on the loop, because handing them to a thread would cost more."""
 BATCH_BYTES = 4 << 20
+COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
+
+_BLANK = bytes(HEADER_BYTES)
 
 _T = TypeVar("_T")
 
 
 class CheckedStore:
-    """A verified view of ``backend``. Belongs to one event loop.
+    """A backend behind checksums, deadlines and a breaker. Belongs to one event loop.
 
-    ``timeout``: seconds a backend call may take, and may wait for its place. ``slow``: a call of more seconds is a
-    failure for the breaker; 0: none is. ``concurrency``: backend calls in flight at most. ``threads`` 0: checksums on
-    the loop, for simulations. ``clock``: the breaker's, the loop's own if not given. ``headers``: pages in flight, over
-    all calls; more wait.
+    Args:
+        backend: where the records are stored; ``aclose`` closes it.
+        layout: the pools and the bytes of their pages.
+        timeout: seconds that a call may wait for its place, and again that it may take.
+        slow: seconds after which a call that is still running counts as a failure for the breaker; 0 means never.
+        concurrency: how many calls the backend has at a time, at most.
+        breaker: decides when the backend is left alone; a new ``Breaker`` by default.
+        clock: returns the breaker's time in seconds; the event loop's clock by default.
+        threads: how many threads compute checksums. With 0 they are computed on the loop, for simulations.
+        headers: how many pages are in flight at most, in all calls together. Calls beyond that wait.
+
+    Raises:
+        ConfigError: an argument is unusable.
     """
 
     def __init__(
@@ -85,16 +109,18 @@ class CheckedStore:
 
     @property
     def last_error(self) -> Exception | None:
-        """Why the last call that failed as a whole did: an error of the same class, if that can be, and its text."""
+        """The error of the last call that failed as a whole; None if none has failed. It is a copy with the text of
+        that error, and of the same class where that is possible."""
         return self._guard.last_error
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """Store each payload; HIT where a later ``get`` may find it.
+        """Store each payload under its key. Returns a result for each key: HIT where a later ``get`` may find the page.
 
-        Cancelling it returns after the backend has let go of the payloads; what was stored by then stays stored.
+        Cancelling it returns after the backend has let go of the payloads. Pages stored by then stay stored.
 
         Raises:
-            ConfigError: a key or payload is unusable, or there is not one payload of its pool's size for each key.
+            ConfigError: a key or payload is unusable, or there is not one payload of its pool's size for each key. No
+                page was stored then.
         """
         self._check(keys, payloads, writable=False)
         results: list[Result] = []
@@ -104,10 +130,11 @@ class CheckedStore:
         return results
 
     async def get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """Fill each payload. HIT: the bytes are there and are the ones that were stored; otherwise they are undefined.
+        """Read the page of each key into its payload. Returns a result for each key: HIT where the payload holds the
+        bytes that were stored. After any other result the payload's content is undefined.
 
-        Cancelling it returns after backend and checksums have let go of the payloads. Raises as ``put``, also for a
-        payload that is read-only.
+        Cancelling it returns after the backend and the checksum threads have let go of the payloads. Raises as ``put``
+        does, and also if a payload is read-only.
         """
         self._check(keys, payloads, writable=True)
         results: list[Result] = []
@@ -118,7 +145,8 @@ class CheckedStore:
         return results
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key as the backend says, FAILED where it cannot be known. Cancelling it changes nothing.
+        """Whether each key is stored: HIT or MISS as the backend says, FAILED where it cannot tell or is not asked.
+        Cancelling it changes nothing.
 
         Raises:
             ConfigError: a key is unusable.
@@ -127,36 +155,39 @@ class CheckedStore:
         return await self._guard.answers(Call.ASK, keys, self.backend.exists)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key. Cancelling it may leave any of them deleted. Raises as ``exists``."""
+        """Delete the page of each key: HIT if there was one, MISS if not, FAILED if it may still be there. Cancelling
+        it may leave any of them deleted. Raises as ``exists`` does."""
         _check_keys(keys)
         return await self._guard.answers(Call.PUT, keys, self.backend.delete)
 
     async def clear(self) -> None:
-        """Forget everything. Cancelling it may leave the store cleared.
+        """Delete every page. Cancelling it may leave the store cleared.
 
         Raises:
-            BackendError: the backend could not. ``Timeout``: not before the deadline.
+            BackendError: the backend failed. ``Timeout``: it did not answer within the deadline.
         """
-        await self._guard.whole("clear", self.backend.clear)
+        await self._guard.on_request("clear", self.backend.clear)
 
     async def flush(self) -> None:
-        """Return once everything put so far would survive a power loss, as far as the backend promises that.
-        Cancelling it leaves some of it volatile.
+        """Return once all pages stored so far would survive a power loss, as far as the backend promises that. If it is
+        cancelled, some of them may not survive one.
 
         Raises:
-            BackendError: the backend could not. ``Timeout``: not before the deadline.
+            BackendError: the backend failed. ``Timeout``: it did not answer within the deadline.
         """
-        await self._guard.whole("flush", self.backend.flush)
+        await self._guard.on_request("flush", self.backend.flush)
 
     async def scrub(
         self, rate: float | None = None, tell: Callable[[Scrubbed], object] = lambda so_far: None
     ) -> Scrubbed:
-        """Read all that is stored, and forget what does not verify; at most ``rate`` bytes a second. ``tell`` hears
-        after every few MiB what has been done so far.
+        """Read every stored page and delete those that do not verify. Returns what was read and found, all in all.
+
+        ``rate``: bytes that are read in a second, at most; None: as many as possible. ``tell`` is called after every
+        few MiB with what was done so far. Cancelling it stops after the part that is being read.
 
         Raises:
-            ConfigError: this backend cannot do it.
-            BackendError: it failed. Cancelling it stops after the part that is being read.
+            ConfigError: an argument is unusable, or the backend is not ``Scrubbable``.
+            BackendError: the backend failed.
         """
         if rate is not None:
             rate = checks.number("rate", rate, above=0)
@@ -167,7 +198,7 @@ class CheckedStore:
         loop = asyncio.get_running_loop()
         began, done = loop.time(), Scrubbed()
         for part in backend.parts():
-            found = await self._guard.whole("scrub", partial(backend.scrub, part, self._verdicts))
+            found = await self._guard.on_request("scrub", partial(backend.scrub, part, self._verdicts))
             self._counts["corrupt_pages"] += found.bad
             done = done.plus(found)
             tell(done)
@@ -176,16 +207,21 @@ class CheckedStore:
         return done
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether calls are refused now. A probe may be begun, for ``key``. Raises as ``exists``."""
+        """Whether the breaker refuses calls now. This counts as a refused call, and begins a probe with ``key`` where
+        one is due. Raises as ``exists`` does."""
         _check_key(key, "key")
         return self._guard.refuses((key,))
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Tell the backend where the payloads of ``pool`` lie."""
+        """Tell the backend that payloads of ``pool`` will be slices of ``memory``.
+
+        Raises:
+            ConfigError: ``pool`` is not text, or ``memory`` is not a memoryview.
+        """
         self.backend.register(checks.text("pool", pool), checks.instance("memory", memory, memoryview))
 
     def stats(self) -> Mapping[str, int | float]:
-        """The backend's counters and this store's own."""
+        """Return the backend's counters and this store's own, by name."""
         return {
             **self.backend.stats(),
             **{name: self._counts[name] for name in COUNTERS},
@@ -200,10 +236,10 @@ class CheckedStore:
         finally:
             if self._workers is not None:
                 self._workers.close()
-                self._workers = None  # who calls all the same is told by the backend that it is closed
+                self._workers = None  # a later call computes on the loop, and the backend refuses it as closed
 
     async def _put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        if self._guard.refuses(keys):  # before any work is done for it
+        if self._guard.refuses(keys):  # asked first, to spare the checksums of pages that would not be stored
             return [Result.FAILED] * len(keys)
         headers = await self._headers.take(len(keys))
         try:
@@ -214,7 +250,7 @@ class CheckedStore:
             self._headers.give(headers)
 
     async def _get(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        if self._guard.refuses(keys):  # before any work is done for it
+        if self._guard.refuses(keys):  # asked first, so that a refused call does not wait for headers
             return [Result.FAILED] * len(keys)
         headers = await self._headers.take(len(keys))
         try:
@@ -230,8 +266,8 @@ class CheckedStore:
         return results
 
     async def _verify(self, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]) -> None:
-        """Turn every HIT that does not verify into CORRUPT."""
-        hit = Result.HIT  # an Enum's member costs 0.2 µs to look up, more than all else that is done for a page here
+        """Replace every HIT in ``results`` that does not verify by CORRUPT."""
+        hit = Result.HIT  # looking up an Enum's member takes 0.2 µs, more than all else that is done for a page here
         hits = [i for i, result in enumerate(results) if result is hit]
         good = await self._verdicts([keys[i] for i in hits], [records[i] for i in hits])
         for i, ok in zip(hits, good, strict=True):
@@ -239,7 +275,7 @@ class CheckedStore:
                 results[i] = Result.CORRUPT
 
     async def _verdicts(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
-        """Whether each record verifies."""
+        """Return for each record whether it verifies."""
         return [good for batch in await self._in_batches(verify, keys, records) for good in batch]
 
     async def _in_batches(
@@ -248,6 +284,8 @@ class CheckedStore:
         keys: Sequence[PageKey],
         records: Sequence[Record],
     ) -> list[_T]:
+        """Call ``work`` for all of them, large amounts in several batches in the threads. Returns what the calls
+        returned. Cancelling it waits until no thread uses the records any more."""
         if self._workers is None or sum(record.payload.nbytes for record in records) <= INLINE_BYTES:
             return [work(keys, records)]
         futures = [self._workers.call(work, keys[part], records[part]) for part in _batches(records)]
@@ -255,40 +293,26 @@ class CheckedStore:
         return [future.result() for future in futures]
 
     def _parts(self, count: int) -> Iterator[slice]:
+        """Cut a call of ``count`` pages into parts that need at most half of the headers each, so that one long call
+        does not keep all others waiting."""
         step = max(1, self._headers.count // 2)
         return (slice(at, at + step) for at in range(0, count, step))
 
     def _check(self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, writable: bool) -> None:
-        """Whether there is a good payload for each key. A shortcut for good ones, and what names the others."""
-        sizes = self.layout.page_bytes
-        _check_list("keys", keys)
+        """Refuse keys and payloads that cannot be used. ``writable``: whether pages will be read into the payloads."""
+        _check_keys(keys)
         _check_list("payloads", payloads)
-        try:
-            for key, payload in zip(keys, payloads, strict=True):
-                name = key.key
-                if type(name) is not bytes or len(name) != KEY_BYTES or sizes.get(key.pool) != payload.nbytes:
-                    break
-                if not payload.c_contiguous or (writable and payload.readonly):
-                    break
-            else:
-                return
-        except Exception:  # whatever they are, keys and payloads they are not
-            pass
-        for key in keys:
-            _check_key(key)
         if len(payloads) != len(keys):
             raise ConfigError(f"payloads: there are {len(payloads)} for {len(keys)} keys")
+        sizes = self.layout.page_bytes
         for key, payload in zip(keys, payloads, strict=True):
-            self._check_payload(key.pool, payload, writable)
-
-    def _check_payload(self, pool: str, payload: memoryview, writable: bool) -> None:
-        size = self.layout.page_bytes.get(pool)
-        if not isinstance(payload, memoryview) or not payload.c_contiguous:
-            raise ConfigError(f"payloads: {checks.shown(payload)} is no memoryview of bytes in a row")
-        if payload.nbytes != size:
-            raise ConfigError(f"payloads: one of pool {pool!r} has {payload.nbytes} bytes, expected {size}")
-        if writable and payload.readonly:
-            raise ConfigError("payloads: one is read-only, and pages are read into it")
+            if not isinstance(payload, memoryview) or not _is_contiguous(payload):
+                raise ConfigError(f"payloads: {checks.shown(payload)} is no memoryview of bytes in a row")
+            if payload.nbytes != sizes.get(key.pool):
+                raise ConfigError(f"payloads: one of pool {key.pool!r} has {payload.nbytes} bytes, "
+                                  f"expected {sizes.get(key.pool)}")
+            if writable and payload.readonly:
+                raise ConfigError("payloads: one is read-only, and pages are read into it")
 
 
 def _check_list(name: str, values: object) -> None:
@@ -296,10 +320,18 @@ def _check_list(name: str, values: object) -> None:
         checks.instance(name, values, (list, tuple))
 
 
+def _is_contiguous(payload: memoryview) -> bool:
+    try:
+        return payload.c_contiguous
+    except ValueError:  # the view was released
+        return False
+
+
 def _check_keys(keys: Sequence[PageKey]) -> None:
     _check_list("keys", keys)
-    for key in keys:
-        if type(key) is not PageKey or type(key.key) is not bytes or len(key.key) != KEY_BYTES:
+    for key in keys:  # the types are compared here, too, to spare a call for each good key
+        good = type(key) is PageKey and type(key.pool) is str and type(key.key) is bytes and len(key.key) == KEY_BYTES
+        if not good:
             _check_key(key)
 
 
@@ -310,19 +342,15 @@ def _check_key(key: PageKey, name: str = "keys") -> None:
         raise ConfigError(f"{name}: {checks.shown(key)} has {len(key.key)} bytes, expected {KEY_BYTES}")
 
 
-COUNTERS = ("put_pages", "get_pages", "corrupt_pages")
-
-_BLANK = bytes(64)
-
-
 def _blank(headers: Sequence[memoryview]) -> None:
-    """So that a backend which claims a hit and writes nothing finds no old header to hide behind."""
+    """Set the headers to zeros. Otherwise a backend that answers HIT and writes nothing could pass with the header and
+    payload of an earlier call."""
     for header in headers:
         header[:] = _BLANK
 
 
 def _batches(records: Sequence[Any]) -> Iterator[slice]:
-    """Runs of records of about ``BATCH_BYTES``, at least one record each."""
+    """Cut ``records`` into runs of about ``BATCH_BYTES``, with at least one record each."""
     start = size = 0
     for i, record in enumerate(records):
         size += record.payload.nbytes

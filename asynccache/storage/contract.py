@@ -22,7 +22,11 @@ KEY_BYTES = 32
 
 
 class Result(IntEnum):
-    """The fate of one key in one call. For ``put``, HIT means: stored (or there already)."""
+    """The answer for one key in one call.
+
+    For ``put``, HIT means that the record is stored now, or was stored already. CORRUPT means that a record was found
+    and is not the one that was stored. FAILED means that the store could not do it, or cannot tell.
+    """
 
     MISS = 0
     HIT = 1
@@ -45,17 +49,22 @@ class Record(NamedTuple):
 
 
 class StoreLayout(NamedTuple):
-    """What a backend is told when it is opened: payload bytes per pool, and a digest of the record schema."""
+    """What a backend is told when it is opened.
+
+    ``page_bytes`` maps each pool's name to the bytes of one payload of that pool. ``schema`` is a digest of the format
+    of records: a place that was written with another schema has no records for this cache.
+    """
 
     page_bytes: Mapping[str, int]
     schema: bytes
 
 
 def check_layout(layout: object) -> StoreLayout:
-    """``layout`` as it is.
+    """Check ``layout`` and return it unchanged.
 
     Raises:
-        ConfigError: it is no layout of pools that have names, with 1 or more bytes a page, and of a digest.
+        ConfigError: it is no ``StoreLayout``, a pool's name is not text, a payload has less than 1 byte, or the schema
+            is not bytes.
     """
     found = checks.instance("layout", layout, StoreLayout)
     sizes = checks.instance("layout: page_bytes", found.page_bytes, Mapping)
@@ -67,44 +76,48 @@ def check_layout(layout: object) -> StoreLayout:
 
 
 def is_shared(backend: object) -> bool:
-    """Whether what other processes store in the same place is found through ``backend``, and the other way round: it
-    says so by an attribute ``shared``, which is optional. Of pages that several workers hold alike one is written there
-    for all; to any other store each worker writes its own."""
+    """Whether several processes that open this backend at the same place find each other's pages.
+
+    A backend says so with an optional attribute ``shared``; without it the answer is False. Where several workers hold
+    the same page, only one of them writes it to a shared store. To any other store each worker writes its own copy.
+    """
     return bool(getattr(backend, "shared", False))
 
 
 class StorageBackend(Protocol):
-    """Async and batched over keys. One instance serves one event loop. One that processes share has an attribute
-    ``shared`` that is true (``is_shared``)."""
+    """A store of records. Its methods are asynchronous and take many keys at once; an instance belongs to one event
+    loop. If processes can share the store, the instance has a true attribute ``shared`` (see ``is_shared``)."""
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key, FAILED where it cannot be known."""
+        """Whether each key is stored: HIT or MISS, or FAILED where the store cannot tell."""
         ...
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Fill ``records[i]`` with what is stored under ``keys[i]``. Only HIT means that the bytes are there; the
-        content of every other buffer is undefined. A record of another length is CORRUPT."""
+        """Read the record under ``keys[i]`` into the buffers ``records[i]``. Only HIT means that the buffers hold the
+        record; after any other answer their content is undefined. A stored record of another length is CORRUPT."""
         ...
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store each record; HIT when a later ``get`` may find it. A key that exists keeps its old record. FAILED
-        leaves either nothing or the whole record."""
+        """Store each record: HIT once a later ``get`` may find it. A key that is stored already keeps its old record.
+        After FAILED either nothing or the whole record is stored, never a part."""
         ...
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key; HIT if it was there."""
+        """Delete the record of each key: HIT if there was one, else MISS."""
         ...
 
     async def clear(self) -> None:
-        """Forget everything."""
+        """Delete every record."""
         ...
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Told once per host pool, before use: payloads of ``pool`` are slices of ``memory``. May do nothing."""
+        """Hear that from now on payloads of ``pool`` are slices of ``memory``. Called once for each such memory, before
+        the first of its slices is passed in. A backend that has no use for it does nothing."""
         ...
 
     def stats(self) -> Mapping[str, int | float]:
-        """Plain counters; at least ``pages``, ``bytes``, ``errors``."""
+        """Counters by name; at least ``pages`` and ``bytes`` (what is stored, as far as the backend knows) and
+        ``errors`` (since it was opened)."""
         ...
 
     async def flush(self) -> None:
@@ -112,5 +125,5 @@ class StorageBackend(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Finish or abandon what is in flight, release all resources. Calling it twice is fine."""
+        """Finish or abandon the calls in flight and release all resources. Calling it twice is fine."""
         ...

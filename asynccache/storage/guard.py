@@ -1,12 +1,12 @@
-"""Between the cache and a backend: how many calls at a time, for how long, and whether at all.
+"""Stands before a backend and decides whether a call is made, how many run at a time, and how long each may take.
 
-Law: a call first asks the breaker, then waits for its place, then has ``timeout`` seconds. It may fail, but raises no
-error, not even one that no backend should raise. A call that takes longer than ``slow`` seconds is a failure to the
-breaker from that moment on, whatever comes of it: a store that hangs is left alone before its deadline.
+Laws: a call first asks the breaker, then waits for its place, then has ``timeout`` seconds. It may fail, but it raises
+no error, not even one that a backend has no right to raise. When a call has taken ``slow`` seconds, the breaker is told
+at once that it failed, whatever comes of it later. So a store that hangs is left alone before its deadline.
 
-Nobody's call is the probe. The one that finds the back-off over is refused like all others, and a question for one of
-its keys is asked beside it, for ``slow`` seconds at most and in no place of its own; so a store that is still away
-holds up nobody, and with no calls there are no probes.
+No call of a user is the breaker's probe. The first call after a back-off is refused like those before it, and begins
+a probe beside itself: the question whether one of its keys is stored. The probe has ``slow`` seconds at most and takes
+none of the places. So a store that is still away delays nobody, and where nobody calls there are no probes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from asynccache.errors import BackendError, Timeout
 from asynccache.settle import settled
-from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Hearing, Permit
+from asynccache.storage.breaker import REFUSED, Breaker, BreakerState, Permit, Report
 from asynccache.storage.contract import PageKey, Result
-from asynccache.storage.places import READ, WRITE, Lane, Places
+from asynccache.storage.places import READ, WRITE, Kind, Places
 
 _T = TypeVar("_T")
 
@@ -29,17 +29,18 @@ Ask = Callable[[Sequence[PageKey]], Awaitable[list[Result]]]
 
 
 class Call(Enum):
-    """What a call is to the breaker, and the lane that it waits in."""
+    """The sorts of calls. ``failure_kind``: under which kind the breaker counts its failures. ``place``: whether it
+    waits for a place as a read or as a write."""
 
     ASK = "ask", READ
     GET = "get", READ
-    DROP = "drop", READ  # what a get has found to be corrupt: its caller is waiting
+    DROP = "drop", READ  # the deletion of what a get found to be corrupt: the caller of that get is waiting
     PUT = "put", WRITE
     OTHER = "other", WRITE
 
-    def __init__(self, kind: str, lane: Lane) -> None:
-        self.kind = kind
-        self.lane = lane
+    def __init__(self, failure_kind: str, place: Kind) -> None:
+        self.failure_kind = failure_kind
+        self.place = place
 
 
 RESULTS = tuple(Result)
@@ -47,9 +48,11 @@ COUNTERS = ("failed_pages", "failed_calls", "timeouts", "slow_calls", "refused_c
 
 
 class Guard:
-    """Stands before one backend, ``name`` in errors. Belongs to one event loop.
+    """The guard of one backend, which errors call ``name``. Belongs to one event loop.
 
-    ``ask``: for a sign of life, about a key (``probing``). ``clock``: the breaker's, the loop's own if not given.
+    ``ask`` makes the probe: it asks the backend for a sign of life (see ``probing``). ``timeout`` and ``slow`` are
+    seconds; ``slow`` 0 means that no call counts as slow. ``concurrency``: calls that the backend has at a time.
+    ``clock`` returns the breaker's time in seconds; None stands for the event loop's clock.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Guard:
         return f"Guard({self.breaker!r}, {self.places!r})"
 
     def stats(self) -> dict[str, int | float]:
-        """What it counted, and how the breaker is."""
+        """Return what was counted here, and the breaker's state."""
         now = self._clock() if self._clock else 0.0
         return {
             **{name: self._counts[name] for name in COUNTERS},
@@ -81,17 +84,17 @@ class Guard:
         }
 
     async def aclose(self) -> None:
-        """End the probe under way. Cancelling it waits for that all the same."""
+        """Cancel the probe, if there is one, and wait for its end. Cancelling it does not shorten that."""
         if self._probing is not None:
             self._probing.cancel()
             await settled([self._probing])
 
     def refuses(self, keys: Sequence[PageKey]) -> bool:
-        """Whether a call for these keys would be in vain now. Then it is counted as refused, and it may have had a
-        probe begun."""
+        """Whether the breaker refuses a call for these keys now. If so the call is counted as refused, and a probe is
+        begun where one is due."""
         if self.breaker.state is BreakerState.CLOSED:
             return False
-        if self._probing is None or self._probing.done():  # one that hangs is not joined by others
+        if self._probing is None or self._probing.done():  # while a probe hangs no other is begun
             permit = self.breaker.allow(self._now())
             if permit != REFUSED:
                 self._begin_probe(permit, keys[:1])
@@ -99,100 +102,103 @@ class Guard:
         return True
 
     async def answers(self, call: Call, keys: Sequence[PageKey], act: Ask) -> list[Result]:
-        """What ``act`` answers for ``keys``; FAILED for all of them where it does not.
+        """Make the call ``act(keys)`` and return its answers. Returns FAILED for every key if the call is refused, gets
+        no place in time, raises, misses its deadline, or answers something else than a result for each key.
 
-        Cancelling it returns after the backend has let go, or at once while it waits for a place.
+        Cancelling it returns at once while it waits for a place, and otherwise when the backend has let go of the
+        call's buffers.
         """
         if not keys:
             return []
-        if self.refuses(keys) or not (self.places.take_now(call.lane) or await self._placed(call.lane)):
+        if self.refuses(keys) or not (self.places.take_now(call.place) or await self._has_place(call.place)):
             return [Result.FAILED] * len(keys)
         try:
             if self.refuses(keys):
                 return [Result.FAILED] * len(keys)
             permit = self.breaker.allow(self._now())
-            return await self._answered(Hearing(self.breaker, permit, call.kind), keys, act, self._timeout)
+            return await self._answered(Report(self.breaker, permit, call.failure_kind), keys, act, self._timeout)
         finally:
-            self.places.give(call.lane)
+            self.places.give(call.place)
 
-    async def whole(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        """A call that somebody asked for by name: made also where the breaker refuses it, which then hears nothing.
+    async def on_request(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
+        """Make the call ``act()``, which somebody asked for by ``name`` (``clear``, ``flush``, ``scrub``), and return
+        what it returns. It is made even while the breaker refuses calls; its outcome is not reported then.
 
         Raises:
-            BackendError: the backend could not. ``Timeout``: not before the deadline, or there was no place.
+            BackendError: the backend failed. ``Timeout``: it did not answer within the deadline, or no place came free.
         """
-        lane = Call.OTHER.lane
-        if not (self.places.take_now(lane) or await self._placed(lane)):
+        place = Call.OTHER.place
+        if not (self.places.take_now(place) or await self._has_place(place)):
             raise Timeout(f"{name}: the store is busy with other calls for {self._timeout} s")
         try:
-            return await self._whole(name, act)
+            return await self._in_time(name, act)
         finally:
-            self.places.give(lane)
+            self.places.give(place)
 
-    async def _placed(self, lane: Lane) -> bool:
-        """Wait for a place; False if none came free in time."""
+    async def _has_place(self, kind: Kind) -> bool:
+        """Wait for a place and take it; False if none came free in time."""
         try:
             async with asyncio.timeout(self._timeout):
-                await self.places.take(lane)
+                await self.places.take(kind)
         except TimeoutError:
             self._counts["crowded_calls"] += 1
             return False
         return True
 
-    async def _answered(self, hearing: Hearing, keys: Sequence[PageKey], act: Ask, timeout: float) -> list[Result]:
-        watch = self._watch(hearing)
+    async def _answered(self, report: Report, keys: Sequence[PageKey], act: Ask, timeout: float) -> list[Result]:
+        watch = self._watch(report)
         try:
             async with asyncio.timeout(timeout):
-                results = list(await _heard(act(keys)))
+                results = list(await _answer(act(keys)))
             if len(results) != len(keys) or sum(map(results.count, RESULTS)) != len(keys):
                 raise BackendError(f"{self._name!r} answered {len(results)} for {len(keys)} keys, or no results at all")
-        except Exception as error:  # a plug-in's bug is a failed call; the cache goes on without storage
-            self._failed(hearing, error)
+        except Exception as error:  # whatever a plug-in raises is a failed call, and the cache goes on without storage
+            self._failed(report, error)
             return [Result.FAILED] * len(keys)
         except BaseException:
-            hearing.abandon()
+            report.abandon()
             raise
         finally:
             if watch is not None:
                 watch.cancel()
-        hearing.success(self._now())
+        report.success(self._now())
         self._counts["failed_pages"] += results.count(Result.FAILED)
         return results
 
-    async def _whole(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
-        hearing = Hearing(self.breaker, self.breaker.allow(self._now()), Call.OTHER.kind)
+    async def _in_time(self, name: str, act: Callable[[], Awaitable[_T]]) -> _T:
+        report = Report(self.breaker, self.breaker.allow(self._now()), Call.OTHER.failure_kind)
         try:
             async with asyncio.timeout(self._timeout):
-                result = await _heard(act())
+                result = await _answer(act())
         except Exception as error:
-            self._failed(hearing, error)
+            self._failed(report, error)
             if isinstance(error, BackendError):
                 raise
             if isinstance(error, TimeoutError):
                 raise Timeout(f"{name}: no answer in {self._timeout} s") from error
             raise BackendError(f"{name}: {error!r}") from error
         except BaseException:
-            hearing.abandon()
+            report.abandon()
             raise
-        hearing.success(self._now())
+        report.success(self._now())
         return result
 
-    def _watch(self, hearing: Hearing) -> asyncio.TimerHandle | None:
-        return asyncio.get_running_loop().call_later(self._slow, self._too_slow, hearing) if self._slow else None
+    def _watch(self, report: Report) -> asyncio.TimerHandle | None:
+        return asyncio.get_running_loop().call_later(self._slow, self._too_slow, report) if self._slow else None
 
-    def _too_slow(self, hearing: Hearing) -> None:
+    def _too_slow(self, report: Report) -> None:
         self._counts["slow_calls"] += 1
-        hearing.failure(self._now())
+        report.failure(self._now())
 
-    def _failed(self, hearing: Hearing, error: Exception) -> None:
-        self.last_error = _bare(error)
+    def _failed(self, report: Report, error: Exception) -> None:
+        self.last_error = _without_frames(error)
         self._counts["timeouts" if isinstance(error, TimeoutError) else "failed_calls"] += 1
-        hearing.failure(self._now())
+        report.failure(self._now())
 
     def _begin_probe(self, permit: Permit, keys: Sequence[PageKey]) -> None:
-        hearing = Hearing(self.breaker, permit, Call.ASK.kind)
+        report = Report(self.breaker, permit, Call.ASK.failure_kind)
         timeout = min(self._timeout, self._slow or self._timeout)
-        work = self._answered(hearing, keys, self._ask, timeout)
+        work = self._answered(report, keys, self._ask, timeout)
         self._probing = asyncio.get_running_loop().create_task(work, name="asynccache-probe")
 
     def _now(self) -> float:
@@ -201,11 +207,15 @@ class Guard:
         return self._clock()
 
 
-async def _heard(answer: Awaitable[_T]) -> _T:
-    """What a backend answers. Cancelling it cancels the call; a cancellation that the backend comes up with by itself,
-    because a task or a thread pool of its own was ended, is an error of the backend's."""
+async def _answer(call: Awaitable[_T]) -> _T:
+    """Return what a backend's call returns. Cancelling it cancels the call.
+
+    Raises:
+        BackendError: the call ended as cancelled although nobody had cancelled it. That happens when a task or a thread
+            pool of the backend's own was ended.
+    """
     try:
-        return await answer
+        return await call
     except asyncio.CancelledError as error:
         if _is_cancelled():
             raise
@@ -213,15 +223,18 @@ async def _heard(answer: Awaitable[_T]) -> _T:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels the task. A function of its own: a frame of the cancellation that knew the task would
-    keep itself, and the buffers of the call."""
+    """Whether somebody cancels the current task. This is a function of its own so that no frame of the cancellation
+    refers to the task: the task keeps the cancellation, so they would keep each other and the call's buffers alive."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
-def _bare(error: Exception) -> Exception:
-    """What is kept of ``error``: its class and its text. It has itself the frames that it went through, and maybe more,
-    which would keep the buffers of the call for as long as it is kept; and a copy may need what only it knows."""
+def _without_frames(error: Exception) -> Exception:
+    """A stand-in for ``error`` with the same class and text, for ``last_error``.
+
+    The error itself refers to the frames that it passed through, and those to the buffers of the call, so it cannot be
+    kept. Its class may not let itself be copied or built from a text; then the stand-in is a ``BackendError``.
+    """
     kind = type(error)
     try:
         text = str(error)
@@ -229,6 +242,6 @@ def _bare(error: Exception) -> Exception:
         kept.args = (text,) if text else ()
         if str(kept) == text:
             return kept
-    except Exception:  # a plug-in's errors are made in ways of their own
+    except Exception:  # the class is a plug-in's, and its __new__ and __str__ may raise anything
         text = ""
     return BackendError(f"{kind.__name__}: {text}" if text else kind.__name__)

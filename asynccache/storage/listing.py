@@ -1,6 +1,6 @@
-"""What a backend has beside the contract if somebody may look through it: its pages listed, and its waste collected.
+"""Two optional parts of a backend: listing its pages (``Listable``) and removing its waste (``Collectable``).
 
-For people and tools (``asynccache store ls|stat|verify|gc``), never for the hot path. Both are optional.
+They are for people and tools (``asynccache store ls|stat|verify|gc``). The cache itself never calls them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Stored(NamedTuple):
-    """One stored page. ``size``: header and payload, in bytes. ``written``: unix time, 0.0 where nobody knows."""
+    """One stored page. ``size`` is the bytes of header and payload together. ``written`` is the unix time at which it
+    was stored, or 0.0 if the backend does not know."""
 
     key: bytes
     size: int
@@ -18,8 +19,8 @@ class Stored(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a collection did. ``pages``: gone because they were too old. ``waste``: of no use to anybody and
-    removed (orphans, half-written objects). ``size``: bytes that both freed."""
+    """What one call of ``collect`` has removed. ``pages``: pages that were stored too long ago. ``waste``: objects that
+    are no pages and of no use, such as orphans and half-written objects. ``size``: the bytes of both together."""
 
     pages: int = 0
     waste: int = 0
@@ -31,21 +32,21 @@ class Listable(Protocol):
     """A backend whose pages can be listed."""
 
     def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """All that is stored, in batches; what is put or deleted meanwhile may or may not be there.
+        """Yield all stored pages, in batches. Pages that are put or deleted meanwhile may or may not be among them.
 
         Raises:
-            BackendError: it cannot be listed now. Cancelling it changes nothing.
+            BackendError: the store cannot be listed now. Cancelling it changes nothing.
         """
         ...
 
 
 @runtime_checkable
 class Collectable(Protocol):
-    """A backend that can be rid of waste."""
+    """A backend from which waste can be removed."""
 
     async def collect(self, older_than: float | None) -> Collected:
-        """Remove what nobody can use; and, if ``older_than`` is given, pages written more than so many seconds ago.
+        """Remove waste. If ``older_than`` is given, also remove pages that were written more than so many seconds ago.
 
-        Pages that are read or written meanwhile are never damaged. Cancelling it leaves the rest for the next time.
+        Pages that are read or written meanwhile are never damaged. Cancelling it leaves the rest for the next call.
         """
         ...

@@ -1,4 +1,4 @@
-"""From a URL to a store: backends are plug-ins, found by their entry points in the group ``asynccache.backends``."""
+"""From a URL to an open store. Backends are plug-ins, found by entry points of the group ``asynccache.backends``."""
 
 from __future__ import annotations
 
@@ -21,22 +21,30 @@ GROUP = "asynccache.backends"
 
 
 class BackendClass(Protocol):
-    """What an entry point of the group names."""
+    """What an entry point of the group refers to: a class, or anything else with this method."""
 
     async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
-        """A ready backend, or ``ConfigError`` (the URL is wrong) or ``Unavailable`` (it cannot be opened now)."""
+        """Open the backend that ``url`` names and return it, ready for use.
+
+        Raises:
+            ConfigError: the URL is wrong.
+            Unavailable: the backend cannot be opened now.
+        """
         ...
 
 
 @runtime_checkable
 class CheckableClass(Protocol):
-    """A backend class that can tell from a URL alone what ``open`` would refuse of it. Optional: of a class without it
-    only the scheme and the options that all stores have are checked before it is opened. A subclass that has an
-    ``open`` of its own has a ``check`` of its own or none: the one that it inherits knows other options."""
+    """A backend class that can tell from a URL alone whether ``open`` would refuse it.
+
+    This is optional. For a class without ``check``, only the scheme and the options that all stores have are checked
+    before a store is opened. If a subclass overrides ``open`` and not ``check``, the inherited ``check`` is not called,
+    because it knows the options of another ``open``.
+    """
 
     def check(self, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Raise the ``ConfigError`` that ``open`` would raise for the same arguments, as far as it can be known without
-        making, opening or asking anything. ``open`` begins with the same check."""
+        """Raise the ``ConfigError`` that ``open`` would raise for the same arguments, as far as that can be known
+        without creating or opening anything. ``open`` begins with the same check."""
         ...
 
 
@@ -47,9 +55,10 @@ async def open_store(
     options: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> CheckedStore | None:
-    """The store that ``url`` names, ready for use; None for ``none``. ``options`` are added to the URL's. What they say
-    of deadline, concurrency and slowness (``StoreOptions``) is for the ``CheckedStore``, and the backend does not see
-    it; ``timeout``, if given, holds instead of theirs.
+    """Open the store that ``url`` names and return it, ready for use; None for the URL ``none``.
+
+    ``options`` are added to those in the URL and win over them. Those that all stores have (``StoreOptions``) are for
+    the ``CheckedStore``; the backend sees only the others. ``timeout``, in seconds, wins over the option ``timeout``.
 
     Raises:
         ConfigError: the URL is wrong, or no installed backend serves its scheme.
@@ -75,8 +84,9 @@ async def open_store(
 
 
 def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions) -> CheckedStore:
-    """``backend`` behind deadline, places and breaker as ``options`` say. The breaker's back-offs are spread by a fifth
-    either way, so that the servers that share a store which was away do not all come back at once."""
+    """Put ``backend`` behind a ``CheckedStore`` with the deadline and concurrency of ``options``. Each back-off of its
+    breaker is up to a fifth shorter or longer than it would be, so that the servers that share a store do not all come
+    back to it at the same moment."""
     breaker = Breaker(jitter=lambda: uniform(0.8, 1.2))
     return CheckedStore(
         backend, layout, timeout=options.timeout, slow=options.slow, concurrency=options.concurrency, breaker=breaker
@@ -84,8 +94,8 @@ def checked(backend: StorageBackend, layout: StoreLayout, options: StoreOptions)
 
 
 def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None = None) -> StoreOptions | None:
-    """Refuse what ``open_store`` would refuse of ``url`` before it looks at anything: the scheme, the options and their
-    values, hosts and ports. Nothing is made, opened or asked. Returns how the store is to be used; None for ``none``.
+    """Check ``url`` as ``open_store`` would: its scheme, its options and their values, hosts and ports. Nothing is
+    created or opened, and no server is asked. Returns how the store is to be used; None for the URL ``none``.
 
     Raises:
         ConfigError: the URL is wrong, or no installed backend serves its scheme.
@@ -96,13 +106,14 @@ def check_store(url: str, layout: StoreLayout, options: Mapping[str, str] | None
         return None
     common, own = take_options(parsed)
     kind = backend_class(parsed.scheme)
-    if isinstance(kind, CheckableClass) and _knows_its_options(kind):
+    if isinstance(kind, CheckableClass) and _check_fits_open(kind):
         kind.check(own, layout)
     return common
 
 
-def _knows_its_options(kind: CheckableClass) -> bool:
-    """Whether its ``check`` was written for its ``open``, and not for one that a subclass has replaced since."""
+def _check_fits_open(kind: CheckableClass) -> bool:
+    """Whether the class's ``check`` was written for its ``open``. That is not so if a subclass has overridden ``open``
+    alone."""
     definitions = kind.__mro__ if isinstance(kind, type) else ()
     return next(("check" in vars(one) for one in definitions if {"open", "check"} & vars(one).keys()), True)
 
@@ -110,8 +121,8 @@ def _knows_its_options(kind: CheckableClass) -> bool:
 def check_stores(
     urls: Sequence[str], layout: StoreLayout, options: Mapping[str, str] | None = None
 ) -> list[ConfigError]:
-    """What is wrong with ``urls``, which are to be used together, in their order; see ``check_store``. The first of
-    these errors is the one that opening them would raise."""
+    """Check several URLs of stores that are to be used together, each as ``check_store`` does. Returns an error for
+    each URL that is wrong, in the order of ``urls``; the first is the one that opening them would raise."""
     check_layout(layout)
     checks.instance("urls", urls, (list, tuple))
     errors: list[ConfigError] = []
@@ -129,15 +140,15 @@ def check_stores(
 
 
 def no_store(url: str) -> ConfigError:
-    """The error for a URL that stands for no store where one is needed."""
+    """Return the error for the URL ``none`` where a store is needed."""
     return ConfigError(f"storage={redacted(url)!r}: there is nothing to attach")
 
 
 def backend_class(scheme: str) -> BackendClass:
-    """The class that serves ``scheme``.
+    """Return the backend class for URLs with this ``scheme``.
 
     Raises:
-        ConfigError: none does; the message lists the schemes that are served.
+        ConfigError: no installed backend has this scheme; the message lists those that are installed.
     """
     checks.text("scheme", scheme)
     installed = {entry.name: entry for entry in entry_points(group=GROUP)}

@@ -1,4 +1,5 @@
-"""What every store URL may say whatever its scheme: how the cache uses the store. Backends never see these options."""
+"""The options that a store's URL may have whatever its scheme. They say how the store is used; backends never see
+them."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """``name``: what it is called, among several. ``write``: whether pages are stored there. ``promote``: whether pages
-    found in a farther store are copied there. ``timeout``: seconds that a call may take. ``concurrency``: calls in
-    flight at most. ``slow``: a call of more seconds counts as a failure for the breaker; 0: none does."""
+    """How one store is used.
+
+    ``name``: what it is called among the attached stores. ``write``: whether pages are written to it. ``promote``:
+    whether pages that were found in a farther store are copied to it. ``timeout``: seconds that a call may take.
+    ``concurrency``: how many calls it has at a time, at most. ``slow``: seconds after which a call that is still
+    running counts as a failure for the breaker; 0 means never.
+    """
 
     name: str = "store"
     write: bool = True
@@ -31,17 +36,18 @@ class StoreOptions:
     slow: float = field(default=10.0, metadata=checks.within(0))
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self, "storage option ")
+        checks.check_fields(self, "storage option ")
 
 
 NAMES = tuple(StoreOptions.__dataclass_fields__)
 
 
 def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
-    """What ``url`` says of itself, and the rest of it, for the backend. The name is the scheme's if none is given.
+    """Split the options of ``url``. Returns those of ``StoreOptions``, and a URL with the rest, for the backend. A
+    store without the option ``name`` is called as its scheme.
 
     Raises:
-        ConfigError: an option has no such value; the message names it.
+        ConfigError: an option has an unusable value; the message names both.
     """
     checks.instance("url", url, ParsedUrl)
     default = StoreOptions()
@@ -57,7 +63,7 @@ def take_options(url: ParsedUrl) -> tuple[StoreOptions, ParsedUrl]:
 
 
 def check_name(name: str, taken: Collection[str]) -> None:
-    """Raises ConfigError if another store is called ``name``."""
+    """Raise ConfigError if ``name`` is one of ``taken``, the names of the other stores."""
     if name in taken:
         raise ConfigError(f"storage: a store {name!r} is attached already; call this one otherwise (name=)")
 

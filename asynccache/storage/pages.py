@@ -1,12 +1,12 @@
 """The stores without a cache, for programs that are not asynchronous: pages of memory go to the stores and come back.
 
 Laws:
-* What is wrong with an argument is said by name (``ConfigError``) before anything is changed or begun.
-* What a store fails at is a result, never an error: each key has one of its own.
-* The memory is used only while a call is under way: when its future is done, nothing here has any of its pages.
-* A page is found again only by who names the same namespace, pool and page size.
+* An unusable argument raises ``ConfigError``, which names it, before anything has changed or begun.
+* A store's failure is a result and never an error: every key has a result of its own.
+* A call uses the memory only until its future is done. From then on nothing here refers to any of its pages.
+* A page is found again only under the namespace, pool and page size that it was stored with.
 
-Mutable state: none but ``Serving``'s, which is a thread's.
+The only mutable state is in ``Serving`` and belongs to its thread.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from asynccache.storage.rows import Memory
 
 POOL = "pages"
-"""What the only pool is called where ``memory`` is one buffer."""
+"""The name of the pool if ``memory`` is one buffer and not a mapping of buffers."""
 
 CLOSE_DEADLINE = 10.0
 LETTING_GO = 5.0
+"""Seconds that ``close`` waits after its deadline for the stores to let go of the memory."""
 
 
 class Closed(NamedTuple):
-    """What ``Pages.close`` came to.
+    """What ``Pages.close`` returns.
 
-    ``abandoned``: pages of calls that the deadline cut short; their results are FAILED where nothing else was known.
-    ``held``: pages whose memory a store had not let go of yet. Their futures are not done, and their memory must stay
-    what it is until they are.
-    ``over``: every store is closed and the thread has ended. If it is false the thread goes on closing by itself, and
-    ``close`` can be called again to wait for it.
+    ``abandoned``: pages of calls that the deadline cut short. Each has the result FAILED unless a store had answered.
+    ``held``: pages whose memory a store had not let go of when ``close`` returned. The futures of their calls are not
+    done; until they are, the memory must not be used for anything else.
+    ``over``: whether every store is closed and the thread has ended. If it is false, the thread goes on closing by
+    itself, and ``close`` can be called again to wait for it.
     """
 
     abandoned: int
@@ -56,7 +57,7 @@ class _Pool(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What ``Pages.open`` has made ready."""
+    """What ``Pages.open`` passes to the constructor: the thread with its open stores, and the pools by name."""
 
     serving: Serving
     pools: Mapping[str, _Pool]
@@ -66,16 +67,17 @@ class Pages:
     """Stores of pages, opened by ``Pages.open`` and used from any number of threads.
 
     Each of ``exists``, ``put`` and ``get`` takes many keys at a time and returns a ``concurrent.futures.Future`` at
-    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (what was stored did
-    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not, or not in time). A future can
-    be cancelled until its call begins; later ``cancel()`` returns False and changes nothing. Callbacks of a future run
-    in the thread that serves the stores and should return soon; they may begin calls and may not wait for any.
+    once. Its result is a list with one ``Result`` for each key, in their order: HIT, MISS, CORRUPT (the stored page did
+    not verify; it was deleted, and is a MISS from then on) or FAILED (a store could not do it, or not in time). A
+    future can be cancelled until its call begins; after that ``cancel()`` returns False and changes nothing. Callbacks
+    of a future run in the thread that serves the stores. They should return soon; they may begin calls and must not
+    wait for any.
 
-    A fork copies an instance into a process where its thread is not. There each call raises ``Unavailable``.
+    In a process that was forked from this one an instance has no thread, so each of its calls raises ``Unavailable``.
     """
 
     def __init__(self, opened: Opened) -> None:
-        """``Pages.open`` makes one."""
+        """Not for users: call ``Pages.open``."""
         self._serving, self._pools = checks.instance("opened", opened, Opened)
         self._pid = os.getpid()
 
@@ -88,18 +90,18 @@ class Pages:
         memory: Memory | Mapping[str, Memory], page_bytes: int | Mapping[str, int],
         namespace: str | bytes, *, options: Mapping[str, str] | None = None,
     ) -> Self:  # fmt: skip
-        """Open the stores and return when they are ready. If that fails nothing is left: no store, no thread.
+        """Open the stores and return when they are ready. If that fails, no store is left open and no thread running.
 
         Args:
-            storage: a URL, or several, the nearest store first. A backend that somebody else made may stand for a URL;
-                it is used in the thread of this instance only, and is not closed.
-            memory: where pages lie: a writable, contiguous buffer (an ``mmap``, a ``bytearray``, a ``memoryview``, a
-                NumPy array) of whole pages, or one for each pool by its name. A page is named by its slot: slot 2 of
-                4096-byte pages is the bytes from 8192 to 12287.
-            page_bytes: bytes of a page, or of one of each pool by the pool's name.
-            namespace: everything that must be equal for a stored page to be the right one, and that the keys do not
+            storage: a URL, or several, the nearest store first. A backend that the caller has made may stand in the
+                place of a URL; it is used only in the thread of this instance, and is not closed by it.
+            memory: where the pages lie: a writable, contiguous buffer (an ``mmap``, a ``bytearray``, a ``memoryview``,
+                a NumPy array) of whole pages; or a mapping from each pool's name to its buffer. A page is named by its
+                slot: slot 2 of 4096-byte pages is the bytes from 8192 to 12287.
+            page_bytes: the bytes of a page; or a mapping from each pool's name to the bytes of its pages.
+            namespace: everything that must be equal for a stored page to be the right one and that the keys do not
                 say: the model and its weights, dtype, layout, block size, the part of this rank. Any text or bytes.
-            options: added to those in each URL.
+            options: added to the options in each URL.
 
         Raises:
             ConfigError: an argument, a URL or an option of one is unusable.
@@ -108,7 +110,7 @@ class Pages:
         try:
             return cls(_opened(_storages(storage), memory, page_bytes, _namespace(namespace), _options(options)))
         except BaseException as error:
-            forget_frames(error)  # whoever keeps it may want to close the memory
+            forget_frames(error)  # its frames refer to the memory, which a caller who keeps the error could not close
             raise
 
     # calls
@@ -116,13 +118,14 @@ class Pages:
     def exists(
         self, keys: Iterable[bytes], *, pool: str | None = None, timeout: float | None = None
     ) -> Future[list[Result]]:
-        """Whether the stores have these pages: HIT, MISS, or FAILED where that cannot be known.
+        """Ask whether the stores have these pages: HIT, MISS, or FAILED where no store can tell.
 
-        ``timeout``: seconds, from now, after which the future is done whatever a store does: FAILED for what is not
-        known by then. ``pool`` need not be named if there is only one.
+        ``timeout``: seconds from now, after which the future is done whatever the stores do; keys that no store has
+        answered by then are FAILED. ``pool`` need not be named if there is only one.
 
         Raises:
-            ConfigError: an argument is unusable. Unavailable: the stores were closed, or this process was forked.
+            ConfigError: an argument is unusable.
+            Unavailable: the stores were closed, or this process was forked.
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
@@ -132,28 +135,29 @@ class Pages:
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
         timeout: float | None = None,
     ) -> Future[list[Result]]:  # fmt: skip
-        """Store the page in ``slots[i]`` under ``keys[i]``: HIT where a later ``get`` may find it. A key that is there
-        keeps the page that it has. The pages must not change before the future is done.
+        """Store the page in ``slots[i]`` under ``keys[i]``: HIT where a later ``get`` may find it. A key that is stored
+        already keeps its page. The pages must not change before the future is done.
 
-        ``timeout``: seconds, from now, after which the stores are told to give up. The future is done when they have
-        let go of the memory, which may be later; what is FAILED then may be stored all the same. Raises as ``exists``.
+        ``timeout``: seconds from now, after which the stores are told to give up. The future is done when they have let
+        go of the memory, which may be later. A page whose result is FAILED may have been stored all the same. Raises as
+        ``exists`` does.
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        return self._serving.submit(self._moving(Verb.PUT, keys, slots, chosen, until))
+        return self._serving.submit(self._page_call(Verb.PUT, keys, slots, chosen, until))
 
     def get(
         self, keys: Iterable[bytes], slots: Iterable[SupportsIndex], *, pool: str | None = None,
         timeout: float | None = None,
     ) -> Future[list[Result]]:  # fmt: skip
-        """Read the page under ``keys[i]`` into ``slots[i]``, of which no two are the same. HIT: it is there, and is
-        what was stored. After anything else the content of the slot is undefined.
+        """Read the page under ``keys[i]`` into ``slots[i]``. No slot may be named twice. HIT means that the slot holds
+        the page that was stored; after any other result the slot's content is undefined.
 
-        ``timeout``: as for ``put``; what was HIT by then is HIT. Raises as ``exists``.
+        ``timeout``: as for ``put``; pages that were read by then are HIT. Raises as ``exists`` does.
         """
         until = self._until(timeout)
         chosen = self._pool(pool)
-        call = self._moving(Verb.GET, keys, slots, chosen, until)
+        call = self._page_call(Verb.GET, keys, slots, chosen, until)
         if len(set(call.slots)) < len(call.slots):
             twice = next(slot for slot in call.slots if call.slots.count(slot) > 1)
             raise ConfigError(f"slots: {twice} is named more than once: each page is read into a slot of its own")
@@ -162,12 +166,12 @@ class Pages:
     # the whole
 
     def clear(self, *, timeout: float | None = None) -> Future[None]:
-        """Forget everything under the URL of each store: also pages of other namespaces and pools, and those that
-        other processes put there. What is being put meanwhile may be there afterwards.
+        """Delete every page of every store, including pages of other namespaces and pools and those that other
+        processes have stored there. Pages that are being put meanwhile may be there afterwards.
 
-        ``timeout``: seconds, from now, after which the stores are told to give up. The future's exception is
-        ``BackendError`` (``Timeout``, ``Unavailable``) if one of them could not; the others were cleared. Cancelling
-        the future, as ``close`` does to one that is not done, may leave any of them cleared. Raises as ``exists``.
+        ``timeout``: seconds from now, after which the stores are told to give up. If a store fails, the future's
+        exception is ``BackendError`` (``Timeout``, ``Unavailable``), and the others were cleared. Cancelling the future
+        may leave any of the stores cleared; ``close`` cancels one that is not done. Raises as ``exists`` does.
         """
         left = None if timeout is None else checks.number("timeout", timeout, above=0)
         self._check_process()
@@ -175,41 +179,43 @@ class Pages:
 
     @property
     def stores(self) -> tuple[str, ...]:
-        """What the stores are called, nearest first; none after ``close``."""
+        """The names of the stores, nearest first; empty after ``close``."""
         return self._serving.tiers.names
 
     @property
     def last_errors(self) -> Mapping[str, Exception]:
-        """By the store's name, why its last call that failed as a whole did: an error of the same class, and its text.
-        A store that never failed so is not there."""
+        """For each store's name the error of its last call that failed as a whole (see ``CheckedStore.last_error``).
+        Stores without such a call are left out."""
         errors = {one.options.name: one.store.last_error for one in self._serving.tiers.attached}
         return {name: error for name, error in errors.items() if error is not None}
 
     def stats(self) -> Mapping[str, int | float]:
-        """The sums of what the stores count, and what is counted here.
+        """Return the sums of the stores' counters, and three of this instance.
 
-        ``calls_in_flight``: calls that have begun and are not over. ``late_calls``: what was answered at its
-        ``timeout``. ``kept_pages``: pages of calls after which a store kept some of the memory, against its contract,
-        so that it cannot be closed. Raises ``Unavailable`` as ``exists`` does.
+        ``calls_in_flight``: calls that have begun and have not ended. ``late_calls``: calls that reached their
+        ``timeout``. ``kept_pages``: pages of calls after which a store went on referring to the memory, against its
+        contract, so that the memory cannot be closed. Raises ``Unavailable`` as ``exists`` does.
         """
         self._check_process()
         return self._serving.ask(self._serving.stats)
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
-        """What each store counts, by its name, nearest first. Raises ``Unavailable`` as ``exists`` does."""
+        """Return each store's counters by the store's name, nearest first. Raises ``Unavailable`` as ``exists``
+        does."""
         self._check_process()
         return self._serving.ask(self._serving.tiers.store_stats)
 
     def close(self, deadline: float = CLOSE_DEADLINE) -> Closed:
-        """Refuse new calls, let those that were made go on for ``deadline`` seconds, end the others, close the stores.
+        """Refuse new calls, let those under way go on for ``deadline`` seconds, cut short what is left, and close the
+        stores.
 
-        Returns as soon as all that is done, and ``LETTING_GO`` (5) seconds after the deadline at the latest: a store
-        that hangs may have memory even then, see ``Closed``. From any thread and any number of times; of several
-        deadlines the one that is over first counts.
+        Returns as soon as all that is done, and at the latest ``LETTING_GO`` (5) seconds after the deadline. A store
+        that hangs may use the memory even then; see ``Closed``. It can be called from any thread and any number of
+        times; of several deadlines the earliest counts.
 
         Raises:
-            ConfigError: the deadline is no number of seconds, or this is a callback of a future.
-            BackendError: a store could not close cleanly; all of them were closed.
+            ConfigError: the deadline is no number of seconds, or ``close`` was called in a future's callback.
+            BackendError: a store could not be closed cleanly; all of them were closed.
             Unavailable: this process was forked.
         """
         self._check_process()
@@ -249,7 +255,7 @@ class Pages:
             raise ConfigError(f"pool={checks.shown(name)}: name one of {', '.join(map(repr, self._pools))}")
         return found
 
-    def _moving(
+    def _page_call(
         self, verb: Verb, keys: Iterable[bytes], slots: Iterable[SupportsIndex], pool: _Pool, until: float | None
     ) -> Call:
         page_keys, rows = _page_keys(keys, pool), _slots(slots, pool.rows)
@@ -259,7 +265,7 @@ class Pages:
 
 
 def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
-    """A digest of all that must be equal for two instances to exchange pages, the keys excepted."""
+    """Return a digest of all that must be equal for two instances to exchange pages, except the keys."""
     digest = hashlib.sha256(RECORD_SCHEMA)
     for field in (b"pages without a cache", namespace, pool.encode(), str(page_bytes).encode()):
         digest.update(len(field).to_bytes(8, "little") + field)
@@ -267,8 +273,8 @@ def page_digest(namespace: bytes, pool: str, page_bytes: int) -> bytes:
 
 
 def _page_keys(keys: Iterable[bytes], pool: _Pool) -> list[PageKey]:
-    """The storage key of a key is the hash of the key and the pool's digest: any length will do, and none is confused
-    with another pool's."""
+    """Return the storage keys of the caller's ``keys``. Each is the SHA-256 of the key and the pool's digest, so a key
+    may have any length, and equal keys of two pools have different storage keys."""
     keys = keys if isinstance(keys, (list, tuple)) else _listed("keys", keys)
     name, digest, sha256 = pool.rows.pool, pool.digest, hashlib.sha256
     if not set(map(type, keys)) <= {bytes} or not all(keys):
@@ -293,7 +299,7 @@ def _slots(slots: Iterable[SupportsIndex], rows: Rows) -> list[int]:
 def _listed(name: str, values: Any) -> list[Any]:
     try:
         return list(values)
-    except Exception as error:  # whatever it is, nothing can be had of it one after another
+    except Exception as error:  # the caller's object may raise anything while it is iterated
         raise ConfigError(f"{name}={checks.shown(values)}: give a sequence, with one for each page") from error
 
 

@@ -1,8 +1,9 @@
-"""At most so many calls to one backend at a time: the others wait for a place, in the order in which they came.
+"""Limits how many calls one backend has at a time. Each call needs a place; those without one wait in line.
 
-Law: reads go before writes, and never stand behind them. Writes leave a quarter of the places free (one at least), so a
-request's read finds one however slow the writes are; of eight places and more, reads leave an eighth to the writes, so
-that backups get on whatever is read. With a single place the next read goes before the next write.
+Laws: reads and writes wait in lines of their own, each first come, first served, and a free place goes to a read first.
+Writes never take the last quarter of the places (at least one), so a request's read finds one however slow the writes
+are. Where there are eight places or more, reads never take the last eighth, so writes go on however much is read. Where
+there is a single place, both may take it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from collections import deque
 from enum import IntEnum
 
 
-class Lane(IntEnum):
-    """Which line a call stands in."""
+class Kind(IntEnum):
+    """What a place is wanted for, and so in which line a call waits."""
 
     READ = 0
     WRITE = 1
 
 
-READ, WRITE = Lane
+READ, WRITE = Kind
 
 
 class Places:
-    """``count`` places. Mutable state: how many are taken by lane, and who waits."""
+    """``count`` places. Mutable state: how many are taken for each kind, and who waits."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -36,46 +37,46 @@ class Places:
 
     @property
     def taken(self) -> int:
-        """Calls that have a place."""
+        """How many calls have a place."""
         return sum(self._taken)
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for one."""
+        """How many calls wait for a place."""
         return sum(map(len, self._lines))
 
-    def take_now(self, lane: Lane) -> bool:
-        """Take a place if one is free and nobody waits for it."""
-        if self._lines[lane] or not self._is_free(lane):
+    def take_now(self, kind: Kind) -> bool:
+        """Take a place if one is free and nobody waits in line for it. Returns whether it was taken."""
+        if self._lines[kind] or not self._is_free(kind):
             return False
-        self._taken[lane] += 1
+        self._taken[kind] += 1
         return True
 
-    async def take(self, lane: Lane) -> None:
-        """Wait for a place, in line. Cancelling it leaves the line and takes nothing."""
-        if self.take_now(lane):
+    async def take(self, kind: Kind) -> None:
+        """Wait in line for a place and take it. Cancelling it leaves the line and takes nothing."""
+        if self.take_now(kind):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines[lane].append(turn)
+        self._lines[kind].append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give(lane)
-            elif turn in self._lines[lane]:
-                self._lines[lane].remove(turn)
+                self.give(kind)
+            elif turn in self._lines[kind]:
+                self._lines[kind].remove(turn)
             raise
 
-    def give(self, lane: Lane) -> None:
-        """Give a place back; whoever is next has it at once."""
-        self._taken[lane] -= 1
-        for lane in Lane:
-            line = self._lines[lane]
-            while line and self._is_free(lane):
+    def give(self, kind: Kind) -> None:
+        """Give back a place that was taken for ``kind``. The next call in line takes it before this returns."""
+        self._taken[kind] -= 1
+        for kind in Kind:
+            line = self._lines[kind]
+            while line and self._is_free(kind):
                 turn = line.popleft()
                 if not turn.cancelled():
-                    self._taken[lane] += 1
+                    self._taken[kind] += 1
                     turn.set_result(None)
 
-    def _is_free(self, lane: Lane) -> bool:
-        return self._taken[0] + self._taken[1] < self.count and self._taken[lane] < self._most[lane]
+    def _is_free(self, kind: Kind) -> bool:
+        return self._taken[0] + self._taken[1] < self.count and self._taken[kind] < self._most[kind]

@@ -1,8 +1,12 @@
-"""Copying pages that a farther store had into nearer ones: later, from copies, and only as far as that costs little.
+"""Promotion: pages that were found in a farther store are written to the nearer stores that lack them.
 
-Laws: whoever read the pages waits for their copy and for nothing else. There is a fixed run of memory for copies, and
-what does not fit in it is dropped. A promotion that fails is counted and nothing more. What is being forgotten is not
-promoted: nobody finds in a nearer store what was deleted from all.
+A ``get`` copies the pages into memory of this module's own, and a task writes the copies to the nearer stores later.
+
+Laws:
+* The caller of ``get`` waits until its pages are copied, and for nothing else.
+* The memory for copies has a fixed size. Pages for which there is no room are not promoted.
+* A promotion that fails is counted; there is no error and no second try.
+* Pages that are being deleted are not promoted: no page that was deleted from all stores appears in a nearer one.
 """
 
 from __future__ import annotations
@@ -15,30 +19,30 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from asynccache.errors import BackendError
-from asynccache.settle import settled
 from asynccache.storage.contract import PageKey, Result
 from asynccache.storage.workers import Workers
 
 PROMOTION_POOL = "#promotions"
 ROOM_BYTES = 32 << 20
 INLINE_BYTES = 128 << 10
+"""Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 
 
 class Target(Protocol):
-    """A store that pages may be put into, or that is gone."""
+    """A store that pages can be written to. One that was detached meanwhile answers FAILED."""
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]: ...
 
 
 class Wanted(NamedTuple):
-    """The pages, by their place in the call, that ``target`` lacks."""
+    """Which pages ``target`` lacks: their positions in the call's list of keys."""
 
     target: Target
     pages: Sequence[int]
 
 
 class Span:
-    """A run of a ring's memory that is taken until it is ``free``."""
+    """The bytes from ``start`` to ``end`` of a ring's memory. They are in use until ``free`` is true."""
 
     __slots__ = ("end", "free", "start")
 
@@ -49,7 +53,9 @@ class Span:
 
 
 class Ring:
-    """Memory that is given back about in the order in which it was taken; nothing in it ever moves."""
+    """A fixed run of memory, used in a circle. Spans are given back in about the order in which they were taken: one
+    that is given back early becomes room again when all older ones were given back. Nothing in the memory ever
+    moves."""
 
     def __init__(self, size: int) -> None:
         self.memory = memoryview(mmap.mmap(-1, size))
@@ -59,7 +65,7 @@ class Ring:
         return f"Ring({self.memory.nbytes} bytes, {len(self._spans)} spans)"
 
     def room(self) -> tuple[int, int]:
-        """The longest run that is free: where it begins and ends."""
+        """Return where the longest free run of bytes begins and ends."""
         if not self._spans:
             return 0, self.memory.nbytes
         head, tail = self._spans[-1].end, self._spans[0].start
@@ -68,7 +74,7 @@ class Ring:
         return max((head, self.memory.nbytes), (0, tail), key=lambda run: run[1] - run[0])
 
     def take(self, size: int) -> Span:
-        """The first ``size`` bytes of that run."""
+        """Take and return the first ``size`` bytes of that run, which must have as many."""
         start, end = self.room()
         assert 0 < size <= end - start
         span = Span(start, start + size)
@@ -76,13 +82,15 @@ class Ring:
         return span
 
     def give(self, span: Span) -> None:
-        """Nobody reads ``span`` any more."""
+        """Give ``span`` back, once nobody reads it any more."""
         span.free = True
         while self._spans and self._spans[0].free:
             self._spans.popleft()
 
 
 class Batch(NamedTuple):
+    """Copied pages that wait to be promoted. Their copies lie in ``span``."""
+
     keys: Sequence[PageKey]
     copies: Sequence[memoryview]
     wanted: Sequence[Wanted]
@@ -90,8 +98,12 @@ class Batch(NamedTuple):
 
 
 class Promotions:
-    """The promotions of one set of stores. ``counts``: pages ``promoted``, and ``unpromoted`` because there was no
-    memory for them, they were being forgotten, or the store did not take them. ``threads`` 0: copies on the loop."""
+    """The promotions of one set of stores.
+
+    ``counts`` has two entries. ``promoted``: pages that were written to a nearer store. ``unpromoted``: pages that were
+    not, because there was no memory for a copy, because they were being deleted, or because the store did not take
+    them. ``room``: the bytes of memory for copies. ``threads``: how many threads copy; with 0 the loop does.
+    """
 
     def __init__(self, *, room: int = ROOM_BYTES, threads: int = 1) -> None:
         self.counts: Counter[str] = Counter()
@@ -99,8 +111,8 @@ class Promotions:
         self._workers = Workers(threads, "asynccache-promotion") if threads else None
         self._queue: deque[Batch] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._now: Batch | None = None
-        self._forgetting = 0
+        self._current: Batch | None = None
+        self._pauses = 0
         self._era = 0
         self._closed = False
 
@@ -109,15 +121,20 @@ class Promotions:
 
     @property
     def era(self) -> int:
-        """Rises whenever something was forgotten: what was read before is not promoted after."""
+        """A number that rises after every deletion. Pages that were asked for in an earlier era are not promoted, since
+        they may be among those that were deleted."""
         return self._era
 
     async def offer(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], wanted: Sequence[Wanted], era: int
     ) -> None:
-        """Copy these pages, as far as there is memory for copies, and promote them later. ``era``: when it was asked
-        for them. Cancelling it returns when nobody reads the payloads any more; they are not promoted then."""
-        count = self._fitting(payloads) if self._may(era) else 0
+        """Copy the first of these pages, as many as there is room for, and have them promoted later.
+
+        ``wanted`` says which store lacks which of them. ``era`` is the era in which the stores were asked for them.
+        Returns when the pages are copied. Cancelling it returns when nobody reads the payloads any more; then none of
+        them is promoted.
+        """
+        count = self._fitting(payloads) if self._allowed(era) else 0
         self.counts["unpromoted"] += len(payloads) - count
         if not count:
             return
@@ -125,7 +142,7 @@ class Promotions:
         queued = False
         try:
             copies = await self._copied(payloads[:count], span)
-            queued = self._may(era)
+            queued = self._allowed(era)
         finally:
             if not queued:
                 self.counts["unpromoted"] += count
@@ -134,11 +151,11 @@ class Promotions:
             self._queue.append(Batch(keys[:count], copies, [_up_to(count, want) for want in wanted], span))
             self._go_on()
 
-    def _may(self, era: int) -> bool:
-        return era == self._era and not self._forgetting and not self._closed
+    def _allowed(self, era: int) -> bool:
+        return era == self._era and not self._pauses and not self._closed
 
     def _fitting(self, payloads: Sequence[memoryview]) -> int:
-        """How many of the first ones there is memory for."""
+        """Return for how many of the payloads, from the first on, there is room."""
         start, end = self.ring.room()
         for count, payload in enumerate(payloads):
             start += payload.nbytes
@@ -154,25 +171,24 @@ class Promotions:
         if self._workers is None or at - span.start <= INLINE_BYTES:
             _copy(payloads, copies)
         else:
-            copying = self._workers.call(_copy, payloads, copies)
-            await settled([copying])
-            copying.result()
+            await self._workers.run(_copy, payloads, copies)
         return copies
 
     def _go_on(self, ended: asyncio.Task[None] | None = None) -> None:
-        """Have a task, if there is anything to do: also after one that was ended for what is forgotten by now."""
+        """Start the task that promotes, if there is a batch and no task. It is also called when a task has ended: one
+        that was cancelled because of a deletion may have left other batches."""
         if self._queue and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="asynccache-promotions")
             self._task.add_done_callback(self._go_on)
 
     async def _run(self) -> None:
         while self._queue:
-            self._now = batch = self._queue.popleft()
+            self._current = batch = self._queue.popleft()
             try:
                 for want in batch.wanted:
                     await self._promote(batch, want)
             finally:
-                self._now = None
+                self._current = None
                 self.ring.give(batch.span)
 
     async def _promote(self, batch: Batch, want: Wanted) -> None:
@@ -181,23 +197,27 @@ class Promotions:
             results = await want.target.put([batch.keys[i] for i in want.pages], [batch.copies[i] for i in want.pages])
             stored = results.count(Result.HIT)
         except BackendError:
-            pass  # as if the store had answered FAILED
+            pass  # counted below, as where the store answers FAILED
         finally:
             self.counts["promoted"] += stored
             self.counts["unpromoted"] += len(want.pages) - stored
 
     async def idle(self) -> None:
-        """Return when nothing waits to be promoted and nothing is being promoted. Cancelling it stops the waiting."""
+        """Wait until no page waits to be promoted or is being promoted. Cancelling it only stops the waiting."""
         self._go_on()
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
             self._go_on()
 
     @asynccontextmanager
-    async def forgetting(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
-        """None of ``keys`` (None: nothing at all) is promoted meanwhile, nor later from what was read before its end;
-        other pages that wait are. It begins when the store that one of them was being put into has let go."""
-        self._forgetting += 1
+    async def paused(self, keys: Collection[PageKey] | None = None) -> AsyncIterator[None]:
+        """A context in which ``keys`` (None: all pages) can be deleted from the stores.
+
+        Batches with one of these keys are dropped. If one of them is being written, its writing is cancelled, and the
+        context begins when the store has let go of it. In the context no page is taken up for promotion, and after it
+        none that was read before its end. Batches without any of these keys are promoted as usual.
+        """
+        self._pauses += 1
         try:
             ending = self._drop(None if keys is None else frozenset(keys))
             if ending is not None:
@@ -205,10 +225,11 @@ class Promotions:
             yield
         finally:
             self._era += 1
-            self._forgetting -= 1
+            self._pauses -= 1
 
     def _drop(self, keys: frozenset[PageKey] | None) -> asyncio.Task[None] | None:
-        """Leave out every batch that has one of ``keys``; the task that ends, if it was about one."""
+        """Drop every batch that has one of ``keys`` (None: every batch). If the current one is among them, cancel the
+        task that promotes it and return that task, which is still to end; else return None."""
         waiting, self._queue = self._queue, deque()
         for batch in waiting:
             if keys is None or not keys.isdisjoint(batch.keys):
@@ -216,13 +237,14 @@ class Promotions:
                 self.ring.give(batch.span)
             else:
                 self._queue.append(batch)
-        if self._task is None or self._now is None or not (keys is None or not keys.isdisjoint(self._now.keys)):
+        if self._task is None or self._current is None or (keys is not None and keys.isdisjoint(self._current.keys)):
             return None
         self._task.cancel()
         return self._task
 
     async def aclose(self) -> None:
-        """End what is under way, drop what waits. Twice is fine. Cancelling it stops the waiting."""
+        """Cancel the promotion under way, drop what waits, and return when that has ended. Calling it twice is fine.
+        Cancelling it only stops the waiting."""
         self._closed = True
         self._drop(None)
         await self.idle()
@@ -235,7 +257,7 @@ def _up_to(count: int, want: Wanted) -> Wanted:
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    import numpy as np  # here, so that whoever only looks at a store need not load it
+    import numpy as np  # imported here because commands that only inspect a store do without NumPy
 
     for source, target in zip(sources, targets, strict=True):
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,4 +1,4 @@
-"""What a stored page looks like, and the proof that bytes are the ones that were stored. Pure functions.
+"""The format of a stored page, and how its bytes are verified. Pure functions.
 
 A record is a 64-byte header and the page's payload. The header, little-endian:
 
@@ -10,8 +10,8 @@ A record is a 64-byte header and the page's payload. The header, little-endian:
         16    32  storage key
         48    16  xxh3_128 of the payload, big-endian as the library returns it
 
-A record verifies when its header equals, byte for byte, the header that its key and payload would get now. So every bit
-of header and payload is covered, and a record that landed under another key does not verify.
+A record verifies if its header equals, byte for byte, the header that its key and payload would get now. So a change of
+any bit of header or payload is found, and a record that was stored under another key does not verify.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ RECORD_SCHEMA = hashlib.sha256(b"asynccache record 1: magic, schema, flags, leng
 
 
 def header_of(key: bytes, payload: memoryview) -> bytes:
-    """The header of ``payload`` stored under ``key``."""
+    """Return the header of ``payload`` when it is stored under ``key``: 64 bytes."""
     return _HEADER.pack(MAGIC, SCHEMA, 0, payload.nbytes, key, xxh3_128_digest(payload))
 
 
 def seal(keys: Sequence[PageKey], records: Sequence[Record]) -> None:
-    """Write every record's header."""
+    """Fill in each record's header for its key and payload."""
     for key, record in zip(keys, records, strict=True):
         record.header[:] = header_of(key.key, record.payload)
 
 
 def verify(keys: Sequence[PageKey], records: Sequence[Record]) -> list[bool]:
-    """Whether each record is whole and is its key's."""
+    """Return for each record whether it is undamaged and belongs to its key."""
     return [r.header.tobytes() == header_of(k.key, r.payload) for k, r in zip(keys, records, strict=True)]
 
 
 def store_layout(pools: Iterable[PoolSpec]) -> StoreLayout:
-    """What a backend is told about ``pools``. Logical pools have no stored object and are left out."""
+    """Return what a backend is told about ``pools``. Logical pools have no bytes, so nothing of them is stored, and
+    they are left out."""
     return StoreLayout({spec.name: spec.bytes_per_page for spec in pools if spec.bytes_per_page}, RECORD_SCHEMA)
 
 
 def storage_key(prefix_hash: bytes, digest: bytes) -> bytes:
-    """The key of one page in one pool: ``digest`` is the pool's ``pool_digest``."""
+    """Return the storage key, 32 bytes, of the page with this prefix hash in the pool with this ``pool_digest``."""
     return hashlib.sha256(prefix_hash + digest).digest()
 
 
@@ -67,10 +68,11 @@ def pool_digest(
     layout: str = "page_first",
     shard: str | None = None,
 ) -> bytes:
-    """A digest of all that must be equal for two caches to exchange the bytes of this pool.
+    """Return a digest of all that must be equal for two caches to exchange the bytes of this pool: its name, dtype,
+    layout, page size in tokens and bytes, the model's layers in it, and the part of every page that this rank has.
 
-    Which of the model's layers they are, too. ``shard`` names this rank's part of every page, the default: what the
-    spec says. Neither what indexes the pool nor how many pages it has changes the bytes.
+    ``shard`` names that part; by default it is the spec's. The number of pages and the pool whose slots index this one
+    do not change the bytes, so they are not in the digest.
     """
     covers = ",".join(map(str, spec.model_layers))
     part = spec.shard if shard is None else shard

@@ -1,9 +1,10 @@
-"""The memory of one pool of pages, which belongs to somebody else: rows of one size, counted from 0.
+"""The memory of one pool of pages, as rows of equal size that are counted from 0. The memory belongs to the caller.
 
 Laws:
-* Nothing here exports the memory between calls: its owner may close or release it whenever no call has any of it.
-* A call has rows on loan. When it ends them nobody can use them any more, and it is known whether somebody still keeps
-  the memory by something that was made of them (a slice, an array).
+* Between calls nothing here holds an export of the memory (a memoryview or an array on it). So its owner can close or
+  release it whenever no call is under way.
+* A call has its rows on loan. When the loan ends, the call's views of the rows stop working. The loan also tells then
+  whether somebody still refers to the memory through something made from those views (a slice, an array).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """``memory`` (a writable, contiguous buffer) as rows of ``page_bytes`` bytes. ``count``: how many rows there are.
+    """The rows of ``page_bytes`` bytes in ``memory``, a writable, contiguous buffer. There are ``count`` of them.
 
     Raises:
-        ConfigError: it is no such buffer, or it is not a whole number of rows long.
+        ConfigError: ``memory`` is no such buffer, or is not one or more whole rows long.
     """
 
     def __init__(self, pool: str, memory: Memory, page_bytes: int) -> None:
@@ -46,19 +47,15 @@ class Rows:
         return f"Rows({self.pool!r}, {self.count} of {self.page_bytes} bytes)"
 
     def view(self) -> memoryview:
-        """All of it as bytes, for a store that wants to register it.
-
-        Raises:
-            ConfigError: as ``lend``.
-        """
+        """Return a view of all the memory as bytes, for stores that register it. Raises as ``lend`` does."""
         with self._whole() as flat:
             return flat[:]
 
     def lend(self, slots: Sequence[int]) -> Loan:
-        """The rows ``slots``, all of them less than ``count``.
+        """Return a loan of the rows ``slots``, each of which is less than ``count``.
 
         Raises:
-            ConfigError: the memory was closed or released since ``open``, or has another size now.
+            ConfigError: the memory was closed or released meanwhile, or has another size than at first.
         """
         size = self.page_bytes
         with self._whole() as flat:
@@ -69,32 +66,33 @@ class Rows:
             return Loan(flat, size, slots)
 
     def forget(self) -> None:
-        """Keep the memory no longer. From now on ``lend`` raises."""
+        """Drop the reference to the memory. From now on ``lend`` raises."""
         self._memory = None
 
     @contextmanager
     def _whole(self) -> Iterator[memoryview]:
-        """All of it as writable bytes, released afterwards."""
+        """A context with all the memory as writable bytes. The view is released at its end."""
         with _exported(self.pool, self._memory) as whole, _flat(self.pool, whole) as flat:
             yield flat
 
 
 class Loan:
-    """Some rows of ``size`` bytes of ``flat``, for one call. ``views`` are in the order of ``slots``."""
+    """Rows of ``size`` bytes of ``flat`` on loan to one call. ``views`` has a view of each row, in the order of
+    ``slots``."""
 
     __slots__ = ("_alive", "views")
 
     def __init__(self, flat: memoryview, size: int, slots: Sequence[int]) -> None:
-        import numpy as np  # here, so that whoever only looks at a store need not load it
+        import numpy as np  # imported here because commands that only inspect a store do without NumPy
 
-        array = np.frombuffer(flat, np.uint8)  # which lives as long as anything that was made of it
+        array = np.frombuffer(flat, np.uint8)  # it lives as long as anything that was made from it
         self._alive = weakref.ref(array)
         with memoryview(cast("bytearray", array)) as whole:
             self.views = [whole[slot * size : slot * size + size] for slot in slots]
 
     def end(self) -> bool:
-        """End every view, whoever else has it. Returns whether the memory is free: if not, somebody keeps something
-        that was made of a view, and it can be asked again. Twice is fine."""
+        """Release all views, whoever has them. Returns whether the memory is free now. If it is not, somebody still has
+        something that was made from a view; ``end`` can be called again to see whether that has changed."""
         for view in self.views:
             with suppress(BufferError):
                 view.release()
@@ -104,7 +102,7 @@ class Loan:
 
 def _exported(pool: str, memory: Memory | None) -> memoryview:
     with suppress(TypeError, ValueError, BufferError):
-        return memoryview(cast("bytearray", memory))  # whatever has bytes; mypy does not know that of NumPy's arrays
+        return memoryview(cast("bytearray", memory))  # the cast is for mypy, which takes NumPy's arrays for no buffers
     kind = type(memory).__name__
     raise ConfigError(
         f"memory of pool {pool!r} is a {kind} without bytes to use (any more): give an open mmap, a bytearray, a "

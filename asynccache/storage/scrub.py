@@ -1,8 +1,8 @@
-"""Reading all that is stored, to find what has rotted before somebody asks for it.
+"""Scrubbing: every stored page is read, and pages that do not verify are deleted before somebody asks for them.
 
-A backend that keeps its pages together deals out what it has in parts of a few MiB and reads them one at a time
-(``Scrubbable``); one whose pages can be listed is read page by page (``scrub_listed``). Whether a record is good is not
-for a backend to say, so it is handed a ``Verify``. What is not good is forgotten.
+A backend that keeps its pages together can be ``Scrubbable``: it divides what it has into parts of a few MiB, and reads
+them one by one. Any backend whose pages can be listed is read page by page (``scrub_listed``). A backend cannot tell
+whether a record is good, so it is given a ``Verify`` that can.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from asynccache.storage.contract import HEADER_BYTES, PageKey, Record, Result
 from asynccache.storage.listing import Listable, Stored
 
 Verify = Callable[[Sequence[PageKey], Sequence[Record]], Awaitable[list[bool]]]
-"""Whether each record is whole and is its key's. The pool's name in a key may be empty: a backend need not know it."""
+"""Returns for each record whether it is undamaged and belongs to its key. The pool's name in a key may be empty, since
+a backend need not know it."""
 
 SCRUB_POOL = "#scrub"
 BATCH_BYTES = 8 << 20
@@ -26,7 +27,8 @@ BATCH_PAGES = 64
 
 
 class Part(NamedTuple):
-    """``pages`` stored pages of ``page_bytes`` each; ``place`` is the backend's own."""
+    """A part of a store: ``pages`` pages of ``page_bytes`` bytes each. ``place`` says where, in the backend's own
+    terms."""
 
     page_bytes: int
     pages: int
@@ -34,8 +36,8 @@ class Part(NamedTuple):
 
 
 class Scrubbed(NamedTuple):
-    """What a scrub has read. ``bad``: did not verify, and are forgotten. ``unread``: the disk gave an error, and they
-    are left alone."""
+    """What a scrub has done: ``pages`` of ``bytes`` bytes were read. ``bad`` pages did not verify and were deleted.
+    ``unread`` pages could not be read because the disk gave an error; they were left as they are."""
 
     pages: int = 0
     bytes: int = 0
@@ -43,20 +45,21 @@ class Scrubbed(NamedTuple):
     unread: int = 0
 
     def plus(self, other: Scrubbed) -> Scrubbed:
-        """Both together."""
+        """Return the sums of both."""
         return Scrubbed(*map(sum, zip(self, other, strict=True)))
 
 
 @runtime_checkable
 class Scrubbable(Protocol):
-    """What a backend has beside the contract if its pages can be read through."""
+    """A backend whose pages can be scrubbed. Optional."""
 
     def parts(self) -> list[Part]:
-        """All that is stored now, in parts small enough to be read into memory one by one."""
+        """Return all that is stored now, in parts that are small enough to be read into memory one by one."""
         ...
 
     async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
-        """Read what is still there of ``part`` and forget what does not verify. Cancelling it forgets nothing more."""
+        """Read the pages of ``part`` that are still stored, and delete those that do not verify. After it is cancelled
+        no more pages are deleted."""
         ...
 
 
@@ -69,18 +72,17 @@ class _Readable(Listable, Protocol):
 
 
 def pause(done: int, rate: float, elapsed: float) -> float:
-    """How long to wait after ``done`` bytes in ``elapsed`` seconds, so as not to exceed ``rate`` bytes a second."""
+    """Return how many seconds to wait after ``done`` bytes in ``elapsed`` seconds to stay below ``rate`` bytes a
+    second."""
     return max(0.0, done / rate - elapsed)
 
 
 async def scrub_listed(backend: _Readable, verify: Verify, timeout: float) -> AsyncIterator[Scrubbed]:
-    """Read every page that ``backend`` lists, and forget what does not verify; what was found, batch by batch. Pages
-    that leave meanwhile are none of ours.
+    """Read every page that ``backend`` lists, and delete those that do not verify. Yields what was done, batch by
+    batch; pages that are gone when they are read are not counted. After it is cancelled no more pages are deleted.
 
     Raises:
-        BackendError: it cannot be listed or read. ``Timeout``: it was silent for ``timeout`` seconds.
-
-    Cancelling it forgets nothing more.
+        BackendError: the backend could not list or read. ``Timeout``: it did not answer within ``timeout`` seconds.
     """
     buffers = _Buffers(backend)
     async for listed in in_time(backend.listing(), timeout):
@@ -89,7 +91,7 @@ async def scrub_listed(backend: _Readable, verify: Verify, timeout: float) -> As
 
 
 async def in_time(batches: AsyncIterator[Sequence[Stored]], timeout: float) -> AsyncIterator[Sequence[Stored]]:
-    """``batches``, each within ``timeout`` seconds; raises ``Timeout`` for one that is not."""
+    """Yield what ``batches`` yields. Raises ``Timeout`` if one takes more than ``timeout`` seconds to come."""
     while True:
         async with within(timeout, "the store did not go on with its list"):
             batch = await anext(batches, None)
@@ -100,7 +102,8 @@ async def in_time(batches: AsyncIterator[Sequence[Stored]], timeout: float) -> A
 
 @asynccontextmanager
 async def within(timeout: float, what: str) -> AsyncIterator[None]:
-    """What is inside has ``timeout`` seconds; then it is ``Timeout``, which says what."""
+    """A context that may take ``timeout`` seconds. Then it is cancelled and raises ``Timeout``, whose message begins
+    with ``what``."""
     try:
         async with asyncio.timeout(timeout):
             yield
@@ -127,7 +130,7 @@ async def _scrub_batch(
 
 
 class _Buffers:
-    """Memory for a batch of records, told to the backend before it is used."""
+    """Memory for one batch of records at a time. It is registered with the backend before it is used."""
 
     def __init__(self, backend: _Readable) -> None:
         self._backend = backend
@@ -135,7 +138,7 @@ class _Buffers:
         self._count = 0
 
     def records(self, batch: Sequence[Stored]) -> list[Record]:
-        """A record for each page. Earlier ones are not to be used any more."""
+        """Return a record for each page of the batch. They lie where those of the batch before lay."""
         starts, at = [], BATCH_PAGES * HEADER_BYTES
         for page in batch:
             starts.append(at)
@@ -156,12 +159,14 @@ def _payload(page: Stored) -> int:
 
 
 def _room(page: Stored) -> int:
-    """What a payload takes, so that the next one starts at a multiple of the system's page."""
+    """Return the bytes to set aside for a payload, so that the next one begins at a multiple of the system's page
+    size."""
     return -(-_payload(page) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _batches(listed: Sequence[Stored]) -> Iterator[Sequence[Stored]]:
-    """Runs of pages of at most about ``BATCH_BYTES``, at least one page each."""
+    """Cut ``listed`` into runs of at most ``BATCH_PAGES`` pages and about ``BATCH_BYTES``, with at least one page
+    each."""
     start = size = 0
     for i, page in enumerate(listed):
         if i > start and (size + page.size > BATCH_BYTES or i - start == BATCH_PAGES):

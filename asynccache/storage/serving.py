@@ -1,16 +1,17 @@
-"""An event loop in a thread of its own that does what other threads ask of the stores, one future per call.
+"""A thread with an event loop that makes the calls of other threads to the stores. Each call has a future.
 
 Laws:
-* A call begins when the loop takes it up. Until then its future can be cancelled, and nothing has a row of its memory;
-  from then on its future is done only after every row that it was given has been ended.
-* One wake-up of the loop takes up all calls that wait, and a call's future is done in the turn in which its last store
-  answered: with a thread beside it that never lets go of the GIL each further turn would cost 5 ms.
-* When a call is late, or cut short by ``close``, its answer is what is known by then, and FAILED is the rest. A call
-  with memory is cancelled for that. A question whether pages are there goes on in silence until the store's own
-  deadline, so that the breaker hears of a store that hangs; only ``close`` cancels it.
-* The main task owns the stores. It opens them, waits for the end, and closes them; then the thread ends.
+* A call begins when the loop takes it from the queue. Until then its future can be cancelled, and nothing refers to its
+  memory. From then on its future is done only after its loan of the memory has ended.
+* One wake-up of the loop begins all calls in the queue, and a call's future is done in the same turn of the loop in
+  which its last store answered. Each further turn would cost 5 ms beside a thread that never lets go of the GIL.
+* A call that is late, or is cut short by ``close``, is answered with what is known by then, and with FAILED for the
+  rest. A call with memory is cancelled for that. An EXISTS call has no memory, so it is answered at once and goes on
+  unheard until the store's own deadline: otherwise the breaker would not learn that the store hangs. Only ``close``
+  cancels it.
+* The main task owns the stores. It opens them, waits until ``close`` is called, and closes them. Then the thread ends.
 
-Mutable state: what other threads hand in is a queue and a flag behind ``_lock``; all else belongs to the loop.
+Mutable state: ``_lock`` guards the queue and the flags that other threads use. All else belongs to the loop.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from asynccache.storage.tiers import TieredStore
 
 ATTEMPTS = 50
 PAUSE = 0.002
-"""Seconds until it is seen again whether the memory is free, and how often that is done at most. By contract a store
-has let go when it answers; a thread of its own may be about to drop its last reference."""
+"""Seconds between two looks whether the memory is free, and how many looks there are at most. By contract a store has
+let go when it answers, but a thread of its own may be just about to drop its last reference."""
 
 _T = TypeVar("_T")
 
@@ -48,7 +49,9 @@ class Verb(Enum):
 
 
 class State(Enum):
-    """``ASKING``: the stores are at it. ``ENDED``: by the deadline or by ``close``; the stores have not let go yet."""
+    """Where a call stands. ``WAITING``: in the queue. ``ASKING``: the stores are working on it. ``ENDED``: it was
+    cancelled at its deadline or by ``close``, and the stores have not let go yet. ``DONE``: the stores have
+    answered."""
 
     WAITING = "waiting"
     ASKING = "asking"
@@ -57,7 +60,8 @@ class State(Enum):
 
 
 class Call:
-    """One call. ``rows`` and ``slots``: where its pages lie; none for EXISTS. ``until``: by ``time.monotonic``."""
+    """One call. ``slots`` are the rows where its pages lie, in the order of ``keys``; EXISTS has none. ``until`` is its
+    deadline by ``time.monotonic``, or None. ``known`` has the answers that have come so far, MISS where none has."""
 
     __slots__ = ("future", "keys", "known", "loan", "rows", "slots", "state", "task", "timer", "until", "verb")
 
@@ -80,17 +84,19 @@ class Call:
         return f"Call({self.verb.value}, {len(self.keys)} pages of {self.rows.pool!r}, {self.state.value})"
 
     def so_far(self) -> list[Result]:
-        """What is known of it now: HIT and CORRUPT as answered, FAILED where nobody can tell any more."""
+        """Return the results of a call that is cut short now: HIT and CORRUPT as the stores have answered, FAILED for
+        the rest."""
         known = self.known or [Result.MISS] * len(self.keys)
         return [Result.FAILED if result is Result.MISS else result for result in known]
 
 
 class NoThread(Unavailable):
-    """The system gives no thread more."""
+    """The system lets this process start no further thread."""
 
 
 class Serving:
-    """The thread, its loop and its stores. ``start`` opens them; nothing is there before it or after a failure."""
+    """The thread, its event loop and its stores. ``start`` begins the thread and opens the stores. After it has failed
+    there is neither a thread nor an open store."""
 
     def __init__(self, name: str) -> None:
         self.tiers = TieredStore()
@@ -100,7 +106,7 @@ class Serving:
         self._queue: deque[Call] = deque()
         self._waking = False
         self._refusing = False
-        self._inside: dict[Call, None] = {}
+        self._under_way: dict[Call, None] = {}
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._over = False
@@ -116,8 +122,11 @@ class Serving:
         self, storages: Sequence[str | StorageBackend], layout: StoreLayout, options: Mapping[str, str],
         memory: Sequence[Rows],
     ) -> None:  # fmt: skip
-        """Open all stores and tell them of ``memory``; returns when they are ready. What it raises is what opening
-        raised, without frames; then the thread has ended and every store that was opened is closed."""
+        """Start the thread, open all stores and register ``memory`` with them. Returns when they are ready.
+
+        If opening fails, its error is raised here, without its frames. By then the thread has ended and every store
+        that was opened is closed.
+        """
         self._begin = storages, layout, options, memory
         try:
             self._begin_thread()
@@ -126,14 +135,14 @@ class Serving:
             raise
         except BaseException:
             with self._lock:
-                if not self._over:  # an interrupt of the thread that waits, maybe for the other one to begin
+                if not self._over:  # this thread was interrupted while it waited, maybe before the other one began
                     self._loop.call_soon_threadsafe(self._give_up)
             self._ended.wait()
             self._thread.join()
             raise
 
     def submit(self, call: Call) -> Future[list[Result]]:
-        """Hand in ``call``; its future.
+        """Put ``call`` into the queue and return its future.
 
         Raises:
             Unavailable: the stores are closed, or being closed.
@@ -143,11 +152,11 @@ class Serving:
             self._queue.append(call)
             if not self._waking:
                 self._waking = True
-                self._loop.call_soon_threadsafe(self._take_up)
+                self._loop.call_soon_threadsafe(self._begin_queued)
         return call.future
 
     def clear(self, seconds: float | None) -> Future[None]:
-        """Clear the stores, within so many seconds; the future is done when that is over.
+        """Clear the stores within ``seconds`` (None: no limit). Returns a future that is done when they are cleared.
 
         Raises:
             Unavailable: the stores are closed, or being closed.
@@ -157,7 +166,7 @@ class Serving:
             return asyncio.run_coroutine_threadsafe(self._clear(seconds), self._loop)
 
     def ask(self, question: Callable[[], _T]) -> _T:
-        """What ``question`` returns on the loop. Returns when the loop gets to it.
+        """Call ``question`` on the loop, wait for it, and return what it returns.
 
         Raises:
             Unavailable: the stores are closed, or being closed.
@@ -171,11 +180,11 @@ class Serving:
         return answer.result()
 
     def close(self, deadline: float, patience: float) -> bool:
-        """Refuse new calls; after ``deadline`` seconds end those that are left; return when the thread has ended, or
-        ``patience`` seconds after the deadline. Returns whether it has ended.
+        """Refuse new calls, and cancel those that are left after ``deadline`` seconds. Waits until the thread has
+        ended, or until ``patience`` seconds after the deadline. Returns whether the thread has ended.
 
         Raises:
-            ConfigError: this is the loop's own thread, which would wait for itself.
+            ConfigError: it was called in the loop's own thread, which would wait for itself.
         """
         if current_thread() is self._thread:
             raise ConfigError("close() was called in a callback of a future, in the thread that it waits for: call it "
@@ -188,13 +197,13 @@ class Serving:
         return not self._thread.is_alive()
 
     def held(self) -> int:
-        """Pages of which a store may have the memory now."""
-        return sum(len(call.keys) for call in list(self._inside) if call.verb is not Verb.EXISTS)
+        """Return how many pages there are whose memory a store may be using now."""
+        return sum(len(call.keys) for call in list(self._under_way) if call.verb is not Verb.EXISTS)
 
     def stats(self) -> Mapping[str, int | float]:
-        """What is counted here and by the stores. On the loop only."""
+        """Return the counters of the stores and of this instance. To be called on the loop only."""
         counts = {name: self.counts[name] for name in ("late_calls", "kept_pages")}
-        return {**self.tiers.stats(), "calls_in_flight": len(self._inside), **counts}
+        return {**self.tiers.stats(), "calls_in_flight": len(self._under_way), **counts}
 
     def _begin_thread(self) -> None:
         try:
@@ -218,7 +227,7 @@ class Serving:
         except BaseException as error:
             forget_frames(error)
             self.error = error
-        for call in self._queue:  # some are left only where the loop was ended by an error
+        for call in self._queue:  # some are left only if an error has ended the loop
             if call.future.set_running_or_notify_cancel():
                 self._answer(call, call.so_far())
         self._forget()
@@ -227,7 +236,7 @@ class Serving:
         self._ended.set()
 
     def _forget(self) -> None:
-        """Keep nothing of the memory's owner."""
+        """Drop all references to the caller's memory."""
         for rows in self._begin[-1]:
             rows.forget()
         del self._begin
@@ -236,7 +245,8 @@ class Serving:
         self, storages: Sequence[str | StorageBackend], layout: StoreLayout, options: Mapping[str, str],
         memory: Sequence[Rows],
     ) -> None:  # fmt: skip
-        """Cancelling it while it opens closes what is open by then."""
+        """Open the stores, wait until ``close`` is called and every call has ended, and close the stores. Cancelling it
+        while it opens them closes those that are open by then."""
         self._main = asyncio.current_task()
         try:
             await open_all(self.tiers, storages, layout, options)
@@ -245,8 +255,8 @@ class Serving:
                     attached.store.register(rows.pool, rows.view())
             self._opened.set_result(None)
             await self._closing.wait()
-            while self._inside:
-                await asyncio.wait([call.task for call in self._inside if call.task is not None])
+            while self._under_way:
+                await asyncio.wait([call.task for call in self._under_way if call.task is not None])
         finally:
             try:
                 await self.tiers.aclose()
@@ -255,21 +265,21 @@ class Serving:
                     self._refusing = self._over = True
 
     def _give_up(self) -> None:
-        """Nobody waits for the stores any more."""
+        """End the thread because ``start`` was interrupted, so that nobody waits for the stores any more."""
         self._closing.set()
         if self._main is not None:
             self._main.cancel()
 
     def _begin_closing(self, deadline: float) -> None:
-        self._take_up()
-        for call in self._inside:
-            if call.future.done():  # a question that was answered at its deadline
+        self._begin_queued()
+        for call in self._under_way:
+            if call.future.done():  # an EXISTS call that was answered at its deadline and goes on unheard
                 self._end(call)
         self._closing.set()
         self._loop.call_later(deadline, self._cut_short)
 
     def _cut_short(self) -> None:
-        for call in self._inside:
+        for call in self._under_way:
             if not call.future.done():
                 self.counts["abandoned_pages"] += len(call.keys)
             if call.verb is Verb.EXISTS:
@@ -285,9 +295,9 @@ class Serving:
 
     # calls
 
-    def _take_up(self) -> None:
-        """Begin all calls that wait. The flag falls first: what is handed in from then on has a wake-up of its own."""
-        self._waking = False
+    def _begin_queued(self) -> None:
+        """Begin all calls in the queue."""
+        self._waking = False  # first, so that a call which is put into the queue from now on wakes the loop again
         while self._queue:
             call = self._queue.popleft()
             if call.future.set_running_or_notify_cancel():
@@ -304,10 +314,10 @@ class Serving:
                 call.loan = call.rows.lend(call.slots)
             except ConfigError as error:
                 forget_frames(error)
-                self._settle(partial(call.future.set_exception, error))
+                self._end_future(partial(call.future.set_exception, error))
                 return
         call.state = State.ASKING
-        self._inside[call] = None
+        self._under_way[call] = None
         call.task = self._loop.create_task(self._serve(call))
         if left is not None:
             call.timer = self._loop.call_later(left, self._late, call)
@@ -316,14 +326,14 @@ class Serving:
         results: list[Result] | None = None
         try:
             results = await self._asked(call)
-        except BaseException as error:  # cancelled by the deadline or by close; or what no store should raise
+        except BaseException as error:  # it was cancelled, or a plug-in raised what no store has a right to raise
             forget_frames(error)
         if call.timer is not None:
             call.timer.cancel()
         call.state = State.DONE
         if call.loan is not None:
             await self._let_go(call.loan, len(call.keys))
-        del self._inside[call]
+        del self._under_way[call]
         self._answer(call, call.so_far() if results is None else results)
 
     async def _asked(self, call: Call) -> list[Result]:
@@ -335,7 +345,8 @@ class Serving:
         return await self.tiers.exists(call.keys, call.known)
 
     def _late(self, call: Call) -> None:
-        """Its deadline is over. What has no memory is answered now, whatever the store does."""
+        """End a call whose deadline is over. An EXISTS call has no memory, so it is answered at once and goes on
+        unheard."""
         if call.future.done():
             return
         self.counts["late_calls"] += 1
@@ -350,7 +361,8 @@ class Serving:
             call.task.cancel()
 
     async def _let_go(self, loan: Loan, pages: int) -> None:
-        """End the loan, and wait a moment for whoever is about to drop what it has made of a page."""
+        """End the loan. If somebody still refers to the memory, wait up to ``ATTEMPTS`` times ``PAUSE`` for them to let
+        go of it; what is not free then is counted."""
         free, attempts = loan.end(), 0
         while not free and attempts < ATTEMPTS:
             await asyncio.sleep(PAUSE)
@@ -359,12 +371,13 @@ class Serving:
             self.counts["kept_pages"] += pages
 
     def _answer(self, call: Call, results: list[Result]) -> None:
-        """Make its future done, if it is not."""
+        """Set the results of the call's future, unless it is done already."""
         if not call.future.done():
-            self._settle(partial(call.future.set_result, results))
+            self._end_future(partial(call.future.set_result, results))
 
-    def _settle(self, done: Callable[[], None]) -> None:
-        """A callback of the future's owner that raises (SystemExit, say) does not end the loop."""
+    def _end_future(self, done: Callable[[], None]) -> None:
+        """Make a future done by ``done()``. That runs the callbacks of the future's owner: one that raises, maybe
+        SystemExit, must not end the loop."""
         try:
             done()
         except BaseException as error:

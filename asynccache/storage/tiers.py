@@ -1,11 +1,11 @@
-"""Several stores as one, nearest first. This is what the runtime talks to, with one store, with many, with none.
+"""Any number of stores used as one, nearest first; also one, or none.
 
 Laws:
-* A page goes to every store that is written, at once; it is stored if one of them took it.
-* The nearest store is asked first, and each farther one only for what is missing still. What it had may be copied to
-  the nearer ones (see ``promotion``).
-* A store that was detached is asked nothing more. Whoever is inside finishes; only then is it closed.
-* What one store fails at is its own affair: its breaker hears of it, its counters show it, the others are asked.
+* A page is written to all stores with the option ``write`` at the same time. It is stored if at least one took it.
+* Pages are read from the nearest store first. Each farther one is asked only for those that are still missing, and what
+  it had may be copied to the nearer ones (see ``promotion``).
+* A store that was detached gets no new calls. It is closed when the calls under way in it have ended.
+* A store's failure concerns that store alone: its breaker and its counters note it, and the other stores are asked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from asynccache.storage.promotion import PROMOTION_POOL, ROOM_BYTES, Promotions,
 
 Call = Callable[[CheckedStore], Awaitable[list[Result]]]
 
-# By result: how much it tells. What one store is sure not to have, another may have failed to look for.
+# By the number of a result, how much it tells among the answers of several stores. Where one says MISS and another says
+# FAILED the page may be in the other one, so the answer of both is FAILED.
 _TELLS = tuple({Result.MISS: 0, Result.HIT: 3, Result.CORRUPT: 2, Result.FAILED: 1}[result] for result in Result)
 
 
 class Attached:
-    """A store among others: ``options`` say how it is used. ``owned``: it is closed when it leaves. ``shared``: see
-    ``is_shared``. ``there``: false once it was detached."""
+    """One of the stores, and how it is used (``options``).
+
+    ``owned``: whether it is to be closed when it is detached. ``shared``: whether other processes find its pages (see
+    ``is_shared``). ``there``: True until it is detached. ``told``: whether its backend has heard of the memory for
+    promotions.
+    """
 
     def __init__(self, store: CheckedStore, options: StoreOptions, *, owned: bool = True) -> None:
         self.store = store
@@ -41,32 +46,32 @@ class Attached:
         self.there = True
         self.told = False
         self._calls = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __repr__(self) -> str:
-        return f"Attached({self.options.name!r}, {self._calls} inside, {'there' if self.there else 'detached'})"
+        return f"Attached({self.options.name!r}, {self._calls} calls, {'there' if self.there else 'detached'})"
 
     async def ask(self, count: int, call: Call, absent: Result) -> list[Result]:
-        """``call`` it, if it is still there; else ``absent`` for each of ``count`` keys. Cancelling it is cancelling
-        the call."""
+        """Make ``call`` with this store, a call of ``count`` keys, and return its results. If the store was detached,
+        return ``absent`` for each key. Cancelling it cancels the call."""
         if not self.there:
             return [absent] * count
         self._calls += 1
-        self._empty.clear()
+        self._idle.clear()
         try:
             return await call(self.store)
         finally:
             self._calls -= 1
             if not self._calls:
-                self._empty.set()
+                self._idle.set()
 
     async def put(self, keys: Sequence[PageKey], payloads: Sequence[memoryview]) -> list[Result]:
-        """As ``CheckedStore.put``."""
+        """As ``CheckedStore.put``; FAILED for each key if the store was detached."""
         return await self.ask(len(keys), lambda store: store.put(keys, payloads), Result.FAILED)
 
     async def act(self, call: Callable[[CheckedStore], Awaitable[None]]) -> None:
-        """The same for a call without keys; nothing, if it is not there any more."""
+        """Make a call that has no keys with this store. Does nothing if the store was detached."""
 
         async def acted(store: CheckedStore) -> list[Result]:
             await call(store)
@@ -74,15 +79,16 @@ class Attached:
 
         await self.ask(0, acted, Result.MISS)
 
-    async def left(self) -> None:
-        """Return when nobody is inside. Cancelling it stops the waiting."""
-        await self._empty.wait()
+    async def idle(self) -> None:
+        """Wait until no call is under way in this store. Cancelling it only stops the waiting."""
+        await self._idle.wait()
 
 
 class TieredStore:
-    """The face of ``CheckedStore`` over those that are attached. Belongs to one event loop.
+    """The attached stores, with the methods of one ``CheckedStore``. Belongs to one event loop.
 
-    ``threads`` 0: nothing is copied in threads, for simulations. ``room``: bytes for pages that are being promoted.
+    ``room``: bytes of memory for pages that are being promoted. ``threads``: how many threads copy those pages; with 0
+    the loop does, for simulations.
     """
 
     def __init__(self, *, threads: int = 1, room: int = ROOM_BYTES) -> None:
@@ -93,7 +99,7 @@ class TieredStore:
     def __repr__(self) -> str:
         return f"TieredStore({', '.join(self.names)})"
 
-    # who is there
+    # which stores there are
 
     @property
     def attached(self) -> tuple[Attached, ...]:
@@ -102,22 +108,22 @@ class TieredStore:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What they are called, nearest first."""
+        """The names of the stores, nearest first."""
         return tuple(attached.options.name for attached in self._stores)
 
     @property
     def writes(self) -> bool:
-        """Whether any of them is written."""
+        """Whether pages are written to at least one store."""
         return any(attached.options.write for attached in self._stores)
 
     def __bool__(self) -> bool:
         return bool(self._stores)
 
     def find(self, name: str | None) -> Attached:
-        """The store of this name; None: the only one.
+        """Return the store of this name, or the only store if ``name`` is None.
 
         Raises:
-            ConfigError: there is none of this name; or several, and no name was given.
+            ConfigError: there is no store of this name; or ``name`` is None and there is not exactly one store.
         """
         if name is not None:
             name = checks.text("name", name)
@@ -128,28 +134,31 @@ class TieredStore:
         raise ConfigError(f"storage: {'name the store' if name is None else f'no store {name!r}'}; attached: {there}")
 
     def check(self, options: StoreOptions, position: int | None = None) -> None:
-        """Whether such a store may be attached there.
+        """Check that a store with these options can be attached at ``position``.
 
         Raises:
-            ConfigError: the name is taken, or there is no such position.
+            ConfigError: another store has this name, or there is no such position.
         """
         check_name(options.name, self.names)
         if position is not None:
             checks.integer("position", position, 0, len(self._stores))
 
     def attach(self, attached: Attached, position: int | None = None) -> None:
-        """From now on it is asked, at ``position`` (0: the nearest; None: the farthest).
+        """Use this store from now on, at ``position`` (0: the nearest; None: the farthest).
 
         Raises:
-            ConfigError: as ``check``; then nothing was changed.
+            ConfigError: as ``check`` does; then nothing has changed.
         """
         self.check(attached.options, position)
         position = None if position is None else checks.integer("position", position)
         self._stores = self.introduce(attached, position)
 
     def introduce(self, attached: Attached, position: int | None = None) -> tuple[Attached, ...]:
-        """Tell those that would be nearer than another one, with ``attached`` there, where promoted pages will lie.
-        Returns who would be there. ``attach`` does it, too; what may fail has been done then."""
+        """Prepare ``attach`` without attaching anything: with ``attached`` at ``position``, tell every store that would
+        be nearer than another one where promoted pages will lie. Returns the stores there would be, nearest first.
+
+        ``attach`` does this itself. Whoever calls it before has done the part of attaching that can fail.
+        """
         at = len(self._stores) if position is None else position
         stores = (*self._stores[:at], attached, *self._stores[at:])
         for nearer in stores[:-1]:
@@ -159,19 +168,20 @@ class TieredStore:
         return stores
 
     def detach(self, attached: Attached) -> None:
-        """From now on it is asked nothing more; ``aclose_detached`` must follow. Twice is once."""
+        """Give this store no more calls from now on. ``aclose_detached`` must follow. Calling it twice is fine."""
         if attached.there:
             attached.there = False
             self._stores = tuple(other for other in self._stores if other is not attached)
             self._leaving[attached] = None
 
     async def aclose_detached(self, attached: Attached) -> None:
-        """Close a detached store, if it is ours, once everybody has left it. Cancelling it leaves that to ``aclose``.
+        """Wait until no call is under way in a detached store, then close it if it is owned. If it is cancelled,
+        ``aclose`` will close that store.
 
         Raises:
             BackendError: the backend could not close cleanly.
         """
-        await attached.left()
+        await attached.idle()
         try:
             if attached.owned:
                 await attached.store.aclose()
@@ -185,14 +195,15 @@ class TieredStore:
     # pages
 
     def writers(self, *, shared: bool = True) -> list[Attached]:
-        """Those that are written; ``shared`` false: without those that other workers write to, too."""
+        """Return the stores that pages are written to. With ``shared=False`` shared stores are left out, because
+        another worker writes these pages to them."""
         return [one for one in self._stores if one.options.write and (shared or not one.shared)]
 
     async def put(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], *, shared: bool = True
     ) -> list[Result]:
-        """Store each payload; HIT where at least one store has it now. FAILED, if none is written. ``shared``: as for
-        ``writers``.
+        """Write each payload to all of ``writers(shared=shared)``. Returns a result for each key: HIT where at least
+        one store has the page now; FAILED for all keys if there is no such store.
 
         Cancelling it returns after every store has let go of the payloads.
         """
@@ -205,10 +216,11 @@ class TieredStore:
     async def get(
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], known: list[Result] | None = None
     ) -> list[Result]:
-        """Fill each payload from the nearest store that has it. Where none has, the most telling answer.
+        """Read each page from the nearest store that has it into its payload. Returns a result for each key; where no
+        store has the page, it is CORRUPT or FAILED if a store answered that, else MISS.
 
-        ``known``: a MISS for each key, which is what is returned. It takes up each store's answers as they come, so
-        that who cancels the call still has those of the nearer stores.
+        ``known``, if given, is a list with a MISS for each key. The answers are written into it as they come, and it is
+        what is returned: so a caller who cancels the call still has the answers of the nearer stores.
         Cancelling it returns after the stores have let go of the payloads.
         """
         stores = self._stores
@@ -230,20 +242,21 @@ class TieredStore:
         return results
 
     def is_away(self, key: PageKey) -> bool:
-        """Whether each of them refuses calls now. Probes may be begun, for ``key``."""
+        """Whether there are stores and all of them refuse calls now. Probes with ``key`` are begun where they are
+        due."""
         away = [attached.store.is_away(key) for attached in self._stores]
         return bool(away) and all(away)
 
     @property
     def shut(self) -> bool:
-        """The same, and nothing is begun. Not so without a store."""
+        """Whether there are stores and all of them refuse calls now. Unlike ``is_away`` it begins no probe."""
         return bool(self._stores) and all(
             attached.store.breaker.state is not BreakerState.CLOSED for attached in self._stores
         )
 
     async def exists(self, keys: Sequence[PageKey], known: list[Result] | None = None) -> list[Result]:
-        """HIT where any store says so, FAILED where that cannot be known. ``known``: as for ``get``. Cancelling it
-        changes nothing."""
+        """Whether any store has each page: HIT where one says so, else FAILED where one could not tell, else MISS.
+        ``known``: as for ``get``. Cancelling it changes nothing."""
         stores = self._stores
         if len(stores) == 1:
             return await stores[0].ask(len(keys), lambda store: store.exists(keys), Result.MISS)
@@ -257,8 +270,9 @@ class TieredStore:
         return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key everywhere; FAILED where a store could not. Cancelling it may leave any of them deleted."""
-        async with self.promotions.forgetting(keys):
+        """Delete the page of each key from all stores: FAILED where one of them could not, HIT where one had the page,
+        else MISS. Cancelling it may leave any of them deleted."""
+        async with self.promotions.paused(keys):
             answers = await _all([
                 attached.ask(len(keys), lambda store: store.delete(keys), Result.MISS) for attached in self._stores
             ])  # fmt: skip
@@ -270,7 +284,9 @@ class TieredStore:
         self, keys: Sequence[PageKey], payloads: Sequence[memoryview], found: Sequence[int],
         asked: Sequence[tuple[Attached, Sequence[int], list[Result]]], era: int,
     ) -> None:
-        """Offer what was just found to those who were asked before and know that they lack it."""
+        """Have the pages at the positions ``found``, which were just read, promoted to the stores that were asked
+        before and answered that they lack them. ``asked`` has these stores, the positions they were asked for, and
+        their answers."""
         place = {at: i for i, at in enumerate(found)}
         wanted = []
         for attached, part, answers in asked:
@@ -284,25 +300,26 @@ class TieredStore:
     # the whole
 
     async def clear(self) -> None:
-        """Forget everything, in every store. Cancelling it may leave any of them cleared.
+        """Delete all pages from every store. Cancelling it may leave any of them cleared.
 
         Raises:
-            BackendError: one of them could not; the others were cleared.
+            BackendError: one of them failed; the others were cleared.
         """
-        async with self.promotions.forgetting():
+        async with self.promotions.paused():
             await _all([attached.act(lambda store: store.clear()) for attached in self._stores])
 
     async def flush(self) -> None:
-        """Return once everything put so far would survive a power loss, as far as the stores promise that. Cancelling
-        it leaves some of it volatile.
+        """Return once all pages stored so far would survive a power loss, as far as the stores promise that. If it is
+        cancelled, some of them may not survive one.
 
         Raises:
-            BackendError: one of them could not; the others were asked.
+            BackendError: one of them failed; the others were asked all the same.
         """
         await _all([attached.act(lambda store: store.flush()) for attached in self._stores if attached.options.write])
 
     def stats(self) -> Mapping[str, int | float]:
-        """The sums of what the stores count; ``breaker``: as that of the one that is best off. {} without a store."""
+        """Return the sums of the stores' counters. ``breaker`` is the best state among them (see ``best_off``). The
+        mapping is empty if there is no store."""
         stores = self.store_stats().values()
         if not stores:
             return {}
@@ -314,12 +331,12 @@ class TieredStore:
         return {**sums, **promotions, "breaker": int(best_off(figures["breaker"] for figures in stores))}
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
-        """What each store counts, by its name, nearest first."""
+        """Return each store's counters by the store's name, nearest first."""
         return {attached.options.name: dict(attached.store.stats()) for attached in self._stores}
 
     async def aclose(self) -> None:
-        """Detach every store, and close those that are ours once everybody has left them. Twice is fine; cancelling it
-        may leave some of them open.
+        """Detach every store, and close each owned one when no call is under way in it. Calling it twice is fine;
+        cancelling it may leave some of them open.
 
         Raises:
             BackendError: one of them could not close cleanly; the others were closed.
@@ -347,20 +364,20 @@ def _missing(results: Sequence[Result]) -> list[int]:
 
 
 def _take_over(results: list[Result], part: Sequence[int], answers: Sequence[Result]) -> None:
-    """Keep the more telling of what was known and what was answered."""
+    """Put ``answers`` into ``results`` at the positions ``part``, where they tell more than what is there."""
     for at, answer in zip(part, answers, strict=True):
         if _TELLS[answer] > _TELLS[results[at]]:
             results[at] = answer
 
 
 def _best(answers: Sequence[Sequence[Result]]) -> list[Result]:
-    """By key, the most telling answer."""
+    """Return for each key that one of the stores' answers which tells most."""
     return [max(results, key=_TELLS.__getitem__) for results in zip(*answers, strict=True)]
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Every call to its end, at once; then the first error is raised. Cancelling it cancels them all and returns when
-    they have ended."""
+    """Run all calls at the same time and to their ends. Returns what they return, in their order, or raises the first
+    of their errors. Cancelling it cancels them all and returns when they have ended."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     error = next((answer for answer in answers if isinstance(answer, BaseException)), None)
     if error is None:
@@ -368,4 +385,4 @@ async def _all(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     try:
         raise error
     finally:
-        del answers, error  # else they and this frame would keep each other, and the caller's buffers
+        del answers, error  # else they and this frame would keep each other and the caller's buffers alive

@@ -1,6 +1,7 @@
-"""Store URLs, parsed once at the edge: ``scheme:path?option=value&...``. Pure functions.
+"""Parsing of store URLs: ``scheme:path?option=value&...``. Pure functions.
 
-Law: a password in a URL is for its backend alone. What is shown of a URL, in a text or an error, is without it.
+Law: a password in a URL is for its backend alone. Wherever a URL is shown, in a text or an error, its passwords are
+replaced by ``***``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _OWNER, _EVERYBODY = 0o700, 0o777
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes in ``text``: a number and a unit (``B``, ``KB``, ``MiB``, ``10G``...); K is 1000, Ki is 1024.
+    """Return the bytes that ``text`` stands for: a number, and maybe a unit (``512``, ``10KB``, ``1.5GiB``, ``10G``). K
+    is 1000 and Ki is 1024. ``name`` is what errors call the setting.
 
     Raises:
-        ConfigError: it is no size; the message names the field and the value.
+        ConfigError: it is no size; the message names the setting and the value.
     """
     checks.text("name", name)
     match = _SIZE.fullmatch(checks.text(name, text))
@@ -44,16 +46,18 @@ def parse_size(name: str, text: str) -> int:
 
 
 class Place(NamedTuple):
-    """A host, and a port where one was named. An IPv6 address is without its brackets."""
+    """A host, and its port or None. An IPv6 address is without its brackets."""
 
     host: str
     port: int | None
 
 
 def parse_place(text: str) -> Place | None:
-    """``host``, ``host:port``, ``[v6]`` or ``[v6]:port``, taken apart; None if ``text`` is none of them, the port is
-    not in 1 to 65535, or the host is neither an address nor a name that a machine can have. Nobody is asked whether
-    there is such a machine."""
+    """Parse ``host``, ``host:port``, ``[v6]`` or ``[v6]:port``.
+
+    Returns None if ``text`` is none of them, if the port does not lie between 1 and 65535, or if the host is neither an
+    address nor a name that a machine can have. The name is not looked up.
+    """
     match = _PLACE.fullmatch(checks.text("text", text, empty=True))
     if match is None or not 0 < int(match[3] or 1) < 65536:
         return None
@@ -79,14 +83,15 @@ def _is_address(kind: type[IPv4Address | IPv6Address], text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ParsedUrl:
-    """A store URL, taken apart. ``path`` is literal: nothing in it is decoded. As text it has no secrets in it."""
+    """The parts of a store URL. ``path`` is what stands in the URL: nothing in it is decoded. ``str()`` and ``repr()``
+    show no secrets."""
 
     scheme: str
     path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self)
+        checks.check_fields(self)
         object.__setattr__(self, "options", checks.texts("options", self.options))
 
     def __str__(self) -> str:
@@ -97,22 +102,22 @@ class ParsedUrl:
         return f"ParsedUrl({str(self)!r})"
 
     def allow_only(self, names: Collection[str]) -> None:
-        """Raises ConfigError if there is an option that is not one of ``names``, a collection of texts."""
+        """Raise ConfigError if the URL has an option that is not one of ``names``, a collection of texts."""
         names = checks.names("names", names)
         for name in self.options:
             if name not in names:
-                where = redacted(f"{self.scheme}:{self.path}")  # no options: one may be a misspelt password
+                where = redacted(f"{self.scheme}:{self.path}")  # without options: a misspelt one may be a password
                 raise ConfigError(f"storage={where!r}: unknown option {name!r}; one of {', '.join(sorted(names))}")
 
     def size(self, name: str, default: int) -> int:
-        """An option that is a size in bytes; ``default`` if it is not given."""
+        """Return the option ``name`` as a size in bytes (see ``parse_size``), or ``default`` if it is not given."""
         text = self.options.get(checks.text("name", name))
         default = checks.integer("default", default, 0, MOST_SIZE)
         return default if text is None else parse_size(f"storage option {name}", text)
 
     def permissions(self, name: str, default: int) -> int:
-        """An option that is the permissions of a folder, in octal as ``chmod`` has them; its owner has all.
-        ``default``, if it is not given."""
+        """Return the option ``name`` as permissions of a folder, or ``default`` if it is not given. They are written in
+        octal as for ``chmod``, and the owner must have all of them, as in ``0750``."""
         text = self.options.get(checks.text("name", name))
         default = checks.integer("default", default, _OWNER, _EVERYBODY)
         if text is None:
@@ -123,7 +128,7 @@ class ParsedUrl:
         return int(text, 8)
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """An option that is one of ``choices``, the first by default."""
+        """Return the option ``name``, which must be one of ``choices``; the first of them if it is not given."""
         choices = checks.names("choices", checks.instance("choices", choices, (list, tuple)))
         if not choices:
             raise ConfigError("choices: there is none")
@@ -134,17 +139,17 @@ class ParsedUrl:
 
 
 def _url_text(text: object) -> str:
-    """What is no text is not shown: it may have a password in it."""
+    """Return ``text`` if it is text. The error shows only its type, since it may have a password in it."""
     if not isinstance(text, str):
         raise ConfigError(f"storage: a URL is text, and this is of type {type(text).__name__}")
     return checks.text("storage", text)
 
 
 def parse_url(text: str, options: Mapping[str, str] | None = None) -> ParsedUrl:
-    """Take ``text`` apart; ``options`` are added to those in it and win.
+    """Parse a store URL. ``options`` are added to those in ``text`` and win over them.
 
     Raises:
-        ConfigError: there is no scheme, the query cannot be read, or says one thing twice.
+        ConfigError: there is no scheme, the options cannot be read, or one is given twice.
     """
     location, _, query = _url_text(text).partition("?")
     options = None if options is None else checks.texts("options", options)

@@ -1,13 +1,14 @@
-"""Which weights a model has: a digest of its files, for namespaces of stored pages.
+"""A digest of a model's weights, for the namespaces of stored pages.
 
 KV that was computed with other weights is wrong, whatever the model is called. So a namespace of stored pages names
 the weights by what their files contain, not by their folder's name.
 
-The files are read whole, several at a time, once: digests are remembered in the user's cache folder, by each file's
-identity and times, so that only a file that has changed is read again. A file of a Hugging Face cache that is a link to
-a blob named by its SHA-256 is not read at all.
+The files are read once, from the first byte to the last, several files at a time. Their digests are kept in the user's
+cache folder under each file's identity, size and times, so only a file that has changed is read again. In a Hugging
+Face cache large files are links to blobs whose names are their SHA-256; those are not read at all.
 
-A model may be named as on the Hugging Face hub: then its folder is the snapshot in the local cache. Nothing is fetched.
+A model may be named as on the Hugging Face hub. Its folder is the snapshot in the local cache then; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def weights_digest(
     model: str | os.PathLike[str], *, revision: str | None = None, cache: str | os.PathLike[str] | None = None
 ) -> str:
-    """A digest of a model's weights and of its ``config.json``, as 32 hexadecimal digits. Blocks while it reads.
+    """Return a digest of a model's weights and of its ``config.json``, as 32 hexadecimal digits. It blocks while it
+    reads.
 
-    Two models have the same digest if files of the same names have the same contents, wherever they lie. Adapters and
-    quantization that an engine adds when it loads the weights are not part of it.
+    Two models have the same digest if they have files of the same names with the same contents, wherever these lie.
+    What an engine adds when it loads the weights, such as adapters or quantization, is not in the digest.
 
     Args:
         model: a folder with weights (``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or ``.gguf`` files), one such file,
-            or the name of a model on the Hugging Face hub that is in the local cache already.
-        revision: the branch, tag or commit of a model named as on the hub; its main branch if None or empty.
-        cache: the folder of the local Hugging Face cache; the user's own (``HF_HUB_CACHE``) if None or empty.
+            or the name on the Hugging Face hub of a model that is in the local cache already.
+        revision: the branch, tag or commit of a model that is named as on the hub; None or "" is its main branch.
+        cache: the folder of the local Hugging Face cache; None or "" is the user's own (``HF_HUB_CACHE``).
 
     Raises:
         ConfigError: there are no such weights here, or they cannot be read.
@@ -73,14 +75,14 @@ def _path(name: str, value: object) -> str:
 
 
 def _model_path(name: str, revision: str | None, cache: str | os.PathLike[str] | None) -> Path:
-    """Where the weights of ``name`` lie: that path itself if it exists, else a snapshot in the local cache."""
+    """Return where the weights of ``name`` lie: that path itself if it exists, else a snapshot in the local cache."""
     revision = None if revision is None else checks.text("revision", revision)
     folder = None if cache is None else _path("cache", cache)
     here = Path(name)
     if os.path.exists(name) or not _HUB_NAME.fullmatch(name):
         return here
     try:
-        from huggingface_hub import snapshot_download  # only where a model is named so; the engine that did so has it
+        from huggingface_hub import snapshot_download  # an optional package, needed for names of the hub only
     except ImportError:
         raise ConfigError(
             f"model={name!r} is no path, and to look for it in the Hugging Face cache needs huggingface_hub: install "
@@ -88,7 +90,7 @@ def _model_path(name: str, revision: str | None, cache: str | os.PathLike[str] |
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision or None, cache_dir=folder or None, local_files_only=True))
-    except (OSError, ValueError) as error:  # whatever the library raises derives from one of them
+    except (OSError, ValueError) as error:  # all that the library raises derives from one of them
         at = "" if not revision else f" at revision {revision!r}"
         raise ConfigError(f"model={name!r} is no path, and is not in the Hugging Face cache{at}: {error}") from error
 
@@ -106,7 +108,7 @@ def _digests(files: Iterable[Path]) -> dict[Path, str]:
         _log.info("asynccache: %.1f GiB of weights are read for their digest, once on this machine", size / (1 << 30))
     with ThreadPoolExecutor(READERS) as readers:
         found = dict(zip(unknown, readers.map(_read, unknown), strict=True))
-    # A file that was written while it was read is not remembered: its digest is of no file that ever was.
+    # The digest of a file that was written while it was read is not kept: no file ever had these contents.
     remembered.add({identities[file]: digest for file, digest in found.items() if _identity(file) == identities[file]})
     return {file: digest or found[file] for file, digest in digests.items()}
 
@@ -117,7 +119,7 @@ def _identity(file: Path) -> str:
 
 
 def _blob(file: Path) -> str | None:
-    """The SHA-256 of a file that lies in a Hugging Face cache, where large files are named so."""
+    """Return the SHA-256 of a file in a Hugging Face cache, where large files are named by it; None for other files."""
     target = file.resolve()
     return target.name if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) else None
 
@@ -131,7 +133,8 @@ def _read(file: Path) -> str:
 
 
 class _Remembered:
-    """Digests of files that were read before, on this machine. What cannot be read or written is not remembered."""
+    """The digests of files that were read before on this machine, in a file of the user's cache folder. If that file
+    cannot be read or written, nothing is remembered."""
 
     def __init__(self) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -1,7 +1,8 @@
-"""A few threads that do blocking work for one event loop, in the order in which it is handed to them.
+"""A few threads that do blocking work for one event loop. Work begins in the order in which it was handed to them.
 
-What ``ThreadPoolExecutor`` behind ``run_in_executor`` does, at half the price of a hand-off (30 µs of CPU instead of 60
-on the machine of docs/performance.md): one future instead of two, and one wake-up of the loop for all that is done.
+This is what ``loop.run_in_executor`` does with a ``ThreadPoolExecutor``, at half the price: a call takes 30 µs of CPU
+instead of 60 on the machine of docs/performance.md. It has one future instead of two, and one wake-up of the loop for
+all calls that have ended since the last one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from asynccache import checks
 from asynccache.errors import Unavailable
+from asynccache.settle import settled
 
 MOST_THREADS = 1024
 
@@ -23,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Job(NamedTuple):
+class _Call(NamedTuple):
     future: asyncio.Future[Any]
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -31,38 +33,50 @@ class _Job(NamedTuple):
 
 
 class Workers:
-    """``count`` threads, started when they are first needed. They are daemons: who never calls ``close`` does not keep
-    the process from ending."""
+    """``count`` threads, which are started at the first call. They are daemon threads, so the process can end even if
+    ``close`` was never called. ``name`` is the beginning of the threads' names."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = checks.integer("count", count, 1, MOST_THREADS)
         self._name = checks.text("name", name)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._waking = False
         self._threads: list[Thread] = []
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-        """``function`` in a thread. Cancelling the future does not stop it: who lent it buffers waits by ``settled``.
+        """Call ``function`` in a thread. Returns a future of what it returns.
+
+        Cancelling the future does not stop the function. A caller whose buffers it uses has to wait for it by
+        ``settled``.
 
         Raises:
-            ConfigError: ``function`` cannot be called.
+            ConfigError: ``function`` is not callable.
             Unavailable: ``close`` was called.
         """
         checks.function("function", function)
         if not self._threads:
             self._start()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(_Job(future, function, args, kwargs))
+        self._calls.put(_Call(future, function, args, kwargs))
         return future
 
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``function`` in a thread, wait for its end, and return what it returns or raise what it raises. If this
+        is cancelled, it waits for that end all the same, so that the function's buffers are free. Raises as ``call``
+        does."""
+        future = self.call(function, *args, **kwargs)
+        await settled([future])
+        return future.result()
+
     def close(self) -> None:
-        """Do what was handed in, end the threads, and wait for that. Nobody may wait for a future. Twice is fine."""
+        """End the threads after all calls that were handed in, and wait for that; it blocks the event loop. Futures
+        that are not done by then may never be, so nobody may be waiting for one. Calling it twice is fine."""
         self._closed = True
         for _ in self._threads:
-            self._jobs.put(None)
+            self._calls.put(None)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -76,17 +90,17 @@ class Workers:
             thread.start()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._done.append(_outcome(job))
-            del job  # or an idle thread would keep the last call's buffers
+        while (call := self._calls.get()) is not None:
+            self._done.append(_outcome(call))
+            del call  # or an idle thread would keep the last call's buffers alive
             if not self._waking:
                 self._waking = True
-                with suppress(RuntimeError):  # the loop is gone, and with it everybody who could wait
+                with suppress(RuntimeError):  # the loop was closed, so nobody waits for the future any more
                     self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        """Runs on the loop. The flag falls first: what is appended from then on has a wake-up of its own."""
-        self._waking = False
+        """Make the futures of the calls that have ended done. Runs on the loop."""
+        self._waking = False  # first, so that a call which ends from now on wakes the loop again
         while self._done:
             future, result, error = self._done.popleft()
             if future.cancelled():
@@ -97,8 +111,8 @@ class Workers:
                 future.set_exception(error)
 
 
-def _outcome(job: _Job) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
+def _outcome(call: _Call) -> tuple[asyncio.Future[Any], Any, BaseException | None]:
     try:
-        return job.future, job.function(*job.args, **job.kwargs), None
+        return call.future, call.function(*call.args, **call.kwargs), None
     except BaseException as error:
-        return job.future, None, error
+        return call.future, None, error

@@ -1,8 +1,9 @@
-"""The conformance suite of the storage contract. Ship a backend, run this.
+"""The conformance suite of the storage contract: tests that every backend must pass.
 
-Subclass ``BackendSuite`` in a pytest module as ``TestYours`` and give it the fixture ``open_backend``: a coroutine
-function that opens your backend for ``LAYOUT``. Where ``persistent`` is true, what one instance stored and closed the
-next must find. Needs pytest and pytest-asyncio; no test sleeps.
+In a pytest module, write a subclass of ``BackendSuite`` whose name begins with ``Test``. Give it a fixture
+``open_backend`` that returns a coroutine function, which opens your backend for ``LAYOUT``. Set ``persistent = True``
+if an instance must find what an earlier one has stored before it was closed. The suite needs pytest and pytest-asyncio.
+No test sleeps.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ OpenBackend = Callable[[], Awaitable[StorageBackend]]
 
 
 def page_key(name: str, pool: str = "full") -> PageKey:
-    """A key that no other name or pool gives."""
+    """Return the key of a page by ``name``. Another name or another pool gives another key."""
     return PageKey(pool, sha256(f"{pool}/{name}".encode()).digest())
 
 
 def content(key: PageKey, size: int) -> bytes:
-    """Bytes that only this key has."""
+    """Return ``size`` bytes that are made from the key, and differ from those of any other key."""
     return Random(key.key).randbytes(size)
 
 
 def aligned(size: int) -> memoryview:
-    """Page-aligned memory of any size."""
+    """Return ``size`` bytes of memory that begins at a multiple of the system's page size."""
     return memoryview(mmap.mmap(-1, max(1, size)))[:size]
 
 
 def record_of(key: PageKey, layout: StoreLayout = LAYOUT) -> Record:
-    """A record to put: header and payload made from the key."""
+    """Return a record to put. Its header and payload are made from the key."""
     size = layout.page_bytes[key.pool]
     record = blank(key, layout)
     record.header[:] = content(key, HEADER_BYTES + size)[-HEADER_BYTES:]
@@ -58,7 +59,7 @@ def record_of(key: PageKey, layout: StoreLayout = LAYOUT) -> Record:
 
 
 def blank(key: PageKey, layout: StoreLayout = LAYOUT) -> Record:
-    """A record to get into."""
+    """Return an empty record, to be filled by a get."""
     return Record(aligned(HEADER_BYTES), aligned(layout.page_bytes[key.pool]))
 
 
@@ -68,31 +69,31 @@ def same(a: Sequence[Record], b: Sequence[Record]) -> bool:
 
 
 async def put_all(backend: StorageBackend, keys: Sequence[PageKey]) -> list[Record]:
-    """Store each key's own record, and insist that it is stored."""
+    """Store each key's own record and check that all are stored. Returns the records."""
     records = [record_of(key) for key in keys]
     assert await backend.put(keys, records) == [Result.HIT] * len(keys)
     return records
 
 
 async def get_all(backend: StorageBackend, keys: Sequence[PageKey]) -> tuple[list[Result], list[Record]]:
-    """Read keys into fresh buffers."""
+    """Read the keys into new records. Returns the results and the records."""
     records = [blank(key) for key in keys]
     return await backend.get(keys, records), records
 
 
 def keys_of(count: int, pool: str = "full") -> list[PageKey]:
-    """``count`` different keys."""
+    """Return ``count`` different keys."""
     return [page_key(str(i), pool) for i in range(count)]
 
 
 class BackendSuite:
-    """The tests. Override ``open_backend``, and ``persistent`` where a store outlives its instance."""
+    """The tests. Override ``open_backend``, and ``persistent`` if what is stored outlives the instance."""
 
     persistent = False
 
     @pytest.fixture
     def open_backend(self) -> OpenBackend:
-        """Opens the backend under test. Called again after ``aclose`` it opens the same store."""
+        """The function that opens the backend under test. Called again after ``aclose`` it must open the same store."""
         raise NotImplementedError("override the fixture open_backend")
 
     @pytest.mark.asyncio
@@ -340,21 +341,21 @@ class BackendSuite:
 
 
 class FlipsOneBit(WrappedBackend):
-    """Claims a hit for the ``victim``-th record of every get and flips one bit of it."""
+    """A backend that flips a bit of the record at index ``victim`` in every get, and answers as ``inner``."""
 
     def __init__(self, inner: StorageBackend, victim: int) -> None:
         super().__init__(inner)
         self._victim = victim
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """As ``inner``, but for one bit."""
+        """As ``inner``, except for one bit."""
         results = await self.inner.get(keys, records)
         records[self._victim].payload[77] ^= 4
         return results
 
 
 async def _cancel_after(call: Awaitable[object], turns: int) -> None:
-    """Run ``call`` as a task, cancel it after a few turns of the loop, and return when it has ended."""
+    """Run ``call`` as a task, cancel it after ``turns`` turns of the event loop, and wait until it has ended."""
     task = asyncio.ensure_future(call)
     for _ in range(turns):
         await asyncio.sleep(0)

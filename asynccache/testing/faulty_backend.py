@@ -1,8 +1,10 @@
-"""A backend that fails now and then, by a seed. Of all calls, at rate P: P/2 are delayed by 1-50 ms, P/4 fail, and P/4
-return corrupt bytes (a ``get``; other calls of that quarter are left alone).
+"""A backend with faults at random, which a seed repeats.
 
-A failing call does nothing: half of them raise ``Unavailable``, half answer FAILED for every key. Corruption flips one
-bit of one returned record, header or payload.
+At a fault rate of P, a share of P/2 of all calls is delayed by 1 to 50 ms, P/4 fail, and P/4 return corrupt bytes. Only
+a ``get`` can return bytes, so other calls of that last quarter have no fault.
+
+A failing call does nothing: half of them raise ``Unavailable``, and half answer FAILED for every key. A corrupt ``get``
+flips one bit of one record, in its header or in its payload.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ DELAY = (0.001, 0.05)
 
 
 class Fault(Enum):
-    """What happens to one call."""
+    """The fault of one call."""
 
     NONE = "none"
     DELAYED = "delayed"
@@ -30,7 +32,7 @@ class Fault(Enum):
 
 
 def draw_fault(rng: Random, rate: float) -> Fault:
-    """One call's fate at fault rate ``rate``."""
+    """Return the fault of one call at the fault rate ``rate``, which lies between 0 and 1."""
     drawn = rng.random()
     if drawn >= rate:
         return Fault.NONE
@@ -39,7 +41,8 @@ def draw_fault(rng: Random, rate: float) -> Fault:
 
 
 class FaultyBackend(WrappedBackend):
-    """``faults`` counts what was done, by name. Set ``rate`` to 0 to end it."""
+    """A backend around ``inner`` with faults at the given rate. ``faults`` counts the faults so far by their names. The
+    attribute ``rate`` may be changed at any time; 0 ends the faults."""
 
     def __init__(self, inner: StorageBackend, rate: float, seed: int = 0) -> None:
         super().__init__(inner)

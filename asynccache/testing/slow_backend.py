@@ -1,4 +1,4 @@
-"""A backend that takes its time: for seeing what a cache does with a distant or busy store."""
+"""A slow backend, to see what a cache does with a distant or busy store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from asynccache.testing.wrapped_backend import WrappedBackend
 
 
 class SlowBackend(WrappedBackend):
-    """Every call waits ``latency`` seconds, and those that carry pages their bytes / ``bandwidth`` (bytes a second)
-    longer, before ``inner`` does it. Time is the loop's, so a virtual clock works."""
+    """A backend around ``inner`` that waits before each call: ``latency`` seconds, and for calls with payloads in
+    addition their bytes divided by ``bandwidth`` (bytes a second; None: no limit). It waits by the event loop's clock,
+    which may be a virtual one."""
 
     def __init__(self, inner: StorageBackend, latency: float, bandwidth: float | None = None) -> None:
         super().__init__(inner)
@@ -19,22 +20,22 @@ class SlowBackend(WrappedBackend):
         self.bandwidth = bandwidth
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Late. Cancelling it while it waits: ``inner`` was not asked."""
+        """As ``inner``, later. If it is cancelled while it waits, ``inner`` is not asked."""
         await self._wait(())
         return await self.inner.exists(keys)
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Late. Cancelling it while it waits: no buffer was touched."""
+        """As ``inner``, later. If it is cancelled while it waits, no buffer was touched."""
         await self._wait(records)
         return await self.inner.get(keys, records)
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Late. Cancelling it while it waits: nothing was stored."""
+        """As ``inner``, later. If it is cancelled while it waits, nothing was stored."""
         await self._wait(records)
         return await self.inner.put(keys, records)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Late. Cancelling it while it waits: nothing was deleted."""
+        """As ``inner``, later. If it is cancelled while it waits, nothing was deleted."""
         await self._wait(())
         return await self.inner.delete(keys)
 

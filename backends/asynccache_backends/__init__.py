@@ -1,1 +1,2 @@
-"""Storage backends, a module or package each, found by their entry points. They know the contract, nothing else."""
+"""Storage backends, each a module or package that is found by its entry point. They import the storage contract and
+nothing else of asynccache's inside."""

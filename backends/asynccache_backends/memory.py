@@ -1,7 +1,7 @@
-"""Records in this process's memory: L3 without a disk, for tests and for machines with memory to spare.
+"""A store in this process's memory, for tests and for machines with memory to spare.
 
-``memory:?capacity=1GiB``; without a capacity it grows. Least recently used records leave first. Large copies run in a
-thread, in batches, so that the loop stays free.
+Its URL is ``memory:?capacity=1GiB``. When it is full, the least recently used records are evicted; without a capacity
+it grows without limit. Large copies are made in threads, in batches, so that they do not hold up the event loop.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from asynccache.storage import (
 
 BATCH_BYTES = 2 << 20
 INLINE_BYTES = 128 << 10
+"""Up to so many bytes are copied on the loop, because handing them to a thread would cost more."""
 LISTED = 1000
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 class _Kept(NamedTuple):
-    """A record, header first, and when it came."""
+    """A stored record: its header and payload in one array, and the unix time at which it was stored."""
 
     data: _Bytes
     written: float
 
 
 class MemoryBackend:
-    """``capacity`` counts headers and payloads; None: no limit."""
+    """The store. ``capacity`` is the bytes of headers and payloads that it holds at most; None: no limit."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity
@@ -58,24 +59,24 @@ class MemoryBackend:
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Refuse what ``open`` would refuse of ``url``. Raises ConfigError."""
+        """Raise the ConfigError that ``open`` would raise for ``url``, if any."""
         _capacity_of(url, layout)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """``memory:?capacity=SIZE``. Raises ConfigError if the capacity does not hold one page."""
+        """Make the store for ``memory:?capacity=SIZE``. Raises ConfigError if the capacity does not hold one page."""
         return cls(_capacity_of(url, layout))
 
     def __repr__(self) -> str:
         return f"MemoryBackend(pages={len(self._stored)}, bytes={self._bytes}, capacity={self._capacity})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key. Never waits."""
+        """Whether each key is stored: HIT or MISS. It never waits."""
         self._check_open()
         return [Result.HIT if key.key in self._stored else Result.MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Copy what is stored. Cancelling it returns after the copies have ended."""
+        """Copy each stored record into the given buffers. Cancelling it returns after the copies have ended."""
         self._check_open()
         results = [self._lookup(key, record) for key, record in zip(keys, records, strict=True)]
         pairs = [(records[i], self._stored[keys[i].key].data) for i, r in enumerate(results) if r is Result.HIT]
@@ -83,7 +84,7 @@ class MemoryBackend:
         return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Copy each new record in. Cancelling it returns after the copies have ended; the records are not kept then."""
+        """Store a copy of each new record. Cancelling it returns after the copies have ended; none is stored then."""
         self._check_open()
         new = {key.key: record for key, record in zip(keys, records, strict=True) if key.key not in self._stored}
         pairs = [(record, np.empty(HEADER_BYTES + record.payload.nbytes, np.uint8)) for record in new.values()]
@@ -93,30 +94,30 @@ class MemoryBackend:
         return [Result.HIT] * len(keys)
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key. Never waits."""
+        """Delete the record of each key. It never waits."""
         self._check_open()
         return [Result.HIT if self._drop(key.key) else Result.MISS for key in keys]
 
     async def clear(self) -> None:
-        """Forget everything. Never waits."""
+        """Delete every record. It never waits."""
         self._changed(False, list(self._stored))
         self._stored.clear()
         self._bytes = 0
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Nothing to do: any memory will do."""
+        """Do nothing: this store copies from and into any memory."""
 
     def watch(self, tell: Tell | None) -> None:
-        """``tell`` hears of every key that is there, and of every change; None: of nothing any more."""
+        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
         self._tell = tell
         self._changed(True, list(self._stored))
 
     def stats(self) -> Mapping[str, int | float]:
-        """Pages and bytes held, and how many records left for want of room."""
+        """Return how many pages and bytes are stored, and how many records were evicted."""
         return {"pages": len(self._stored), "bytes": self._bytes, "errors": 0, "evicted": self._counts["evicted"]}
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """What is there, least recently used first. Cancelling it changes nothing."""
+        """Yield all stored pages, the least recently used first. Cancelling it changes nothing."""
         self._check_open()
         keys = list(self._stored)
         for at in range(0, len(keys), LISTED):
@@ -125,7 +126,8 @@ class MemoryBackend:
             await asyncio.sleep(0)
 
     async def collect(self, older_than: float | None) -> Collected:
-        """Forget what came more than ``older_than`` seconds ago; there is no waste. Never waits."""
+        """Delete records that were stored more than ``older_than`` seconds ago. There is no other waste. It never
+        waits."""
         self._check_open()
         if older_than is None:
             return Collected()
@@ -136,10 +138,10 @@ class MemoryBackend:
         return Collected(pages=len(old), size=before - self._bytes)
 
     async def flush(self) -> None:
-        """Nothing here survives the process."""
+        """Do nothing: no record survives the process."""
 
     async def aclose(self) -> None:
-        """Forget everything and end the threads. Twice is fine."""
+        """Delete every record and end the threads. Calling it twice is fine."""
         self._closed = True
         await self.clear()
         self._workers.close()
@@ -190,7 +192,7 @@ class MemoryBackend:
 
 
 def _capacity_of(url: ParsedUrl, layout: StoreLayout) -> int | None:
-    """What ``url`` says of it. Raises ConfigError if it does not hold one page."""
+    """Return the capacity in ``url``, or None. Raises ConfigError if it does not hold one page."""
     url.allow_only(("capacity",))
     if "capacity" not in url.options:
         return None

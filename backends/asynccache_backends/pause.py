@@ -1,8 +1,10 @@
-"""When to leave something alone that has just failed. Pure: the clock is handed in.
+"""A short pause after a failure, before the same thing is tried again. Pure: callers pass the time in.
 
-    WELL     --failure-->  RESTING  nobody may try, for 0.1 s at first and twice as long after each further failure
-    RESTING  --over-->     TRIED    one may try, all others are refused
-    TRIED    --success-->  WELL     --failure-->  RESTING     --given up-->  RESTING, and over at once
+    WELL     --failure-->          RESTING  nobody may try; for 0.1 s at first, and twice as long after each failure
+    RESTING  --the rest is over--> TRIED    one caller may try, all others are refused
+    TRIED    --success-->          WELL
+    TRIED    --failure-->          RESTING
+    TRIED    --given up-->         RESTING  and the next caller may try at once
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ FIRST, LAST = 0.1, 1.0
 
 
 class Health(IntEnum):
-    """Whether it may be tried."""
+    """Whether callers may try."""
 
     WELL = 0
     RESTING = 1
@@ -21,7 +23,8 @@ class Health(IntEnum):
 
 
 class Pause:
-    """Who may try says afterwards how it went, by one of ``ended``, ``failed`` and ``given_up``."""
+    """The state of one thing that may fail. Whoever was allowed to try calls ``ended``, ``failed`` or ``given_up``
+    afterwards. ``now`` is a time in seconds by a clock that never goes back."""
 
     def __init__(self) -> None:
         self.health = Health.WELL
@@ -36,18 +39,18 @@ class Pause:
         return self.health is Health.WELL
 
     def failed(self, now: float) -> None:
-        """It failed. What was begun before the rest that is under way is no news."""
+        """Note a failure. During a rest it changes nothing: that attempt was begun before the rest."""
         if self.health is not Health.RESTING:
             self.health = Health.RESTING
             self._seconds = min(max(FIRST, self._seconds * 2), LAST)
             self._until = now + self._seconds
 
     def ended(self) -> None:
-        """It went well."""
+        """Note that the attempt ended well."""
         self.health = Health.WELL
         self._seconds = 0.0
 
     def given_up(self) -> None:
-        """Nothing was learnt."""
+        """Note that the attempt was cancelled, so that it says nothing."""
         if self.health is Health.TRIED:
             self.health = Health.RESTING

@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from asynccache import AsyncCache, ConfigError
-from asynccache.checks import settle_fields, within
+from asynccache.checks import check_fields, within
 from asynccache_shim.admission import Shape, Slots, shape_of
 from asynccache_shim.job import Job
 from asynccache_shim.planning import by_rank
@@ -32,7 +32,7 @@ class Settings:
     load_attempts: int = field(default=8, metadata=within(1))
 
     def __post_init__(self) -> None:
-        settle_fields(self)
+        check_fields(self)
 
 
 class Board:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynccache import ConfigError, Hits
-from asynccache.checks import flag, instance, integer, namespace, number, settle_fields, shown, within
+from asynccache.checks import check_fields, flag, instance, integer, namespace, number, shown, within
 from asynccache_shim.model import Sampling
 
 Tokens = npt.NDArray[np.int32]
@@ -56,7 +56,7 @@ class Limits:
     stop_tokens: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        settle_fields(self)
+        check_fields(self)
         object.__setattr__(self, "stop_tokens", as_stop_tokens(self.stop_tokens))
 
 

@@ -290,6 +290,14 @@ async def _work(world: World, given: Given) -> None:
         workers.close()
 
 
+async def _run(world: World, given: Given) -> None:
+    workers = Workers(1, "edge")
+    try:
+        await called(workers.run, {"function": lambda: 8}, given)
+    finally:
+        workers.close()
+
+
 async def _completed(world: World, given: Given) -> None:
     await called(completed, {"work": asyncio.sleep(0)}, given)
 
@@ -711,6 +719,9 @@ CALLS: dict[str, Case] = {
     ),
     "asynccache.storage.Workers.call": Case(
         _work, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
+    ),
+    "asynccache.storage.Workers.run": Case(
+        _run, {"function": Function(), "args": Unchecked("the function's own"), "kwargs": Unchecked("the same")}
     ),
     "asynccache.storage.completed": Case(_completed, {"work": Thing()}),
     "asynccache.storage.settled": Case(_settled, {"futures": These("[]")}),

@@ -11,6 +11,7 @@ import pytest
 
 from asynccache.errors import ConfigError, Unavailable
 from asynccache.storage import Breaker, BreakerState, CheckedStore, PageKey, Record, Result
+from asynccache.storage.contract import is_shared
 from asynccache.testing.backend_suite import LAYOUT, blank, content, keys_of, page_key, record_of
 from asynccache.testing.slow_backend import SlowBackend
 from asynccache.testing.wrapped_backend import WrappedBackend
@@ -205,6 +206,34 @@ async def test_payloads_of_a_wrong_size_or_pool_are_refused(loop: SimulatedLoop)
         await store.put(KEYS[:1], [memoryview(bytearray(1001))])
     with pytest.raises(ConfigError, match="'tea'"):
         await store.get([PageKey("tea", bytes(32))], [memoryview(bytearray(1000))])
+
+
+@in_world
+async def test_a_released_payload_is_refused_by_name(loop: SimulatedLoop) -> None:
+    store = store_on(simulated(loop))
+    given = payloads()
+    given[3].release()
+    with pytest.raises(ConfigError, match=r"payloads: <released memory .* is no memoryview of bytes in a row"):
+        await store.put(KEYS, given)
+    with pytest.raises(ConfigError, match="released memory"):
+        await store.get(KEYS, given)
+    await store.aclose()
+
+
+@in_world
+async def test_a_key_whose_pool_is_no_text_is_refused_by_every_call(loop: SimulatedLoop) -> None:
+    store = store_on(simulated(loop))
+    odd = [*KEYS[:2], PageKey(5, KEYS[2].key)]  # type: ignore[arg-type]
+    pages = payloads(KEYS[:3])
+    for call in (store.exists(odd), store.delete(odd), store.put(odd, pages), store.get(odd, pages)):
+        with pytest.raises(ConfigError, match="no PageKey of a text and bytes"):
+            await call
+    await store.aclose()
+
+
+def test_a_backend_around_one_that_processes_share_is_shared() -> None:
+    inner = [SimulatedBackend(Random(0), HONEST, shared=shared) for shared in (True, False)]
+    assert [is_shared(WrappedBackend(one)) for one in inner] == [True, False]
 
 
 @pytest.mark.asyncio

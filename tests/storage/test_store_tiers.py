@@ -321,7 +321,7 @@ async def test_what_waits_is_promoted_after_one_under_way_was_forgotten(loop: Si
     for key, payload in zip(KEYS[:3], payloads(KEYS[:3]), strict=True):
         await store.promotions.offer([key], [payload], [Wanted(Target(), [0])], 0)
     await began.wait()
-    async with store.promotions.forgetting([KEYS[0]]):
+    async with store.promotions.paused([KEYS[0]]):
         assert not put
     gate.set()
     await store.promotions.idle()
@@ -386,7 +386,7 @@ async def test_what_was_read_before_something_was_forgotten_is_not_promoted_afte
     store = tiers(near)
     wanted = [Wanted(store.find("a"), range(8))]
     era = store.promotions.era
-    async with store.promotions.forgetting():
+    async with store.promotions.paused():
         await store.promotions.offer(KEYS, payloads(), wanted, store.promotions.era)
     await store.promotions.offer(KEYS, payloads(), wanted, era)
     await store.promotions.idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -44,6 +45,37 @@ async def test_so_many_calls_run_at_a_time_and_not_on_the_loop() -> None:
     await settled(futures)
     assert sorted(future.result() for future in futures) == [0, 1, 2]
     assert threading.current_thread().name not in {await workers.call(lambda: threading.current_thread().name)}
+    workers.close()
+
+
+@pytest.mark.asyncio
+async def test_run_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
+    workers = Workers(1, "test-workers")
+    assert await workers.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(divmod, 7, 0)
+    workers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_run_ends_only_after_its_function() -> None:
+    workers, begun, leave = Workers(1, "test-workers"), threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def work() -> None:
+        begun.set()
+        ended.append(leave.wait(30))
+
+    task = asyncio.ensure_future(workers.run(work))
+    assert await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+    leave.set()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert ended == [True]
     workers.close()
 
 

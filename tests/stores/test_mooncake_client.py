@@ -112,7 +112,7 @@ def test_close_waits_for_those_inside_and_lets_nobody_else_in() -> None:
             assert closing.is_alive()
             leave.set()
     assert library.calls == ["setup", "close"]
-    assert repr(client) == "Client(CLOSED, inside=0)"
+    assert repr(client) == "Client(CLOSED, calls=0)"
 
 
 def test_an_error_inside_opens_the_way_out() -> None:

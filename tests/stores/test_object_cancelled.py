@@ -25,7 +25,7 @@ async def test_a_put_cancelled_as_its_pack_is_about_to_begin_ends(tmp_path: Path
                 super().discard(load)
                 second.cancel()  # it hears of that before the task that is to send its pack begins
 
-        uploads._away = Away()
+        uploads._sending = Away()
         first = asyncio.ensure_future(put(store, some_keys("first", 2)))
         second = asyncio.ensure_future(put(store, some_keys("second", 2)))
         assert await first == [HIT, HIT]

@@ -1,8 +1,8 @@
-"""L3 on a local disk: the embedded default.
+"""The store on a local disk. It needs no server and no other package.
 
-A folder holds segment files, appended to and never written in place, and an index in memory that says where each key's
-page lies. ``blocks`` is the format, ``index`` and ``segments`` the state, ``aio`` the only place that moves page bytes,
-``backend`` the one that ties them together. See ``backend`` for the laws.
+Pages lie in segment files in one folder, which are appended to and never changed in place. An index in memory says
+where each key's page lies. ``blocks`` is the format of a segment, ``index`` and ``segments`` keep the state, ``aio``
+moves the bytes of pages, and ``backend`` puts them together and names the laws.
 """
 
 from __future__ import annotations

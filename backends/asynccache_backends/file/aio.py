@@ -1,8 +1,8 @@
-"""The I/O seam: the only place that moves page bytes between files and memory.
+"""Moves the bytes of pages between files and memory. For gets and puts nothing else does.
 
-``BatchIO`` takes large batches and answers with futures that never carry an error: what went wrong is in the value. The
-one implementation is a bounded pool of threads; io_uring can take its place. A thread's call does no Python per page
-beyond building the list of buffers, and the system calls release the GIL.
+``BatchIO`` takes large batches and returns futures that never raise: an error is part of their value. There is one
+implementation, a few threads; one on io_uring could take its place. The system calls release the GIL, and beside them a
+thread does nothing in Python for each page.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ T = TypeVar("T")
 
 
 class Files(NamedTuple):
-    """One file, open twice: ``direct`` bypasses the page cache and is None where the folder does not allow it."""
+    """Two descriptors of one file. ``direct`` bypasses the system's page cache; it is None if O_DIRECT is not used."""
 
     buffered: int
     direct: int | None
 
 
 class Run(NamedTuple):
-    """``length`` consecutive bytes of one file, and the buffers they go to or come from, at most 1024."""
+    """``length`` consecutive bytes of one file, from ``offset`` on, and the buffers (1024 at most) that they are read
+    into or written from."""
 
     offset: int
     length: int
@@ -35,8 +36,11 @@ class Run(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What became of some runs: the bytes of each, the last error that one of them met (its bytes are 0 then), and
-    whether direct I/O refused their buffers, so that buffered I/O was used."""
+    """The outcome of some runs.
+
+    ``bytes``: how many bytes of each run were moved; 0 for one that failed. ``error``: the last error among them, or
+    None. ``misaligned``: whether the system refused the buffers for direct I/O, so that buffered I/O was used.
+    """
 
     bytes: list[int]
     error: OSError | None
@@ -44,41 +48,41 @@ class Moved(NamedTuple):
 
 
 class BatchIO(Protocol):
-    """Everything it is given stays referenced until its future is done."""
+    """File I/O in the background. It refers to files and buffers until the future of their call is done."""
 
     def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
-        """Write one run; whole, or an error is in the answer."""
+        """Write one run. If not all of it was written, the outcome has an error."""
         ...
 
     def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
-        """Read runs of one file; each may come short where the file ends."""
+        """Read runs of one file. Where the file ends early a run has fewer bytes, which is no error."""
         ...
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """Any other blocking file operation."""
+        """Call a function that blocks, and return what it returns; an ``OSError`` is returned, not raised."""
         ...
 
     def close(self) -> None:
-        """End it; nothing may be in flight."""
+        """End the threads or whatever does the I/O. No call may be in flight."""
         ...
 
 
 class ThreadIO:
-    """``threads`` system calls at a time."""
+    """``BatchIO`` on threads, which make up to ``threads`` system calls at a time."""
 
     def __init__(self, threads: int = 4) -> None:
         self._workers = Workers(threads, "asynccache-file")
 
     def write(self, files: Files, run: Run) -> asyncio.Future[Moved]:
-        """One pwritev, or as many as it takes."""
+        """As ``BatchIO.write``, by one pwritev or as many as it takes."""
         return self._workers.call(write_run, files, run)
 
     def read(self, files: Files, runs: Sequence[Run]) -> asyncio.Future[Moved]:
-        """One preadv per run, or as many as it takes."""
+        """As ``BatchIO.read``, by one preadv for each run or as many as it takes."""
         return self._workers.call(read_runs, files, runs)
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T | OSError]:
-        """``function`` in a thread; an ``OSError`` is a value."""
+        """As ``BatchIO.call``."""
         return self._workers.call(lambda: _caught(function, *args, **kwargs))
 
     def close(self) -> None:
@@ -87,7 +91,7 @@ class ThreadIO:
 
 
 def write_run(files: Files, run: Run) -> Moved:
-    """Write a whole run, direct if ``files`` says so and the buffers allow it."""
+    """Write a run, by direct I/O if ``files`` has such a descriptor and the system accepts the buffers."""
     moved = _move(os.pwritev, files, [run])
     if moved.error is None and moved.bytes[0] < run.length:
         return moved._replace(error=OSError(errno.EIO, "short write"))
@@ -95,7 +99,7 @@ def write_run(files: Files, run: Run) -> Moved:
 
 
 def read_runs(files: Files, runs: Sequence[Run]) -> Moved:
-    """Read each run as far as the file goes."""
+    """Read each run up to its end or the end of the file."""
     return _move(os.preadv, files, runs)
 
 
@@ -119,7 +123,7 @@ def _move(move: Callable[[int, Sequence[memoryview], int], int], files: Files, r
 
 
 def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: Run) -> int:
-    """Repeat ``move`` until all bytes are through or it moves nothing more."""
+    """Repeat ``move`` until it has moved the whole run, or moves nothing more. Returns how many bytes were moved."""
     moved = move(fd, run.buffers, run.offset)
     while moved < run.length:
         count = move(fd, _after(run.buffers, moved), run.offset + moved)
@@ -130,7 +134,7 @@ def _whole(move: Callable[[int, Sequence[memoryview], int], int], fd: int, run: 
 
 
 def _after(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """What is left of ``buffers`` after their first ``count`` bytes."""
+    """Return ``buffers`` without their first ``count`` bytes."""
     for i, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[i + 1 :]]

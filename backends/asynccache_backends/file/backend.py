@@ -1,11 +1,14 @@
-"""The file backend: pages in segment files under one folder, for one process at a time.
+"""The file backend: pages in segment files in one folder, for one process at a time.
 
-The laws. Nothing is overwritten: a page is written once, beside others, and its segment is deleted whole. The index
-in memory says what is there; the files can say it again after a crash. A page is usable once it is written; it survives
-a power loss once ``flush``, a snapshot or ``aclose`` has synced it. Payloads are not verified here: ``CheckedStore``
-does that. A disk that is full or broken makes writes FAILED at once and for a while (a back-off), and reads go on.
+Laws:
+* Nothing is overwritten. A page is written once, together with others, and is deleted with its whole segment.
+* The index in memory says which pages are stored. After a crash it can be rebuilt from the files.
+* A page can be read as soon as it is written. It survives a power loss once ``flush``, a snapshot or ``aclose`` has
+  synced it.
+* Payloads are not verified here; ``CheckedStore`` does that.
+* When the disk is full or broken, writes are FAILED at once for a while (a back-off), and reads go on.
 
-``settings`` has what a URL may say.
+The options of the URL are in ``settings``.
 """
 
 from __future__ import annotations
@@ -47,48 +50,52 @@ from asynccache_backends.file.scrub import is_gone, is_intact, read_group, store
 from asynccache_backends.file.segments import Segment, segment_name, supports_direct
 from asynccache_backends.file.settings import settings_of
 from asynccache_backends.file.state import StoreState, Writing
+from asynccache_backends.once import OncePerKey
 
-MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
+MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
 
 class _Put(NamedTuple):
-    """One call's new pages: ``fresh`` by payload length, and keys that this or another call is writing already."""
+    """Pages of one call that are written together.
+
+    ``fresh``: the pages, as positions in ``keys``, by the length of their payloads. ``writings``: the groups that are
+    being written, each with the positions of its pages.
+    """
 
     keys: Sequence[PageKey]
     records: Sequence[Record]
     results: list[Result]
     fresh: dict[int, list[int]]
-    shared: list[tuple[int, asyncio.Future[None]]]
     writings: list[tuple[Writing, list[int]]]
-    done: asyncio.Future[None]
 
 
 class FileBackend:
-    """Made by ``open``."""
+    """An open file store. ``open`` makes it."""
 
     def __init__(self, state: StoreState, lock: FolderLock, page_bytes: Mapping[str, int]) -> None:
         self._state = state
         self._lock = lock
         self._page_bytes = page_bytes
         self._janitor = Janitor(state)
-        self._gate = Breaker(threshold=1)
-        self._writing: dict[bytes, asyncio.Future[None]] = {}
+        self._breaker = Breaker(threshold=1)
+        self._puts = OncePerKey()
         self._operations = Operations(f"store folder {str(state.folder.path)!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Refuse what ``open`` would refuse of ``url`` before it looks at the disk. Raises ConfigError."""
+        """Raise the ConfigError that ``open`` would raise for ``url``, if any, without looking at the disk."""
         settings_of(url, layout)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Open or make the store in the folder ``url.path``. A layout without pools means that it is only looked at:
-        it must be there, and nothing leaves it for want of room.
+        """Open the store in the folder ``url.path``, which is made if it is missing.
+
+        If the layout has no pools, the store is only looked at. It must exist then, and no page is evicted.
 
         Raises:
             ConfigError: an option is unknown or unusable.
-            Unavailable: another process has the folder, another format or schema wrote it, something that is no plain
-                file lies in the place of one of its files, or the disk refuses.
+            Unavailable: another process uses the folder, it has another format or schema, something that is no plain
+                file has the name of one of its files, or the disk refuses.
 
         Cancelling it leaves nothing open.
         """
@@ -105,7 +112,7 @@ class FileBackend:
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
         except BaseException as error:
-            _let_go(store._state if store else None, io, lock)
+            _release(store._state if store else None, io, lock)
             if isinstance(error, OSError):
                 raise Unavailable(f"store folder {str(settings.folder)!r}: {error}") from error
             raise
@@ -115,16 +122,13 @@ class FileBackend:
         return f"FileBackend({str(self._state.folder.path)!r}, {self._state.index!r}, {self._state.log!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key. Never waits."""
+        """Whether each key is stored: HIT or MISS. It never waits."""
         with self._operations:
             index = self._state.index
             return [HIT if key.key in index else MISS for key in keys]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Read pages straight into their payload buffers.
-
-        Cancelling it returns after the reads that have begun are over.
-        """
+        """Read pages directly into the buffers of their payloads. Cancelling it returns when all reads have ended."""
         with self._operations:
             results = [MISS] * len(keys)
             stretches, wrong = find_stretches(self._state.index, keys, records)
@@ -143,49 +147,44 @@ class FileBackend:
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Append new pages, in groups; those that are there already are left alone.
+        """Append new pages, in groups. Pages that are stored already are left alone.
 
-        Cancelling it returns after the writes that have begun are over; they count.
+        Cancelling it returns when all writes that had begun have ended; their pages are stored.
         """
         with self._operations:
             results = [FAILED] * len(keys)
-            left = list(range(len(keys)))
-            while left:
-                put = self._sort_out(left, keys, records, results)
-                if put.fresh:
-                    await self._write(put)
-                left = await self._shared(put)
+
+            async def write(fresh: list[int]) -> None:
+                await self._write(_Put(keys, records, results, self._by_length(fresh, keys, records), []))
+
+            await self._puts.put(keys, results, self._state.index.has, write)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key, now and after a restart. FAILED: gone now, but a crash may bring it back.
-
-        Cancelling it may leave any of them deleted.
-        """
+        """Delete the page of each key: HIT if it stays deleted after a restart, FAILED if it is deleted now but a crash
+        may bring it back, MISS if it was not stored. Cancelling it may leave any of them deleted."""
         with self._operations:
             found = [self._state.index.forget(key.key) for key in keys]
-            outcome = await self._bury([place for place in found if place is not None])
+            outcome = await self._log_deleted([place for place in found if place is not None])
             return [MISS if place is None else outcome for place in found]
 
     async def clear(self) -> None:
-        """Forget everything and delete the segments.
+        """Delete every page and every segment. Cancelling it may leave any of them deleted.
 
         Raises:
-            Unavailable: the disk refuses. Cancelling it may leave part of it cleared.
+            Unavailable: the disk refuses.
         """
         with self._operations:
             await self._janitor.clear()
 
     def parts(self) -> list[Part]:
-        """A part for every group that was written; pages of this call's time only."""
+        """Return a part for every group that has pages now."""
         groups = ((group, len(group.live())) for group in self._state.index.groups())
         return [Part(group.length, count, group) for group, count in groups if count]
 
     async def scrub(self, part: Part, verify: Verify) -> Scrubbed:
-        """Read a group from its file. If its header block is not intact, all of its pages are bad.
-
-        Cancelling it returns after what is being read or verified; nothing more is forgotten.
-        """
+        """Read a group from its file, and delete the pages that do not verify. If its header block is damaged, all of
+        its pages are deleted. After it is cancelled nothing more is deleted."""
         with self._operations:
             group: Group = part.place
             try:
@@ -199,11 +198,11 @@ class FileBackend:
                 good = await verify(*stored_records(group, pages, data))
             bad = [page for page, is_good in zip(pages, good, strict=True) if not is_good]
             dropped = [place for page in bad if (place := self._state.index.forget_at(group, page))]
-            await self._bury(dropped)
+            await self._log_deleted(dropped)
             return Scrubbed(len(pages), len(pages) * group.length, len(dropped), 0)
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """What the index says, a segment at a time. Cancelling it changes nothing."""
+        """Yield all stored pages, segment by segment. Cancelling it changes nothing."""
         for number in list(self._state.log.segments):
             with self._operations:
                 groups = self._state.index.groups_of(number)
@@ -213,32 +212,34 @@ class FileBackend:
             await asyncio.sleep(0)
 
     async def collect(self, older_than: float | None) -> Collected:
-        """Forget old pages, then give back what dead ones take, as far as the live ones beside them find room.
+        """Delete old pages. Then delete the segments that are mostly dead pages, if there is room elsewhere for their
+        live ones. Cancelling it leaves the rest for the next call.
 
         Raises:
-            Unavailable: the disk refuses. Cancelling it leaves the rest for the next time.
+            Unavailable: the disk refuses.
         """
         with self._operations:
             before, old = self._state.log.bytes, 0
             if older_than is not None:
                 places = list(written_before(self._state.index.groups(), time.time() - older_than))
                 forgotten = [place for at in places if (place := self._state.index.forget_at(*at))]
-                await self._bury(forgotten)
+                await self._log_deleted(forgotten)
                 old = len(forgotten)
             dead = await self._janitor.compact()
             return Collected(old, max(0, dead - old), max(0, before - self._state.log.bytes))
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Nothing to do: whether buffers are aligned shows when they are used."""
+        """Do nothing: whether buffers are aligned is found out when they are used."""
 
     def watch(self, tell: Tell | None) -> None:
-        """``tell`` hears of every key that is there, and of every change; None: of nothing any more."""
+        """Call ``tell`` with all keys that are stored now, and from then on at every change; None ends that."""
         self._state.index.tell = tell
         if tell is not None:
             tell(True, self._state.index.keys())
 
     def stats(self) -> Mapping[str, int | float]:
-        """Counters. ``write_amplification`` is bytes written, rewritten ones included, per byte put."""
+        """Return the counters. ``write_amplification`` is how many bytes were written, also for pages that were moved,
+        for each byte that was put."""
         state, counts = self._state, self._state.counts
         return {
             "pages": state.index.pages,
@@ -252,21 +253,23 @@ class FileBackend:
         }
 
     async def flush(self) -> None:
-        """Return once everything put so far would survive a power loss.
+        """Return once all pages stored so far would survive a power loss. Cancelling it is safe.
 
         Raises:
-            Unavailable: the disk refuses. Cancelling it is safe.
+            Unavailable: the disk refuses.
         """
         with self._operations:
             await self._janitor.sync()
             await self._janitor.save_if_due()
 
     async def aclose(self) -> None:
-        """Wait for what is in flight, sync, save the index, and let go of the folder. Calls made later raise.
+        """Wait for the calls under way, sync, write a snapshot, and unlock the folder. Later calls raise Unavailable.
+
+        Cancelling it waits for the calls under way all the same, and then unlocks the folder without syncing or a
+        snapshot.
 
         Raises:
-            Unavailable: the disk refuses; the folder is let go all the same. Cancelling it skips syncing and saving,
-            after what is in flight is over.
+            Unavailable: the disk refuses; the folder is unlocked all the same.
         """
         if self._operations.closed:
             return
@@ -277,10 +280,11 @@ class FileBackend:
             try:
                 await self._janitor.stop()
             finally:
-                _let_go(self._state, self._state.io, self._lock)
+                _release(self._state, self._state.io, self._lock)
 
-    async def _bury(self, dead: Sequence[tuple[Group, int]]) -> Result:
-        """Make it outlive a restart that pages were forgotten. FAILED: a crash may bring them back."""
+    async def _log_deleted(self, dead: Sequence[tuple[Group, int]]) -> Result:
+        """Write into the log that these pages, which are out of the index already, were deleted. Returns FAILED if the
+        disk refuses, so that a crash may bring them back; else HIT."""
         if not dead:
             return HIT
         masks: dict[Group, int] = {}
@@ -296,7 +300,8 @@ class FileBackend:
         return self._state.io.read(self._state.files_for(segment, batch.length), batch.runs)
 
     def _end_read(self, batch: ReadBatch, moved: Moved, records: Sequence[Record], results: list[Result]) -> None:
-        """A page that is not there to the last byte is CORRUPT, or FAILED if there was an error in its batch."""
+        """Set the results of a batch whose reads have ended. A page that was not read to its last byte is CORRUPT, or
+        FAILED if there was an error in its batch."""
         length, total, missing = batch.length, 0, CORRUPT if moved.error is None else FAILED
         for count, (group, page, which) in zip(moved.bytes, batch.stretches, strict=True):
             whole = count // length
@@ -313,38 +318,21 @@ class FileBackend:
         self._state.counts["errors"] += moved.error is not None
         self._state.counts["get_bytes"] += total
 
-    def _sort_out(
-        self, left: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
-    ) -> _Put:
-        """Which of the pages ``left`` must be written: not those that are there, nor those being written now."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        put = _Put(keys, records, results, {}, [], [], done)
-        has, writing, sizes = self._state.index.has, self._writing, self._page_bytes
-        for i in left:
-            pool, key = keys[i]
-            if has(key):
-                results[i] = HIT
-            elif key in writing:
-                put.shared.append((i, writing[key]))
-            elif (size := records[i].payload.nbytes) == sizes.get(pool):
-                writing[key] = done
-                put.fresh.setdefault(size, []).append(i)
-        return put
-
-    async def _shared(self, put: _Put) -> list[int]:
-        """Wait for the calls that write pages of this one; those that they did not store are left to do."""
-        left = []
-        for i, done in put.shared:
-            await asyncio.wait([done])
-            if put.keys[i].key in self._state.index:
-                put.results[i] = HIT
-            else:
-                left.append(i)
-        return left
+    def _by_length(
+        self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record]
+    ) -> dict[int, list[int]]:
+        """Group the pages at the positions ``fresh`` by the length of their payloads, without those whose length is not
+        that of their pool."""
+        found: dict[int, list[int]] = {}
+        for i in fresh:
+            if (size := records[i].payload.nbytes) == self._page_bytes.get(keys[i].pool):
+                found.setdefault(size, []).append(i)
+        return found
 
     async def _write(self, put: _Put) -> None:
-        """Write the fresh pages, all groups at once; results and index are true when it ends, come what may."""
-        permit, error = self._gate.allow(asyncio.get_running_loop().time()), None
+        """Write the fresh pages, all groups at the same time. Whether it returns or raises, results and index are right
+        when it ends."""
+        permit, error = self._breaker.allow(asyncio.get_running_loop().time()), None
         try:
             if permit != REFUSED:
                 error = await self._submit(put)
@@ -353,10 +341,10 @@ class FileBackend:
                 await settled([writing.done for writing, _ in put.writings])
             finally:
                 error = self._finish(put) or error
-                self._tell_gate(permit, error, put)
+                self._report(permit, error, put)
 
     async def _submit(self, put: _Put) -> OSError | None:
-        """Start a write for every group. An error: there is no segment to be had for the rest."""
+        """Start to write every group. Returns the error if no segment could be made for the rest of them."""
         try:
             for length, indices in put.fresh.items():
                 at = 0
@@ -371,7 +359,8 @@ class FileBackend:
         return None
 
     async def _fit(self, length: int, wanted: int) -> int:
-        """How many pages the next group gets; there is room for it, until the next await."""
+        """Return how many pages the next group gets, once there is room for at least one. The room may be gone after
+        the next await."""
         while not (count := self._state.log.fit(length, wanted)):
             await self._janitor.advance()
         return count
@@ -386,7 +375,7 @@ class FileBackend:
         return self._state.begin_write(length, b"".join(pieces), payloads)
 
     def _finish(self, put: _Put) -> OSError | None:
-        """Take note of every write that has begun, and tell those who share its keys."""
+        """Finish every write that has begun. Returns an error of one of them, or None."""
         failed = None
         for writing, part in put.writings:
             error = self._state.end_write(writing)
@@ -395,24 +384,22 @@ class FileBackend:
                 self._state.counts["put_bytes"] += len(part) * writing.group.length
                 for i in part:
                     put.results[i] = HIT
-        for indices in put.fresh.values():
-            for i in indices:
-                del self._writing[put.keys[i][1]]
-        put.done.set_result(None)
         return failed
 
-    def _tell_gate(self, permit: Permit, error: OSError | None, put: _Put) -> None:
+    def _report(self, permit: Permit, error: OSError | None, put: _Put) -> None:
+        """Tell the breaker how the writes have ended."""
         if permit == REFUSED:
             self._state.counts["refused_writes"] += 1
         elif error is not None:
-            self._gate.failure(permit, asyncio.get_running_loop().time())
+            self._breaker.failure(permit, asyncio.get_running_loop().time())
         elif put.writings:
-            self._gate.success(permit)
+            self._breaker.success(permit)
         else:
-            self._gate.abandon(permit)
+            self._breaker.abandon(permit)
 
     async def _recover(self) -> None:
-        """Find what earlier runs left, and go on in their last segment if it has room."""
+        """Rebuild the index from the files of earlier runs. A store that is used goes on in their last segment if that
+        has room."""
         state, started = self._state, time.monotonic()
         recovering = state.io.call(recover, state.folder, state.seed, state.direct)
         try:
@@ -432,7 +419,8 @@ class FileBackend:
         state.counts["open_ms"] = round((time.monotonic() - started) * 1000)
 
     async def _make_ready(self) -> None:
-        """For writing: within the capacity, and with the last segment open if it has room."""
+        """Prepare the store for writing: evict pages beyond the capacity, and make the last segment active if it has
+        room."""
         await self._janitor.trim()
         last = next(reversed(self._state.log.segments.values()), None)
         if last is not None and last.tail < self._state.segment_bytes:
@@ -445,8 +433,8 @@ COUNTERS = (
 )
 
 
-def _let_go(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
-    """Close every file and the threads, and unlock the folder. Nothing is in flight."""
+def _release(state: StoreState | None, io: BatchIO, lock: FolderLock) -> None:
+    """Close every file, end the threads, and unlock the folder. No call may be under way."""
     for segment in state.log.segments.values() if state else ():
         segment.drop()
     io.close()

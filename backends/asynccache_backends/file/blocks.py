@@ -1,4 +1,4 @@
-"""How pages lie in a segment file. Pure functions and one small class.
+"""The format of a segment file. Pure functions and one small class.
 
 A segment is a sequence of *groups*, each starting at a multiple of 4 KiB:
 
@@ -8,10 +8,11 @@ A segment is a sequence of *groups*, each starting at a multiple of 4 KiB:
 
     head, little-endian:  8 magic · 2 version · 2 flags (0) · 4 count · 8 segment id · 8 offset in the segment ·
                           8 payload length · 16 xxh3_128 of head (this field zero) and directory, seeded ·
-                          8 unix time of the writing in seconds, 0 where nobody knows
+                          8 unix time of the writing in seconds, 0 if it is not known
 
-The seed is the store's own random number, so bytes that merely look like a block, or that another store left behind,
-are not taken for one. The checksum covers the block, not the payloads: the record headers do that.
+The checksum's seed is a random number of this store's own. So a block that another store left in the same disk space is
+not taken for one of this store's. The checksum covers the header block only; each page's record header has a checksum
+of its payload.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ BLOCK_BYTES = 4096
 HEAD_BYTES = 64
 ENTRY_BYTES = KEY_BYTES + HEADER_BYTES
 MAX_PAGES = (BLOCK_BYTES - HEAD_BYTES) // ENTRY_BYTES
-MAX_LENGTH = 1 << 40                               # bytes of a payload: no page is as long
+MAX_LENGTH = 1 << 40  # bytes of a payload; no page is as long, so a longer one is damage
 MAGIC = b"acSEGMT\x01"
 VERSION = 1
 
@@ -35,8 +36,11 @@ _NO_SUM = bytes(16)
 
 
 class Group:
-    """Up to 42 pages that were written together. ``dead`` and ``hot`` are bit sets over its pages: forgotten, and read
-    since they were written."""
+    """Up to 42 pages (``MAX_PAGES``) of ``length`` bytes each that were written together, at ``offset`` of a segment.
+
+    ``directory`` has each page's key and record header. ``dead`` and ``hot`` are sets of pages, as the bits of an
+    integer: those that were deleted, and those that were read since they were written.
+    """
 
     __slots__ = ("count", "dead", "directory", "hot", "length", "offset", "segment", "written")
 
@@ -55,54 +59,54 @@ class Group:
 
     @property
     def end(self) -> int:
-        """Where the next group starts."""
+        """The offset at which the next group begins."""
         return self.offset + group_bytes(self.length, self.count)
 
     def live(self) -> list[int]:
-        """The pages that were not forgotten."""
+        """Return the indices of the pages that were not deleted."""
         return [page for page in range(self.count) if not self.dead >> page & 1]
 
     def keys(self) -> list[bytes]:
-        """Every page's key."""
+        """Return the keys of all pages."""
         return [self.directory[at : at + KEY_BYTES] for at in range(0, len(self.directory), ENTRY_BYTES)]
 
     def entry(self, page: int) -> bytes:
-        """A page's key and record header."""
+        """Return a page's key, followed by its record header."""
         return self.directory[page * ENTRY_BYTES : (page + 1) * ENTRY_BYTES]
 
     def header(self, page: int) -> bytes:
-        """A page's record header."""
+        """Return a page's record header."""
         return self.directory[page * ENTRY_BYTES + KEY_BYTES : (page + 1) * ENTRY_BYTES]
 
     def payload_offset(self, page: int) -> int:
-        """Where a page's payload lies in the segment."""
+        """Return the offset in the segment of a page's payload."""
         return self.offset + BLOCK_BYTES + page * self.length
 
 
 def round_up(size: int) -> int:
-    """``size`` rounded up to whole blocks."""
+    """Return ``size`` rounded up to a multiple of ``BLOCK_BYTES``."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def group_bytes(length: int, count: int) -> int:
-    """The room that a group takes."""
+    """Return the bytes that a group of ``count`` pages of ``length`` bytes takes in a segment."""
     return BLOCK_BYTES + round_up(length * count)
 
 
 def pack_block(group: Group, seed: int) -> bytes:
-    """The group's header block without its padding."""
+    """Return the group's header block without the padding."""
     fields = (MAGIC, VERSION, 0, group.count, group.segment, group.offset, group.length)
     checksum = xxh3_128_digest(_HEAD.pack(*fields, _NO_SUM, group.written) + group.directory, seed)
     return _HEAD.pack(*fields, checksum, group.written) + group.directory
 
 
 def block_bytes(data: bytes | memoryview, at: int) -> int:
-    """The length of the packed block that starts at ``at``, if one does."""
+    """Return the length without padding of the header block that begins at ``at``, provided that one does."""
     return HEAD_BYTES + ENTRY_BYTES * int.from_bytes(data[at + 12 : at + 16], "little")
 
 
 def parse_block(data: bytes | memoryview, seed: int) -> Group | None:
-    """The group whose header block ``data`` starts with; None where it is anything else, or damaged."""
+    """Return the group whose header block ``data`` begins with; None if that is no such block, or is damaged."""
     if len(data) < HEAD_BYTES or data[:8] != MAGIC:
         return None
     magic, version, flags, count, segment, offset, length, checksum, written = _HEAD.unpack_from(data)

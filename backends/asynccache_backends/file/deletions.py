@@ -1,8 +1,9 @@
-"""Which pages were deleted, by place: an append-only log of 32-byte entries, so that a delete outlives a restart.
+"""The log of deletions: which pages were deleted, so that they do not come back after a restart. Blocking functions.
 
     deletions.log: per entry 8 segment id · 8 offset of the group · 8 bit set of dead pages · 8 xxh3_64 of these, seeded
 
-Places are never used twice, so order does not matter and reading an entry again does no harm. Blocking functions.
+Entries are only appended. A place in a segment is never used for a second group, so neither the order of entries nor
+a repeated one matters.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ NAME = "deletions.log"
 _PLACE = struct.Struct("<QQQ")
 _SUM = struct.Struct("<Q")
 ENTRY_BYTES = _PLACE.size + _SUM.size
-MOST_BYTES = 1 << 30                               # 33 million entries; the log is compacted with every snapshot
+MOST_BYTES = 1 << 30  # 33 million entries; the log is made compact with every snapshot
 
 
 def pack(deaths: Iterable[tuple[Group, int]], seed: int) -> bytes:
-    """Entries for (group, bit set of dead pages)."""
+    """Return the bytes of the entries for these groups, each with the bit set of its dead pages."""
     places = (_PLACE.pack(group.segment, group.offset, mask) for group, mask in deaths)
     return b"".join(place + _SUM.pack(xxh3_64_intdigest(place, seed)) for place in places)
 
 
 def load(folder: Folder, seed: int) -> list[tuple[int, int, int]]:
-    """Every entry that verifies: (segment, offset, bit set). Raises OSError: the log is too large, or no plain file."""
+    """Return every entry that verifies, as (segment, offset, bit set of dead pages).
+
+    Raises:
+        OSError: the log is too large, cannot be read, or is no plain file.
+    """
     try:
         data = folder.read(NAME, MOST_BYTES)
     except FileNotFoundError:
@@ -44,14 +49,18 @@ def load(folder: Folder, seed: int) -> list[tuple[int, int, int]]:
 
 
 def append(folder: Folder, entries: bytes) -> None:
-    """Add entries, whole ones even if the last writer died inside one."""
+    """Append ``entries`` to the log. If an earlier writer died within an entry, they begin where that one began.
+
+    Raises:
+        OSError: the log is full, or the disk refuses.
+    """
     fd = folder.open(NAME, os.O_WRONLY | os.O_CREAT)
     try:
         end = os.fstat(fd).st_size // ENTRY_BYTES * ENTRY_BYTES
         if end + len(entries) > MOST_BYTES:
             raise OSError(errno.EFBIG, "the log of deletions is full until the next snapshot")
         if os.pwrite(fd, entries, end) < len(entries):
-            raise OSError(28, "no room for a deletion")
+            raise OSError(errno.ENOSPC, "no room for a deletion")
     finally:
         os.close(fd)
 

@@ -1,11 +1,12 @@
-"""The files of one store, reached through the descriptor of their folder: plain files, private, and nothing else.
+"""The files of one store: plain, private files, which are reached through the descriptor of their folder.
 
 Laws:
-* Every name is looked up in the folder that was opened, so a folder that is renamed or replaced while a store uses it
-  takes the store's files along, and none of them is ever made in the folder that came in its place.
-* What is opened is a plain file. A FIFO, a socket, a device, a folder or a symbolic link under the name of a store's
-  file raises ``NotPlain``, and is neither opened nor followed nor removed.
-* A file has the folder's ``mode`` from its first byte on, whatever the process's umask says.
+* Every name is looked up in the folder that was opened. If that folder is renamed or replaced while a store uses it,
+  the store goes on with its files and makes none in the folder that has the name now.
+* Only plain files are opened. If a FIFO, a socket, a device, a folder or a symbolic link has the name of a store's
+  file, ``NotPlain`` is raised, and the thing is neither opened nor followed nor removed.
+* A file has the permissions that follow from the folder's ``mode`` from its first byte on, whatever the process's
+  umask is.
 
 All functions block.
 """
@@ -27,7 +28,7 @@ PRIVATE = 0o700
 
 
 class NotPlain(OSError):
-    """Something else than a plain file has the name of a store's file. The message says what it is, and where."""
+    """Something that is no plain file has the name of a store's file. The message says what it is, and where."""
 
     def __init__(self, path: Path, mode: int) -> None:
         kind = next((name for is_it, name in _KINDS if is_it(mode)), "something unknown")
@@ -35,17 +36,18 @@ class NotPlain(OSError):
 
 
 class TooLarge(OSError):
-    """A file is larger than any that a store writes under its name."""
+    """A file is larger than any that a store writes under this name."""
 
     def __init__(self, path: Path, size: int, most: int) -> None:
         super().__init__(f"{path} has {size} bytes, and {most} are the most that are believed; move it away")
 
 
 class Folder:
-    """An open folder. ``mode`` is that of the folder; its files have the same without the bits for execution."""
+    """An open folder. ``mode`` has the folder's permissions; its files get the same without the bits for execution."""
 
     def __init__(self, path: Path, mode: int | None = PRIVATE) -> None:
-        """Open the folder ``path``. ``mode`` None: files are made as private as the folder is.
+        """Open the folder ``path``. If ``mode`` is None, the permissions of new files follow from those that the folder
+        has.
 
         Raises:
             OSError: there is no such folder, or it may not be opened.
@@ -58,20 +60,21 @@ class Folder:
         return f"Folder({str(self.path)!r}, mode={self.mode:04o})"
 
     def close(self) -> None:
-        """Let go of the folder. Twice is fine."""
+        """Close the folder. Calling it twice is fine."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def has(self, name: str) -> bool:
-        """Whether anything has this name, be it a link that leads nowhere."""
+        """Whether a file has this name. Raises NotPlain if something else has it, also a link that leads nowhere."""
         return self._look(name) is not None
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of the plain file ``name``; with ``O_CREAT`` in ``flags`` it is made if there is none.
+        """Open the plain file ``name`` and return its descriptor. With ``O_CREAT`` in ``flags`` a missing file is made.
 
         Raises:
-            NotPlain: something else has this name. OSError: there is no such file, or it may not be opened.
+            NotPlain: something else has this name.
+            OSError: there is no such file, or it may not be opened.
         """
         if self._look(name) is None and flags & os.O_CREAT:
             return self.create(name, flags)
@@ -84,34 +87,38 @@ class Folder:
         return fd
 
     def create(self, name: str, flags: int = os.O_RDWR) -> int:
-        """A descriptor of a new file ``name``.
+        """Make a new file ``name`` and return its descriptor.
 
         Raises:
-            FileExistsError: there is something of this name. OSError: the disk refuses.
+            FileExistsError: something has this name already.
+            OSError: the disk refuses.
         """
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | _SAFELY, self.mode & 0o666, dir_fd=self.fd)
         try:
-            os.fchmod(fd, self.mode & 0o666)  # the umask had its say
+            os.fchmod(fd, self.mode & 0o666)  # the umask may have taken permissions away
         except BaseException:
             os.close(fd)
             raise
         return fd
 
     def renew(self, name: str, flags: int = os.O_RDWR) -> int:
-        """As ``create``; a plain file that has the name, as a process leaves it that was killed, goes first.
+        """Make a new file ``name`` and return its descriptor. A plain file of this name, which a killed process may
+        have left, is removed first.
 
         Raises:
-            NotPlain: something else has this name. OSError: the disk refuses.
+            NotPlain: something else has this name.
+            OSError: the disk refuses.
         """
         if self._look(name) is not None:
             self.unlink(name)
         return self.create(name, flags)
 
     def read(self, name: str, most: int) -> bytes:
-        """All of the file ``name``.
+        """Return the content of the file ``name``.
 
         Raises:
-            TooLarge: it has more than ``most`` bytes. And what ``open`` raises.
+            TooLarge: it has more than ``most`` bytes.
+            OSError: as ``open``.
         """
         fd = self.open(name)
         with os.fdopen(fd, "rb") as file:
@@ -121,36 +128,42 @@ class Folder:
             return file.read(most)
 
     def unlink(self, name: str) -> None:
-        """Remove the name. Raises OSError: there is none, or the disk refuses."""
+        """Remove the file ``name``. Raises OSError if there is none or the disk refuses."""
         os.unlink(name, dir_fd=self.fd)
 
     def replace(self, old: str, new: str) -> None:
-        """Rename a file of this folder, over another if need be. Raises OSError: the disk refuses."""
+        """Rename the file ``old`` to ``new``, in the place of a file of that name. Raises OSError if the disk
+        refuses."""
         os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def sync(self) -> None:
-        """Make names that were created or deleted survive a power loss. Raises OSError: the disk refuses."""
+        """Make sure that files which were created, renamed or removed before survive a power loss as such. Raises
+        OSError if the disk refuses."""
         os.fsync(self.fd)
 
     def insist_on_files(self) -> None:
-        """Raises NotPlain: something in the folder is no plain file."""
+        """Raise NotPlain if anything in the folder is no plain file."""
         for name in os.listdir(self.fd):
             self._look(name)
 
     def tighten(self, is_ours: Callable[[str], bool]) -> None:
-        """Give the folder its ``mode``, and the files in it whose names ``is_ours`` knows: those that were there before
-        keep out whom new ones keep out. A folder in which anything else lies stays as it is: it may be a home, or
-        ``/tmp``. So does what belongs to another user, and everything on a file system that keeps no modes."""
+        """Give the folder, and the files in it whose names ``is_ours`` accepts, the permissions of ``mode``, so that
+        files of earlier runs are as private as new ones.
+
+        If the folder has any other file, its own permissions are left alone: it may be somebody's home, or ``/tmp``.
+        What belongs to another user is left alone, and so is everything on a file system without permissions.
+        """
         names = os.listdir(self.fd)
         if all(map(is_ours, names)):
-            _set_mode(self.fd, os.fstat(self.fd), self.mode)  # first: from now on nobody else can swap files
+            _set_mode(self.fd, os.fstat(self.fd), self.mode)  # first, so that nobody can replace a file meanwhile
         for name in filter(is_ours, names):
             found = self._look(name, plain=False)
             if found is not None and stat.S_ISREG(found.st_mode):
                 _set_mode(name, found, self.mode & 0o666, dir_fd=self.fd)
 
     def _look(self, name: str, *, plain: bool = True) -> os.stat_result | None:
-        """What has this name, if anything has. Opening a device to find out could do whatever its driver likes."""
+        """Return the status of what has this name, or None. ``plain``: whether to raise NotPlain for anything but a
+        plain file. It is not opened to find out, since opening a device may have any effect."""
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -165,7 +178,8 @@ class Folder:
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Make ``path``, and the folders on the way to it, with ``mode``. What is there stays as it is.
+    """Make the folder ``path`` and all missing folders above it, with the permissions ``mode``. Folders that exist are
+    left as they are.
 
     Raises:
         OSError: one of them cannot be made.
@@ -180,15 +194,15 @@ def make_folder(path: Path, mode: int) -> None:
             if not folder.is_dir():
                 raise
         else:
-            os.chmod(folder, mode)  # the umask had its say
+            os.chmod(folder, mode)  # the umask may have taken permissions away
 
 
 def _set_mode(file: int | str, found: os.stat_result, mode: int, dir_fd: int | None = None) -> None:
-    """``chmod``, where it is ours and changes anything; the bits beyond the permissions stay."""
+    """Set the permissions of a file that belongs to this process's user. The bits beyond the permissions are kept."""
     wanted = stat.S_IMODE(found.st_mode) & ~0o777 | mode
     if found.st_uid != os.geteuid() or wanted == stat.S_IMODE(found.st_mode):
         return
     try:
         os.chmod(file, wanted, dir_fd=dir_fd)
-    except OSError:  # a read-only file system, or one without modes: what needs more will say so
+    except OSError:  # the file system is read-only or has no permissions; whoever has to write will fail with a reason
         return

@@ -1,8 +1,8 @@
-"""Whose folder it is: one process at a time (by locks) and one format (a manifest). Blocking functions.
+"""Who may use a store's folder: one process at a time (locks), which knows the folder's format (a manifest).
 
-The lock that counts is on the folder itself: nobody gets in while it is held, whatever was done to the files in it or
-to its name. The file ``lock`` is locked, too: it says which process has the folder, and keeps out versions that know of
-no other lock.
+The lock on the folder itself is what protects the store: it holds whatever is done to the folder's name or to the files
+in it. The file ``lock`` is locked, too. It says which process uses the folder, and keeps out older versions of this
+backend, which know no other lock. The functions without ``async`` block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _NO_SUCH_LOCK = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What must be known before anything else can be read. ``seed`` is the store's random number."""
+    """What must be known before any other file can be read. ``schema`` is the digest of the record schema, in hex.
+    ``seed`` is the store's random number."""
 
     format: str
     version: int
@@ -49,13 +50,14 @@ class Manifest:
 
 
 class FolderLock:
-    """Held until ``release``, or until the process is gone, however it goes. ``folder``: where the files are, open."""
+    """The lock on a store's folder. It is held until ``release`` or until the process ends, in whatever way. ``folder``
+    is the open folder."""
 
     def __init__(self, folder: Folder) -> None:
-        """Lock ``folder``, which is closed when this raises.
+        """Lock ``folder``. If this raises, the folder is closed.
 
         Raises:
-            Unavailable: another process, or another store in this one, has it; the message names folder and process.
+            Unavailable: another process, or another store in this process, uses the folder; the message names both.
             OSError: the disk refuses.
         """
         self.folder = folder
@@ -75,14 +77,15 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Let the next one in. Twice is fine."""
+        """Give up the lock and close the folder. Calling it twice is fine."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
         self.folder.close()
 
     def _lock_folder(self) -> None:
-        """Where folders cannot be locked, as on NFS, the file alone stands for it."""
+        """Lock the folder itself. Where folders cannot be locked, as on NFS, this does nothing, and only the file is
+        locked."""
         try:
             fcntl.flock(self.folder.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,7 +95,7 @@ class FolderLock:
                 raise
 
     def _owner(self) -> str:
-        """Who has it, as far as the file still says."""
+        """Return the process that has the lock, as far as the file ``lock`` still says."""
         try:
             return self.folder.read(LOCK, 32).decode(errors="replace").strip() or "unknown"
         except OSError:
@@ -100,12 +103,14 @@ class FolderLock:
 
 
 def claim(path: Path, *, mode: int | None, new: bool) -> FolderLock:
-    """Open and lock the folder ``path``. ``new``: it is made if it is not there, else a store must be in it. ``mode``:
-    what the folder is given, and its files without the bits for execution; None: new files are as private as the folder
-    is, and nothing that is there changes.
+    """Open and lock the folder ``path``, and return the lock.
+
+    ``new``: whether to make the folder if it is missing; otherwise it must hold a store. ``mode``: permissions for the
+    folder and, without the bits for execution, for its files; None: existing permissions are left alone, and those of
+    new files follow from the folder's.
 
     Raises:
-        Unavailable: it is in use, holds no store, or cannot be made or written.
+        Unavailable: the folder is in use, holds no store, or cannot be made or written.
     """
     try:
         if new:
@@ -124,7 +129,8 @@ def claim(path: Path, *, mode: int | None, new: bool) -> FolderLock:
 
 
 def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
-    """Raises Unavailable if there is no store in ``path``, where the lock would be its first file."""
+    """Open the folder of an existing store. Raises Unavailable if there is none in ``path``: locking would make a file
+    in a folder that is no store's."""
     try:
         folder = Folder(path, mode)
     except FileNotFoundError:
@@ -139,10 +145,11 @@ def _folder_of_a_store(path: Path, mode: int | None) -> Folder:
 
 
 async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
-    """The folder's manifest, made if the folder is new. Not to be cancelled, as ``replace_file``.
+    """Return the folder's manifest. In a new folder it is written first. It must not be cancelled: see
+    ``replace_file``.
 
     Raises:
-        Unavailable: it is damaged, or was written by another format or schema; nothing is touched then.
+        Unavailable: it is damaged, or has another format or schema; then nothing was changed.
         OSError: it cannot be read, or is no plain file.
     """
     if not folder.has(MANIFEST):
@@ -162,8 +169,10 @@ async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
 
 
 async def capacity_of(folder: Folder, settings: Settings) -> int:
-    """What the store may take on the disk, in bytes. Who uses the store says so, and it is noted in the folder; who only
-    looks at it is told what was noted, or what ``settings`` say where nothing readable is. Not to be cancelled, as
+    """Return how many bytes the store may take on the disk.
+
+    If the store is used, that is the capacity in ``settings``, and it is noted in the folder. If it is only looked at,
+    the noted capacity is returned, or that in ``settings`` if there is no readable note. It must not be cancelled: see
     ``replace_file``.
 
     Raises:
@@ -181,9 +190,10 @@ async def capacity_of(folder: Folder, settings: Settings) -> int:
 
 
 async def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
-    """Write a file so that after any crash the old one or the whole new one is there.
+    """Write a file in such a way that after a crash either the old file or the whole new one is there.
 
-    Raises OSError. Not to be cancelled, as an ``aiofiles`` call that is cancelled leaves its file open: ``completed``.
+    It must not be cancelled, since a cancelled call of ``aiofiles`` leaves its file open: callers wrap it in
+    ``completed``. Raises OSError if the disk refuses.
     """
     new = f"{name}.new"
     async with aiofiles.open(new, "wb", opener=lambda path, _: folder.renew(path)) as file:
@@ -212,18 +222,18 @@ def _digest(manifest: Manifest) -> str:
 
 
 def _is_sound(manifest: Manifest) -> bool:
-    """Whether every field is of its type: a checksum guards against accidents and not against people."""
+    """Whether every field has its type. The checksum does not tell that: somebody may have written the file by hand."""
     fields = (manifest.format, str), (manifest.version, int), (manifest.schema, str), (manifest.seed, int)
     return all(type(value) is kind for value, kind in fields) and 0 <= manifest.seed < 1 << 64
 
 
 def _parse(folder: Folder, data: bytes) -> Manifest:
-    """The manifest in ``data``."""
+    """Return the manifest in ``data``. Raises Unavailable if it is damaged."""
     try:
         parsed = json.loads(data)
         manifest = Manifest(**parsed["manifest"])
         intact = _is_sound(manifest) and _digest(manifest) == parsed["xxh3"]
-    except (ValueError, TypeError, KeyError, RecursionError):  # the last one: nested beyond all reason
+    except (ValueError, TypeError, KeyError, RecursionError):  # RecursionError: JSON that is nested too deeply
         intact = False
     if not intact:
         path = str(folder.path / MANIFEST)

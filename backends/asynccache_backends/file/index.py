@@ -1,7 +1,8 @@
-"""Where each key's page lies: a dict of small integers over groups. Pure; the whole of it is rebuilt at start.
+"""The index in memory: where each key's page lies. Pure; it is rebuilt from the files at every start.
 
-A page costs about 280 bytes here: its key as dict key, its directory entry in its group, an int and a dict slot. Dead
-pages keep their place in their group until the segment is reclaimed.
+A key's place is a *slot*, one integer: the number of its group and the index of its page in that group. A page takes
+about 280 bytes of memory: its key as the key of a dict, its entry in the group's directory, and the slot. A deleted
+page keeps its place in its group until the segment is reclaimed.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from asynccache_backends.file.blocks import MAX_PAGES, Group
 
 _PAGE_BITS = 6
 _PAGE_MASK = (1 << _PAGE_BITS) - 1
-assert MAX_PAGES <= _PAGE_MASK  # so that no slot is followed by one of the next group
+assert MAX_PAGES <= _PAGE_MASK  # so that consecutive slots are always pages of the same group
 
 
 class Index:
-    """``pages`` and ``bytes`` count live pages and their payloads. ``tell`` hears of keys that come and leave. ``has``
-    is ``in``, for those who ask for many keys in a row."""
+    """The index. ``pages`` and ``bytes`` count the pages that are stored and the bytes of their payloads. ``tell``
+    hears of keys that are added and removed. ``has(key)`` is a faster ``key in index``."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -37,28 +38,29 @@ class Index:
 
     @property
     def pages(self) -> int:
-        """Live pages."""
+        """How many pages are stored."""
         return len(self._slots)
 
     def groups(self) -> list[Group]:
-        """Every group, segment by segment."""
+        """Return all groups, segment by segment."""
         return [self._groups[n] for numbers in self._segments.values() for n in numbers]
 
     def groups_of(self, segment: int) -> list[Group]:
-        """The groups of one segment, in the order in which they came."""
+        """Return the groups of one segment, in the order in which they were added."""
         return [self._groups[n] for n in self._segments.get(segment, ())]
 
     def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
-        """For each key that is there its slot and its position in ``keys``. Neighbours have consecutive slots."""
+        """Return, for each key that is stored, its slot and its position in ``keys``. Pages that lie next to each other
+        in the file have consecutive slots."""
         slots = self._slots
         return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
 
     def at(self, slot: int) -> tuple[Group, int]:
-        """The group and place of a slot."""
+        """Return the group of a slot, and the index of the page in that group."""
         return self._groups[slot >> _PAGE_BITS], slot & _PAGE_MASK
 
     def add(self, group: Group) -> None:
-        """Enter a group's live pages. A key that is there already moves to the new place."""
+        """Add the pages of a group that were not deleted. A key that has a place already gets the new one."""
         base = self._next << _PAGE_BITS
         self._groups[self._next] = group
         self._segments.setdefault(group.segment, []).append(self._next)
@@ -76,11 +78,12 @@ class Index:
             self.tell(True, fresh)
 
     def keys(self) -> list[bytes]:
-        """Every key that is there."""
+        """Return all stored keys."""
         return list(self._slots)
 
     def forget(self, key: bytes) -> tuple[Group, int] | None:
-        """Drop a key; its page is dead from now on."""
+        """Remove a key, and mark its page as dead. Returns the page's group and index, or None if the key is not
+        stored."""
         place = self._drop(key)
         if place is not None and self.tell is not None:
             self.tell(False, (key,))
@@ -96,13 +99,14 @@ class Index:
         return group, page
 
     def forget_at(self, group: Group, page: int) -> tuple[Group, int] | None:
-        """Drop the key of a page, if that is where its page still lies."""
+        """As ``forget``, for the key of a page of ``group``; does nothing if that key's page lies elsewhere by now."""
         key = group.entry(page)[:KEY_BYTES]
         slot = self._slots.get(key)
         return None if slot is None or self.at(slot) != (group, page) else self.forget(key)
 
     def drop_segment(self, segment: int) -> None:
-        """Forget a segment with all that is left in it: its pages are dead also for those who hold a group of it."""
+        """Remove all keys of a segment and its groups. All pages are marked as dead, for those who still have one of
+        its groups."""
         left = []
         for number in self._segments.pop(segment, ()):
             group = self._groups.pop(number)
@@ -115,8 +119,9 @@ class Index:
         if self.tell is not None:
             self.tell(False, left)
 
-    def kill(self, deaths: Iterable[tuple[int, int, int]]) -> int:
-        """Apply (segment, offset, dead pages) to groups; for recovery. How many name a group that is not there."""
+    def apply_deletions(self, deaths: Iterable[tuple[int, int, int]]) -> int:
+        """Remove the pages that the log of deletions names, as (segment, offset, bit set of dead pages). For recovery.
+        Returns how many entries name a group that does not exist any more."""
         stale = 0
         places = {(group.segment, group.offset): group for group in self._groups.values()}
         for segment, offset, mask in deaths:

@@ -1,9 +1,10 @@
-"""Keeps the store going: makes the next segment, reclaims the oldest, syncs, and saves the index.
+"""Work in the background of a store: it makes the next segment, reclaims the oldest, syncs files and saves the index.
 
-Reclaim is a second-chance FIFO over segments. When another segment would exceed the capacity the oldest one goes; those
-of its pages that were read since they were written are written again, up to half a segment's worth, and all others are
-dropped. So what is read survives, at a write amplification of at most 2; ``stats`` has the measured one. It starts
-while the active segment is fresh, so that there is room to write to and writers seldom wait.
+Segments are reclaimed first in, first out, and pages get a second chance. If one more segment would exceed the
+capacity, the oldest segment is deleted. Those of its pages that were read since they were written are written again
+before, up to half a segment's worth; all its other pages are lost. So pages that are read survive, and at most twice as
+many bytes are written as are put; ``stats`` has the measured factor. Reclaiming starts while the active segment is
+still nearly empty, so writers seldom have to wait for room.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ T = TypeVar("T")
 
 
 class Janitor:
-    """Owns two tasks: one prepares the next segment, one saves the index. ``save`` and the deletion log have a lock
-    each, never both taken."""
+    """Owns two tasks: one prepares the next segment, the other saves the index. The snapshot and the log of deletions
+    have a lock each; nobody holds both."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -41,13 +42,13 @@ class Janitor:
         self._saving = asyncio.Lock()
         self._deleting = asyncio.Lock()
         self._reclaiming = asyncio.Lock()
-        self._new_names = False
 
     async def advance(self) -> None:
-        """Make another segment the active one, or return because somebody else did.
+        """Wait until the next segment is ready and make it the active one. If another call has done that meanwhile,
+        just return. Cancelling it only stops the waiting.
 
         Raises:
-            OSError: the disk does not give one. Cancelling it cancels nothing but the wait.
+            OSError: no segment can be made.
         """
         task = self._prepare_task()
         await asyncio.wait([task])
@@ -63,7 +64,8 @@ class Janitor:
             self._saver = asyncio.get_running_loop().create_task(self._save_quietly(), name="asynccache-file-saver")
 
     def look_ahead(self) -> None:
-        """Start to prepare the next segment: early if another must go for it, else when the active one is half full."""
+        """Start to prepare the next segment if it is time: at once if another has to be reclaimed for it, and otherwise
+        when the active one is half full."""
         log = self._state.log
         if log.active is not None and (self._is_full or log.room * 2 < log.active.size):
             self._prepare_task()
@@ -74,10 +76,10 @@ class Janitor:
         return self._state.log.bytes + self._state.segment_bytes > self._state.capacity
 
     async def sync(self) -> None:
-        """Return once all that was written before is on the disk.
+        """Return once everything that was written before would survive a power loss. Cancelling it is safe.
 
         Raises:
-            Unavailable: the disk could not; what was not synced will be tried again. Cancelling it is safe.
+            Unavailable: the disk failed; the next call tries again.
         """
         await self._await_writes(list(self._state.log.segments.values()))
         dirty = [segment for segment in self._state.log.segments.values() if segment.dirty]
@@ -87,16 +89,17 @@ class Janitor:
         await self._call(self._state.folder.sync)
 
     async def save(self) -> None:
-        """Write the snapshot, after syncing what it speaks of.
+        """Write a snapshot of the index, after all that it names was synced. Cancelling it leaves the old snapshot or a
+        new one.
 
         Raises:
-            Unavailable: the disk could not; the old snapshot is still there. Cancelling it leaves the old or a new one.
+            Unavailable: the disk failed; the old snapshot is still there.
         """
         state = self._state
         async with self._saving:
             covered = state.unsaved_bytes
             groups = state.index.groups()
-            scan_from = {segment.number: segment.settled_to for segment in state.log.segments.values()}
+            scan_from = {segment.number: segment.written_to for segment in state.log.segments.values()}
             await self.sync()
             parts = await self._call(snapshot.pack, scan_from, groups, state.seed)
             await self._replace(snapshot.NAME, parts)
@@ -105,7 +108,8 @@ class Janitor:
         await self._compact_deletions()
 
     async def save_if_due(self) -> None:
-        """Save when a start would otherwise scan more than an eighth of the capacity. Raises as ``save``."""
+        """Write a snapshot if without it the next start had to scan more than an eighth of the capacity. Raises as
+        ``save`` does."""
         if self._save_is_due:
             await self.save()
 
@@ -114,15 +118,15 @@ class Janitor:
         return self._state.unsaved_bytes * SAVE_EVERY >= self._state.capacity
 
     async def log_deaths(self, deaths: Sequence[tuple[Group, int]]) -> OSError | None:
-        """Make deletes outlive a restart. Cancelling it may leave them unlogged."""
+        """Write deletions into the log: groups, each with the bit set of pages that were deleted. Returns the error of
+        the disk, or None. Cancelling it may leave them out of the log."""
         entries = deletions.pack(deaths, self._state.seed)
         async with self._deleting:
-            future = self._state.io.call(deletions.append, self._state.folder, entries)
-            await settled([future])
-        return future.result()
+            return await self._done(deletions.append, self._state.folder, entries)
 
     async def stop(self) -> None:
-        """End the tasks; a segment that nobody has taken is given back. Cancelling it waits for the end first."""
+        """Wait until both tasks have ended, and delete a segment that was prepared and not used. Cancelling it does not
+        shorten the waiting."""
         try:
             await settled([task for task in (self._saver, self._next) if task is not None])
         finally:
@@ -132,7 +136,8 @@ class Janitor:
                 await self._unlink(unused)
 
     async def close(self) -> None:
-        """Stop, give back what the active segment does not use, and save. Raises Unavailable if that fails."""
+        """End the tasks, cut the active segment to what was written, and write a snapshot. Raises Unavailable if the
+        disk fails."""
         await self.stop()
         state = self._state
         if (active := state.log.active) is not None:
@@ -142,7 +147,7 @@ class Janitor:
             await self.save()
 
     async def clear(self) -> None:
-        """Drop every segment."""
+        """Delete every segment, and write a snapshot of the empty index. Raises Unavailable if the disk fails."""
         self._state.log.active = None
         for segment in list(self._state.log.segments.values()):
             self._forget(segment)
@@ -150,22 +155,25 @@ class Janitor:
         await self.save()
 
     async def trim(self) -> None:
-        """Drop the oldest segments until the rest fits the capacity; for a capacity smaller than last time's."""
+        """Delete the oldest segments until the rest fits the capacity, which may be smaller than in an earlier run."""
         log = self._state.log
         while log.bytes > self._state.capacity and (oldest := log.oldest()):
             await self._evict(oldest)
 
     async def compact(self) -> int:
-        """Free the segments that are mostly dead pages; how many dead ones went. Nothing alive leaves for it: where
-        there is no room for that, the segment stays. A store that is only looked at gets a segment for it.
+        """Delete the segments that are mostly dead pages, after moving their other pages elsewhere. Returns how many
+        dead pages are gone.
+
+        No page is lost by it: a segment whose pages find no room elsewhere is kept. In a store that is only looked at,
+        a segment is made to move the pages to. Cancelling it leaves the remaining segments as they were.
 
         Raises:
-            Unavailable: the disk could not. Cancelling it leaves the rest as it was.
+            Unavailable: the disk failed.
         """
         log, gone = self._state.log, 0
         for segment in self._mostly_dead():
             if log.active is not None and self._live_bytes(segment) > log.room and not self._is_full:
-                with contextlib.suppress(OSError):     # then it stays
+                with contextlib.suppress(OSError):  # without another segment this one is kept
                     await self.advance()
             async with self._reclaiming:
                 if not segment.dropped:
@@ -173,7 +181,8 @@ class Janitor:
         return gone
 
     async def reuse(self, segment: Segment) -> None:
-        """Go on in the last segment of an earlier run; if the disk does not give the room it stays as it is."""
+        """Make the last segment of an earlier run the active one. If the disk has no room to extend it, it is left as
+        it is."""
         size = self._state.segment_bytes
         if not isinstance(await self._done(extend, segment, segment.tail, size), OSError):
             segment.size = size
@@ -194,7 +203,8 @@ class Janitor:
         return await self._done(create_segment, state.folder, number, state.segment_bytes, state.direct)
 
     async def _save_quietly(self) -> None:
-        """A snapshot that cannot be written is counted, and tried again later: it only makes a start slower."""
+        """Write a snapshot. A failure is only counted: without the snapshot the next start takes longer, and another
+        will be tried later."""
         with contextlib.suppress(Unavailable):
             await self.save()
 
@@ -205,7 +215,7 @@ class Janitor:
         await self._evict(victim)
 
     def _mostly_dead(self) -> list[Segment]:
-        """Segments that no write goes to any more, with more dead bytes than live ones."""
+        """Return the segments that get no more pages and have more bytes of dead pages than of live ones."""
         log = self._state.log
         return [s for s in log.segments.values()
                 if s is not log.active and not s.writing and 2 * self._live_bytes(s) <= s.tail]
@@ -215,7 +225,8 @@ class Janitor:
         return sum(group_bytes(group.length, len(pages)) for group, pages in _live_pages(groups))
 
     async def _compact(self, segment: Segment) -> int:
-        """Move what is alive elsewhere; the segment goes if that was all."""
+        """Move the live pages of a segment elsewhere, and delete it if none is left. Returns how many dead pages are
+        gone."""
         state = self._state
         groups = state.index.groups_of(segment.number)
         dead = sum(group.count - len(group.live()) for group in groups)
@@ -237,7 +248,7 @@ class Janitor:
         return dead
 
     async def _rescue(self, victim: Segment, found: Iterable[tuple[Group, list[int]]], budget: int) -> None:
-        """Write pages again, at most ``budget`` bytes of them and as far as there is room at once."""
+        """Write pages of ``victim`` again, ``budget`` bytes at most, as long as there is room in the active segment."""
         state = self._state
         scratch: memoryview | None = None
         for group, pages in found:
@@ -272,7 +283,7 @@ class Janitor:
     async def _read(
         self, segment: Segment, group: Group, pages: Sequence[int], buffers: Sequence[memoryview]
     ) -> list[tuple[int, memoryview]]:
-        """Read pages of a group; those that are there to the last byte."""
+        """Read pages of a group into ``buffers``. Returns those that could be read completely, each with its buffer."""
         offsets = map(group.payload_offset, pages)
         runs = [Run(at, group.length, [buffer]) for at, buffer in zip(offsets, buffers, strict=True)]
         segment.enter()
@@ -285,7 +296,7 @@ class Janitor:
         return [(page, buffer) for page, buffer, count in moved if count == group.length]
 
     async def _sync_segment(self, segment: Segment) -> None:
-        """A segment with groups in flight stays dirty: they may miss this sync."""
+        """Sync one segment. If groups are being written to it, it stays dirty, since this sync may not cover them."""
         if segment.dropped:
             return
         segment.dirty = bool(segment.writing)
@@ -299,7 +310,7 @@ class Janitor:
             segment.leave()
 
     async def _evict(self, segment: Segment) -> None:
-        """Drop a segment for want of room."""
+        """Delete a segment; the pages that are left in it count as evicted."""
         before = self._state.index.pages
         self._forget(segment)
         self._state.counts["evicted_pages"] += before - self._state.index.pages
@@ -314,7 +325,7 @@ class Janitor:
         await self._done(self._state.folder.unlink, segment_name(segment.number))
 
     async def _compact_deletions(self) -> None:
-        """Replace the log by one entry for each group that has dead pages."""
+        """Replace the log of deletions by one with a single entry for each group that has dead pages."""
         state = self._state
         async with self._deleting:
             deaths = [(group, group.dead) for group in state.index.groups() if group.dead]
@@ -330,13 +341,14 @@ class Janitor:
         await settled([future for segment in segments for future in segment.writing.values()])
 
     async def _done(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | OSError:
-        """Blocking file work in a thread. Cancelling it waits for its end."""
+        """Call a function that blocks in a thread. Returns what it returns, or the OSError that it raises. Cancelling
+        it waits until the function has ended."""
         future = self._state.io.call(function, *args, **kwargs)
         await settled([future])
         return future.result()
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """As ``_done``; raises Unavailable if it failed."""
+        """As ``_done``, but raises Unavailable where that returns an OSError."""
         result = await self._done(function, *args, **kwargs)
         self._raise(result)
         assert not isinstance(result, OSError)
@@ -349,19 +361,19 @@ class Janitor:
 
 
 def _failed(task: asyncio.Task[Segment | OSError]) -> bool:
-    """A segment could not be had, and nobody was there to hear it."""
+    """Whether this task has ended without a segment."""
     return task.done() and isinstance(task.result(), OSError)
 
 
 def _live_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
-    """Per group the pages that were not forgotten."""
+    """Yield each group that has live pages, with these."""
     for group in groups:
         if pages := group.live():
             yield group, pages
 
 
 def _hot_pages(groups: Sequence[Group]) -> Iterator[tuple[Group, list[int]]]:
-    """Per group the live pages that were read since they were written."""
+    """Yield each group with live pages that were read since they were written, with these."""
     for group in groups:
         wanted = group.hot & ~group.dead
         if wanted:

@@ -1,4 +1,4 @@
-"""Which calls are under way, so that closing waits for them and later ones are refused."""
+"""Counts the calls under way, so that closing can wait for them, and refuses calls after that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from asynccache.storage import settled
 
 
 class Operations:
-    """``with operations:`` around every call."""
+    """Every call runs in ``with operations:``, which raises Unavailable once the store is closed. ``name`` is what
+    errors call the store."""
 
     def __init__(self, name: str) -> None:
         self.closed = False
@@ -29,7 +30,7 @@ class Operations:
             self._drained.set_result(None)
 
     async def close(self) -> None:
-        """Refuse new calls and return when none is under way. Cancelling it waits for them first."""
+        """Refuse new calls, and wait until none is under way. Cancelling it does not shorten the waiting."""
         self.closed = True
         if self._running:
             self._drained = asyncio.get_running_loop().create_future()

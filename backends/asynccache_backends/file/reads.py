@@ -1,4 +1,4 @@
-"""Which reads answer a get: neighbouring pages are read at once, and reads are dealt out in batches. Pure."""
+"""Plans the reads of a get: pages that lie next to each other are one read, and reads are put into batches. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BATCHES = 4
 
 
 class Stretch(NamedTuple):
-    """Neighbouring pages of one group, from ``page`` on, and which keys of the get each of them answers."""
+    """Pages of one group that lie next to each other, the first at index ``page``. ``which`` has for each page the
+    position of its key in the get."""
 
     group: Group
     page: int
@@ -24,7 +25,8 @@ class Stretch(NamedTuple):
 
 
 class ReadBatch(NamedTuple):
-    """One I/O call: stretches of one segment and one page length, and the run of bytes that each is."""
+    """One call of the I/O: stretches of pages of one length in one segment. ``runs`` has the bytes and buffers of
+    each."""
 
     segment: int
     length: int
@@ -35,8 +37,8 @@ class ReadBatch(NamedTuple):
 def find_stretches(
     index: Index, keys: Sequence[PageKey], records: Sequence[Record]
 ) -> tuple[list[Stretch], list[int]]:
-    """Where the pages of the keys that are there lie, in the order in which they were written; and which keys have a
-    page of another length than their record."""
+    """Return the stretches in which the stored pages of ``keys`` lie, in the order in which they were written; and the
+    positions of keys whose page has another length than their record."""
     stretches: list[Stretch] = []
     wrong: list[int] = []
     expected = -1
@@ -56,7 +58,8 @@ def find_stretches(
 
 
 def plan_reads(stretches: Sequence[Stretch], records: Sequence[Record]) -> list[ReadBatch]:
-    """Batches large enough to be worth a call, and about as many as run at a time."""
+    """Divide the stretches into batches. These have 1 to 4 MiB, so that each is worth a call; within that there are
+    about as many as can run at the same time."""
     total = sum(stretch.group.length * len(stretch.which) for stretch in stretches)
     limit = max(LEAST_BATCH, min(MOST_BATCH, total // BATCHES))
     batches: list[ReadBatch] = []

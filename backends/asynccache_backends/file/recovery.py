@@ -1,8 +1,8 @@
-"""From files to an index, after a clean end, a kill or a power loss. Blocking functions.
+"""Rebuilds the index from the files, after a clean end, a kill or a power loss. Blocking functions.
 
-A group that the snapshot names is taken from it; what lies beyond is found by walking the segments from header block
-to header block. A block that does not verify (a write that never happened or was torn) is stepped over, 4 KiB at a
-time, as long as the file has data. Payloads are not read: their records are verified whenever they are.
+Groups that the snapshot names are taken from the snapshot. Later groups are found by walking through the segments from
+header block to header block. Where a block does not verify, because its write never happened or was torn, the search
+goes on 4 KiB further, as long as the file has data. Payloads are not read: every get verifies its records.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from asynccache_backends.file.segments import Segment, list_segments, open_segme
 
 _SCAN_BYTES = 1 << 20
 _LEAST_SNAPSHOT = 64 << 20
-_SECTOR = 512                                      # in which the blocks of a file are counted
+_SECTOR = 512  # bytes; st_blocks counts in these
 
 
 class Recovered(NamedTuple):
-    """``scanned``: groups that came from segments and not from the snapshot. ``stale_deaths``: entries of the deletion
-    log that name nothing any more."""
+    """What was found. ``scanned``: how many groups were found in segments, because the snapshot did not have them.
+    ``stale_deaths``: how many entries of the log of deletions name groups that do not exist any more."""
 
     found: Index
     segments: list[Segment]
@@ -34,10 +34,11 @@ class Recovered(NamedTuple):
 
 
 def recover(folder: Folder, seed: int, direct: bool) -> Recovered:
-    """Open every segment and find what is in it; each segment's tail is then the end of its last group.
+    """Open every segment and find its groups. Each segment's ``tail`` is the end of its last group then.
 
     Raises:
-        NotPlain: one of the files is none. OSError: the disk refuses. Nothing stays open.
+        NotPlain: something else than a plain file has the name of one of the files.
+        OSError: the disk refuses. In both cases nothing is left open.
     """
     segments: list[Segment] = []
     try:
@@ -61,18 +62,22 @@ def _read(folder: Folder, seed: int, segments: list[Segment]) -> Recovered:
         for group in (*groups, *fresh):
             index.add(group)
         segment.tail = max((round_up(group.end) for group in (*groups, *fresh)), default=0)
-    return Recovered(index, segments, scanned, index.kill(deletions.load(folder, seed)))
+    return Recovered(index, segments, scanned, index.apply_deletions(deletions.load(folder, seed)))
 
 
 def _most_saved(segments: list[Segment]) -> int:
-    """How large a snapshot is read: it says of each group less than the group's own header block does. What takes no
-    room on the disk does not count. One that is larger, as after segments were deleted, is made again by scanning."""
+    """Return the most bytes that a snapshot can have and still be read.
+
+    For each group it has fewer bytes than the group's header block, so it is smaller than the segments, counted by what
+    they really take on the disk. A larger snapshot, say one that is left after segments were deleted by hand, is not
+    read, and the segments are scanned instead.
+    """
     taken = [os.fstat(segment.files.buffered).st_blocks * _SECTOR for segment in segments]
     return _LEAST_SNAPSHOT + sum(map(min, taken, [segment.size for segment in segments]))
 
 
 def scan(segment: Segment, start: int, seed: int) -> Iterator[Group]:
-    """The groups of a segment from ``start`` on."""
+    """Yield the groups of a segment from the offset ``start`` on."""
     fd, at = segment.files.buffered, start
     while at < segment.size:
         group = parse_block(os.pread(fd, BLOCK_BYTES, at), seed)
@@ -84,7 +89,8 @@ def scan(segment: Segment, start: int, seed: int) -> Iterator[Group]:
 
 
 def _next_block(fd: int, at: int, size: int) -> int:
-    """Where the next thing that looks like a header block starts, or ``size``."""
+    """Return the offset, from ``at`` on, of the next block that begins like a header block; ``size`` if there is
+    none."""
     while (at := _next_data(fd, at, size)) < size:
         data = os.pread(fd, _SCAN_BYTES, at)
         if not data:
@@ -97,7 +103,7 @@ def _next_block(fd: int, at: int, size: int) -> int:
 
 
 def _next_data(fd: int, at: int, size: int) -> int:
-    """Step over what was allocated and never written."""
+    """Return the offset, from ``at`` on, of the next block that was ever written; ``size`` if there is none."""
     if at >= size:
         return size
     try:

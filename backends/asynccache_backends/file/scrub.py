@@ -1,5 +1,5 @@
-"""Reading a group back from its file, as a scrub does. Not hot, so it goes through ``aiofiles``: the threads that serve
-gets and puts have nothing to do with it.
+"""Reading a whole group back from its file, for a scrub. It uses ``aiofiles`` and not the threads of gets and puts, so
+that a scrub does not slow those down.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from asynccache_backends.file.files import Folder
 
 
 async def read_group(folder: Folder, name: str, group: Group) -> memoryview:
-    """The group's bytes, as far as the file goes. Raises OSError. Not to be cancelled: ``completed``."""
+    """Return the group's bytes, fewer if the file ends earlier. It must not be cancelled: callers wrap it in
+    ``completed``. Raises OSError."""
     got = 0
     async with aiofiles.open(name, "rb", buffering=0, opener=lambda path, _: folder.open(path)) as file:
         there = max(1, os.fstat(file.fileno()).st_size - group.offset)
@@ -28,13 +29,13 @@ async def read_group(folder: Folder, name: str, group: Group) -> memoryview:
 
 
 def is_intact(group: Group, data: memoryview, seed: int) -> bool:
-    """Whether the header block in ``data`` says what the index knows."""
+    """Whether the header block in ``data`` verifies and says the same as the index."""
     found = parse_block(data[:BLOCK_BYTES], seed)
     return found is not None and (found.directory, found.length) == (group.directory, group.length)
 
 
 def stored_records(group: Group, pages: list[int], data: memoryview) -> tuple[list[PageKey], list[Record]]:
-    """Keys and records of ``pages``, which may be cut short."""
+    """Return the keys and records of these pages. A record may be too short, where ``data`` is."""
     keys = [PageKey("", group.entry(page)[:KEY_BYTES]) for page in pages]
     starts = [BLOCK_BYTES + page * group.length for page in pages]
     headers = [memoryview(bytearray(group.header(page))) for page in pages]
@@ -42,5 +43,5 @@ def stored_records(group: Group, pages: list[int], data: memoryview) -> tuple[li
 
 
 def is_gone(error: OSError) -> bool:
-    """The segment was reclaimed meanwhile."""
+    """Whether the error means that the file does not exist: its segment was reclaimed meanwhile."""
     return error.errno == errno.ENOENT

@@ -1,7 +1,9 @@
-"""Segment files: preallocated, appended to, never written in place; deleted whole, the oldest first.
+"""Segment files. Their room is allocated in advance; they are appended to, never changed in place, and deleted as a
+whole.
 
-A file's id is in its name and is never used twice, so a location (segment, offset, page) names one page for ever.
-``Segment`` and ``SegmentLog`` are the state, changed only on the loop; the functions below them do blocking file work.
+A segment's number is in the name of its file and is never used again. So a location (segment, offset, page) stands for
+the same page for ever. ``Segment`` and ``SegmentLog`` keep the state and are changed only on the event loop. The
+functions below them block.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from asynccache_backends.file.blocks import BLOCK_BYTES, MAX_PAGES, group_bytes
 from asynccache_backends.file.files import Folder, NotPlain
 
 GROUP_BYTES = 8 << 20
-MOST_NUMBER = 1 << 62                              # of a segment: a store that made one a second would need longer
+MOST_NUMBER = 1 << 62  # of a segment; no store ever makes as many, so a higher one in a file's name is damage
 PROBE = "direct.probe"
 _NAME = re.compile(r"segment-([0-9a-f]{16})\.kv")
 
 
 class Segment:
-    """One open file. ``tail`` is where the next group goes; ``writing``: groups in flight, by offset."""
+    """One open segment file of ``size`` bytes.
+
+    ``tail``: the offset of the next group. ``writing``: the groups that are being written, by offset. ``dirty``:
+    whether it has to be synced. ``dropped``: whether it was removed from the store.
+    """
 
     def __init__(self, number: int, files: Files, size: int, tail: int = 0) -> None:
         self.number = number
@@ -40,21 +46,21 @@ class Segment:
         return f"Segment({self.number}, {self.tail}/{self.size}, users={self._users})"
 
     @property
-    def settled_to(self) -> int:
-        """Every group before this offset was written or has failed."""
+    def written_to(self) -> int:
+        """An offset before which no group is being written any more."""
         return min(self.writing, default=self.tail)
 
     def enter(self) -> None:
-        """An operation uses the files: they stay open."""
+        """Note that an operation uses the file, so that it stays open."""
         self._users += 1
 
     def leave(self) -> None:
-        """An operation has let go of the files."""
+        """Note that an operation has ended its use of the file."""
         self._users -= 1
         self._close_if_unused()
 
     def drop(self) -> None:
-        """No new operation will use it. Its files close with the last one that does."""
+        """Note that no new operation will use it. The file is closed when the last operation that uses it has ended."""
         self.dropped = True
         self._close_if_unused()
 
@@ -65,7 +71,7 @@ class Segment:
 
 
 class SegmentLog:
-    """The segments, oldest first, and the one that is appended to."""
+    """All segments, the oldest first. ``active`` is the one that is appended to, if there is one."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
@@ -77,31 +83,32 @@ class SegmentLog:
 
     @property
     def bytes(self) -> int:
-        """What the files take on the disk."""
+        """How many bytes the files take on the disk."""
         return sum(segment.size for segment in self.segments.values())
 
     @property
     def room(self) -> int:
-        """Bytes left in the active segment."""
+        """How many bytes are left in the active segment."""
         return self.active.size - self.active.tail if self.active else 0
 
     def oldest(self) -> Segment | None:
-        """The oldest segment that is not appended to."""
+        """Return the oldest segment that is not the active one, or None."""
         return next((s for s in self.segments.values() if s is not self.active), None)
 
     def add(self, segment: Segment) -> None:
-        """A segment that is younger than all others."""
+        """Add a segment, which is newer than all others."""
         self.segments[segment.number] = segment
         self.next_number = max(self.next_number, segment.number + 1)
 
     def fit(self, length: int, wanted: int) -> int:
-        """How many of ``wanted`` pages the next group can have; 0 if it takes another segment."""
+        """Return how many of ``wanted`` pages the next group can have; 0 if the active segment has no room for one."""
         at_most = min(wanted, MAX_PAGES, max(1, GROUP_BYTES // length))
         count = min(at_most, max(0, self.room - BLOCK_BYTES) // length)
         return count - 1 if count and group_bytes(length, count) > self.room else count
 
     def take(self, length: int, count: int) -> tuple[Segment, int]:
-        """Room for a group in the active segment. The caller starts to write it at once."""
+        """Take room for a group in the active segment. Returns that segment and the group's offset. The caller must
+        begin to write the group before the next await."""
         segment = self.active
         assert segment is not None
         offset = segment.tail
@@ -111,12 +118,12 @@ class SegmentLog:
 
 
 def segment_name(number: int) -> str:
-    """The name of a segment's file."""
+    """Return the name of a segment's file."""
     return f"segment-{number:016x}.kv"
 
 
 def list_segments(folder: Path | int) -> list[int]:
-    """The ids of the segment files in ``folder``, a path or a descriptor, oldest first."""
+    """Return the numbers of the segments in ``folder``, a path or a descriptor, the oldest first."""
     return sorted(int(m[1], 16) for name in os.listdir(folder) if (m := _NAME.fullmatch(name)))
 
 
@@ -128,7 +135,8 @@ def close_files(files: Files) -> None:
 
 
 def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segment:
-    """A new file of ``size`` allocated bytes; on an error nothing is left."""
+    """Make and open a new segment of ``size`` bytes, which are allocated on the disk. If it raises OSError, no file is
+    left."""
     name = segment_name(number)
     buffered = folder.create(name)
     try:
@@ -142,7 +150,7 @@ def create_segment(folder: Folder, number: int, size: int, direct: bool) -> Segm
 
 
 def open_segment(folder: Folder, number: int, direct: bool) -> Segment:
-    """A file of an earlier run, full as far as anyone knows."""
+    """Open a segment of an earlier run. Its ``tail`` is the end of the file until the groups in it are known."""
     name = segment_name(number)
     if number >= MOST_NUMBER:
         raise OSError(f"{folder.path / name}: no store gives a segment so high a number; move it away")
@@ -160,21 +168,21 @@ def _files(folder: Folder, name: str, buffered: int, direct: bool) -> Files:
 
 
 def cut(segment: Segment, tail: int) -> None:
-    """Give back what lies beyond ``tail``."""
+    """Shorten the file to ``tail`` bytes."""
     os.ftruncate(segment.files.buffered, tail)
 
 
 def extend(segment: Segment, tail: int, size: int) -> None:
-    """Make everything beyond ``tail`` empty and allocated."""
+    """Empty the file from ``tail`` on, and allocate its room up to ``size`` bytes."""
     os.ftruncate(segment.files.buffered, tail)
     os.posix_fallocate(segment.files.buffered, 0, size)
 
 
 def supports_direct(folder: Folder) -> bool:
-    """Whether a direct write works here; found out by doing one.
+    """Whether files in this folder can be written with O_DIRECT. It tries, with a small file that it removes again.
 
     Raises:
-        NotPlain: something that is no plain file has the name of the one to be made.
+        NotPlain: something that is no plain file has the name of that file.
     """
     try:
         os.close(folder.renew(PROBE))

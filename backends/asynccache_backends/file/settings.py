@@ -1,8 +1,10 @@
-"""What a file store's URL says. Pure functions.
+"""The options in a file store's URL. Pure functions.
 
-``file:PATH?capacity=10GiB&direct=auto|on|off&segment=64MiB&mode=0700``
-``capacity`` is what the segments take on the disk; ``direct`` is O_DIRECT: auto uses it where the folder allows it, for
-pages whose length and buffers are multiples of 4 KiB; ``mode`` is who may look into the folder.
+    file:PATH?capacity=10GiB&direct=auto|on|off&segment=64MiB&mode=0700
+
+``capacity`` is how much the segments may take on the disk. ``direct`` is about O_DIRECT: ``auto`` uses it if the folder
+allows it, for pages whose length and buffers are aligned to 4 KiB. ``segment`` is the size of a segment file. ``mode``
+has the permissions of the folder.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ MOST_SEGMENTS = 128
 
 
 class Settings(NamedTuple):
-    """``mode``: the permissions of the folder, and of its files without the bits for execution; None: those that the
-    folder has. ``used``: whether pages may be stored; else the store is only looked at, and must be there."""
+    """The settings of a file store. Sizes are in bytes.
+
+    ``mode``: permissions of the folder and, without the bits for execution, of its files; None: those that the folder
+    has. ``used``: whether pages may be stored. If not, the store is only looked at, and must exist.
+    """
 
     folder: Path
     capacity: int
@@ -38,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(url: ParsedUrl, layout: StoreLayout) -> Settings:
-    """What ``url`` says. A layout without pools means that the store is only looked at.
+    """Return the settings in ``url``. If the layout has no pools, the store is only looked at.
 
     Raises:
         ConfigError: an option is unknown or unusable, no folder is named, or the capacity does not hold three segments
@@ -54,7 +59,7 @@ def settings_of(url: ParsedUrl, layout: StoreLayout) -> Settings:
 
 
 def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
-    """The capacity and the size of a segment."""
+    """Return the capacity and the size of a segment, in bytes."""
     capacity = url.size("capacity", DEFAULT_CAPACITY)
     least = group_bytes(max(layout.page_bytes.values(), default=1), 1)
     segment = url.size("segment", max(least, usual_segment(capacity)))
@@ -66,6 +71,7 @@ def _sizes(url: ParsedUrl, layout: StoreLayout) -> tuple[int, int]:
 
 
 def usual_segment(capacity: int) -> int:
-    """Small, as a segment is allocated whole and reclaimed whole; not too small, as each takes two descriptors."""
+    """Return the size of a segment for this capacity. Small segments are better, since a segment is allocated and
+    reclaimed as a whole; but there must not be too many, since each takes two file descriptors."""
     wanted = max(min(capacity // FEWEST_SEGMENTS, USUAL_SEGMENT), capacity // MOST_SEGMENTS)
     return max(wanted, min(LEAST_SEGMENT, capacity // 4)) // BLOCK_BYTES * BLOCK_BYTES

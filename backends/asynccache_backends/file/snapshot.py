@@ -1,12 +1,13 @@
-"""A copy of the index on disk, so that a start need not read every segment. Never needed, never trusted unverified.
+"""The snapshot: a copy of the index on disk, so that a start need not scan every segment. The store does without it,
+too.
 
     index.snapshot: 8 magic · 16 xxh3_128 of all that follows, seeded;
                     8 number of segments · 8 number of groups;
                     per segment its id and the offset from which it must be scanned (8 + 8);
                     every group's header block without padding
 
-Before a snapshot is written the segments it speaks of are synced, so it never names what a power loss can take.
-Deaths are not in it: they are in the deletion log.
+Before a snapshot is written the segments that it names are synced, so it never names a page that a power loss may have
+taken. Deletions are not in it; they are in their log.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _PAIR = struct.Struct("<QQ")
 
 
 class Snapshot(NamedTuple):
-    """``scan_from``: per segment, where scanning must start; ``groups``: all that was written before."""
+    """The content of a snapshot. ``groups`` are those that it has. ``scan_from`` has for each segment the offset from
+    which on it must be scanned for later ones."""
 
     scan_from: Mapping[int, int]
     groups: Sequence[Group]
@@ -37,7 +39,8 @@ EMPTY = Snapshot({}, ())
 
 
 def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> list[bytes]:
-    """The file's content, in parts. Reads nothing of a group that ever changes: a thread may do it."""
+    """Return the content of the file, in parts. It may run in a thread, since it reads only fields of groups that never
+    change."""
     blocks = [pack_block(group, seed) for group in groups]
     pairs = ((len(scan_from), len(blocks)), *scan_from.items())
     body = b"".join([*(_PAIR.pack(*pair) for pair in pairs), *blocks])
@@ -45,7 +48,8 @@ def pack(scan_from: Mapping[int, int], groups: Iterable[Group], seed: int) -> li
 
 
 def load(folder: Folder, seed: int, most: int) -> Snapshot:
-    """The snapshot in ``folder``; an empty one if there is none that verifies and has ``most`` bytes. Blocking.
+    """Return the snapshot in ``folder``. It is empty if the file is missing, does not verify, or has more than ``most``
+    bytes. It blocks.
 
     Raises:
         NotPlain: something that is no plain file has its name.
@@ -60,7 +64,7 @@ def load(folder: Folder, seed: int, most: int) -> Snapshot:
 
 
 def parse(data: bytes, seed: int) -> Snapshot | None:
-    """What ``data`` says, or None if it is not whole."""
+    """Return the snapshot in ``data``; None if it does not verify."""
     if len(data) < _HEAD.size:
         return None
     magic, checksum = _HEAD.unpack_from(data)
@@ -79,7 +83,7 @@ def parse(data: bytes, seed: int) -> Snapshot | None:
 def _groups(data: memoryview, at: int, count: int, seed: int) -> list[Group]:
     groups = []
     for _ in range(count):
-        size = block_bytes(data, at)                   # at least a head's, also where the data ends earlier
+        size = block_bytes(data, at)  # at least that of a head, so this ends even if the data is cut short
         group = parse_block(data[at : at + size], seed)
         if group is not None:
             groups.append(group)

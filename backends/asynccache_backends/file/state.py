@@ -1,7 +1,8 @@
-"""The mutable state of one open store, and the two steps of every write. Changed only on the loop, in one go.
+"""The mutable state of one open store, and the two steps of every write. It is changed only on the event loop.
 
-A group is written in two steps: ``begin_write`` takes its place in the log and hands the bytes to the I/O seam,
-``end_write`` enters it into the index once they are in the file. Between the two the bytes belong to the I/O seam.
+A group is written in two steps. ``begin_write`` takes its place in the active segment and hands the bytes to the I/O.
+When they are in the file, ``end_write`` adds the group to the index. Between the two steps the buffers belong to the
+I/O and must not change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asynccache_backends.file.segments import Segment, SegmentLog
 
 
 class Writing(NamedTuple):
-    """A group on its way to the file."""
+    """A group that is being written. ``block`` is the buffer of its header block."""
 
     group: Group
     segment: Segment
@@ -30,7 +31,9 @@ class Writing(NamedTuple):
 
 
 class StoreState:
-    """``capacity`` bounds what the segment files take on the disk; ``segment_bytes`` is the size of a new one."""
+    """The state of an open store. ``capacity``: how many bytes the segment files may take on the disk.
+    ``segment_bytes``: the size of a new one. ``unsaved_bytes``: what was written since the last snapshot, and would
+    have to be scanned."""
 
     def __init__(self, folder: Folder, seed: int, io: BatchIO, capacity: int, segment_bytes: int, direct: bool) -> None:
         self.folder = folder
@@ -47,19 +50,22 @@ class StoreState:
         self._buffered_lengths: set[int] = set()
 
     def files_for(self, segment: Segment, length: int) -> Files:
-        """How pages of ``length`` are read and written: direct only where lengths, and so far buffers, allow it."""
+        """Return the descriptors by which pages of ``length`` bytes are read and written: without direct I/O if the
+        length, or the buffers of such pages, are not aligned."""
         if length % BLOCK_BYTES or length in self._buffered_lengths:
             return Files(segment.files.buffered, None)
         return segment.files
 
     def misaligned(self, length: int) -> None:
-        """Buffers of pages of ``length`` are not aligned: do not try them with direct I/O again."""
+        """Note that buffers of pages of this length are not aligned, so that direct I/O is not tried with them
+        again."""
         self._buffered_lengths.add(length)
 
     def begin_write(
         self, length: int, directory: bytes, payloads: Sequence[memoryview], written: int | None = None
     ) -> Writing:
-        """Start to write a group that ``log.fit`` has found to fit. ``written``: when its pages were, if not now."""
+        """Start to write a group, for which ``log.fit`` has found room. ``written``: the unix time at which its pages
+        were first written; now by default."""
         segment, offset = self.log.take(length, len(payloads))
         group = Group(segment.number, offset, length, directory, int(time.time()) if written is None else written)
         block = self._blocks.pop() if self._blocks else memoryview(mmap.mmap(-1, BLOCK_BYTES))
@@ -72,7 +78,8 @@ class StoreState:
         return Writing(group, segment, block, done)
 
     def end_write(self, writing: Writing) -> OSError | None:
-        """Take note of a write whose future is done. What is in the file can be found from now on."""
+        """Finish a write whose future is done: the group's pages are found from now on. Returns the error if it
+        failed."""
         group, segment, block, done = writing
         moved = done.result()
         del segment.writing[group.offset]

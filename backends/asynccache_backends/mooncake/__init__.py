@@ -1,9 +1,9 @@
-"""L3 on a Mooncake store: the memory of many machines behind one master.
+"""The store on Mooncake: the memory of many machines behind one master.
 
-The client is a C++ library that segfaults when it is misused and holds the GIL in set-up and close. ``client`` is the
-only module that touches it, ``shared`` keeps the one that a process has, ``regions`` knows which memory it may read and
-write, ``transfers`` makes its blocking calls in threads, ``codes`` says what its numbers mean, ``backend`` is what the
-runtime sees.
+Mooncake's client is a C++ library. It segfaults when it is misused, and holds the GIL while it is set up and closed.
+``client`` is the only module that calls it directly. ``shared`` keeps the one client that a process has. ``regions``
+knows which memory the client may read and write. ``transfers`` makes the client's blocking calls, in threads. ``codes``
+says what the client's numbers mean. ``backend`` is the storage contract on all of these.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""What the runtime sees of a Mooncake store.
+"""The Mooncake backend.
 
-The laws. One page is one object, written once: a put of a key that exists changes nothing and counts as stored. The
-client's calls block, so they run in threads, a batch of pages each; cancelling a call waits for them, and how long that
-can take is bounded by the client's own time-outs (``client.ENVIRONMENT``). A call that reached nobody for any of its
-keys raises; what the store answers for a single key is that key's result. After a call that lost the master the next
-ones greet it first, on the loop, where waiting holds no buffers. A store that is full is asked again for a short while,
-for it evicts behind; then the pages are FAILED.
+Laws:
+* A page is one object, and is written once. A put of a key that exists changes nothing and is a HIT.
+* The client's calls block, so they are made in threads, each for a batch of pages. Cancelling a call waits for them;
+  the client's own time-outs (``client.ENVIRONMENT``) limit how long that can take.
+* A call raises if it could reach nobody for any of its keys. What the store answers for a key is that key's result.
+* After a call in which the master did not answer, the next call first asks the master for a sign of life. It does so on
+  the event loop, where waiting keeps no buffers in use.
+* A full store evicts pages in the background. So a put tries again for a short while, and then the pages are FAILED.
 
-Durability: none. Pages are in the memory of the processes that contribute segments, and go with them.
+No page survives a restart: pages are in the memory of the processes that contribute segments, and are lost with them.
 """
 
 from __future__ import annotations
@@ -45,13 +47,14 @@ T = TypeVar("T")
 
 MISS, HIT, CORRUPT, FAILED = Result
 
-PART_PAGES = 64                                    # of one call of the client: bounds how long a hung owner holds it
+PART_PAGES = 64  # in one call of the client; fewer pages mean less time in a call if an owner of pages hangs
 LIST_PAGES = 256
-FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)        # seconds between tries while the store evicts; 0.62 in all
+FULL_WAITS = (0.02, 0.04, 0.08, 0.16, 0.32)  # seconds between attempts of a put to a full store; 0.62 in all
 
 
 class MooncakeBackend:
-    """Made by ``open``. ``shared``: whoever uses the master finds the same pages."""
+    """A Mooncake store that is in use. ``open`` makes it. ``shared``: all processes with the same master find the same
+    pages."""
 
     shared = True
 
@@ -60,61 +63,58 @@ class MooncakeBackend:
         self._shared = shared
         self._transfers = Transfers(shared, settings.replicas)
         self._reading = Workers(settings.threads, "asynccache-mooncake-read")
-        self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # no read stands behind a write
+        self._writing = Workers(settings.threads, "asynccache-mooncake-write")  # so no read waits for a write
         self._operations = Operations("the Mooncake store")
         self._counts: Counter[str] = Counter()
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Refuse what ``open`` would refuse of ``url`` before it looks for the master, and say so if the client is not
-        installed. Raises ConfigError."""
+        """Raise the ConfigError that ``open`` would raise for ``url``, if any, also if the client is not installed. The
+        master is not asked."""
         settings_of(url)
         library()
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """``mooncake://master:port?...``, see ``settings``. The first cache of a process sets the client up, which
-        freezes the process for 0.05 to 0.1 s.
-
-        Raises:
-            ConfigError: an option is unusable, the client is not installed or is in use with other options.
-            Unavailable: the master is not there (``Timeout``: it hangs).
+        """Open the store of ``mooncake://master:port?...`` (see ``settings``). The first cache of a process sets the
+        client up; no other thread of the process runs for 0.05 to 0.1 s then.
 
         Cancelling it waits for a set-up that has begun, and leaves nothing in use.
+
+        Raises:
+            ConfigError: an option is unusable, the client is not installed, or it is in use with other options.
+            Unavailable: the master cannot be reached. ``Timeout``: it does not answer.
         """
         settings = settings_of(url)
-        await completed(asyncio.to_thread(library))  # before anybody is asked; importing it takes its time
+        await completed(asyncio.to_thread(library))  # in a thread, since importing it takes long
         return cls(settings, await acquire(settings.client))
 
     def __repr__(self) -> str:
         return f"MooncakeBackend({self._settings.client.master}, {self._settings.namespace!r}, {self._shared.client!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key. The store will not evict for some seconds what it said is there.
-
-        Cancelling it waits for the answer.
-        """
+        """Whether each key is stored: HIT or MISS. The store does not evict a page for some seconds after a HIT.
+        Cancelling it waits for the answer."""
         with self._operations:
             codes = await self._ask_names(self._transfers.exists, keys)
-            return self._judged(codes, [meaning.exists_result(code) for code in codes])
+            self._check_reached(codes)
+            return [meaning.exists_result(code) for code in codes]
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Fill records straight from where their objects are.
-
-        Cancelling it returns after the client has let go of the records.
-        """
+        """Read each object directly into the buffers of its record. Cancelling it returns when the client has let go of
+        the records."""
         with self._operations:
             first = _first_of(keys)
             wanted = list(first.values())
             names, into = self._names([keys[i] for i in wanted]), [records[i] for i in wanted]
             codes = await self._get(names, into)
-            results = await self._got(names, into, codes)
-            return _spread(keys, records, first, dict(zip(wanted, results, strict=True)))
+            results = await self._get_results(names, into, codes)
+            return _copy_to_repeated(keys, records, first, dict(zip(wanted, results, strict=True)))
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store records straight from their buffers. If the store is full, wait for it to evict, shortly.
+        """Store the records directly from their buffers. If the store is full, wait a little for it to evict pages.
 
-        Cancelling it returns after the client has let go of the records; what was stored by then stays stored.
+        Cancelling it returns when the client has let go of the records. Pages that were stored by then stay stored.
         """
         with self._operations:
             names = self._names(keys)
@@ -129,42 +129,44 @@ class MooncakeBackend:
                 for i, code in zip(full, again, strict=True):
                     codes[i] = code
             self._counts["full_pages"] += sum(code in meaning.FULL_CODES for code in codes)
-            results = self._judged(codes, [meaning.put_result(code) for code in codes])
+            self._check_reached(codes)
+            results = [meaning.put_result(code) for code in codes]
             self._count(results, records)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Remove objects, leased or not: what is deleted here is of no use to anybody.
-
-        Cancelling it waits for the answer.
-        """
+        """Remove objects, also those that the store protects because they were read just now. Cancelling it waits for
+        the answer."""
         with self._operations:
             codes = await self._ask_names(self._transfers.delete, keys)
-            results = self._judged(codes, [meaning.delete_result(code) for code in codes])
+            self._check_reached(codes)
+            results = [meaning.delete_result(code) for code in codes]
             self._counts["deleted"] += results.count(HIT)
             return results
 
     async def clear(self) -> None:
-        """Remove all objects of this namespace, whoever put them; other namespaces stay.
+        """Remove all objects of this namespace, also those of other processes. Other namespaces are left alone.
+        Cancelling it waits for the answer.
 
         Raises:
-            Unavailable: the master cannot be reached. BackendError: it refuses. Cancelling it waits for the answer.
+            Unavailable: the master cannot be reached.
+            BackendError: it refuses.
         """
         with self._operations:
             await self._greet()
             removed = await self._in_thread(self._transfers.clear, self._settings.pattern)
-            self._judged([min(removed, 0)], [])
+            self._check_reached([min(removed, 0)])
             if removed < 0:
                 raise BackendError(f"mooncake: the store was not cleared ({removed})")
             for name in ("stored", "stored_bytes", "deleted"):
                 self._counts[name] = 0
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """All objects of this namespace, by the master's admin server.
+        """Yield all objects of this namespace, as the master's admin server lists them. Cancelling it changes nothing.
 
         Raises:
-            ConfigError: the URL does not say where that is.
-            Unavailable: it cannot be asked. Cancelling it changes nothing.
+            ConfigError: the URL does not name the admin server.
+            Unavailable: the admin server cannot be asked.
         """
         if self._settings.admin is None:
             raise ConfigError("mooncake: pages are listed by the master's metrics server: say where it is, by admin=")
@@ -179,13 +181,14 @@ class MooncakeBackend:
             yield [Stored(keys[n], size, 0.0) for n, size in zip(part, sizes, strict=True) if size is not None]
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """``memory`` will be registered with the client, in a thread, before the next call; until ``aclose``."""
+        """Have ``memory`` registered with the client, in a thread, before the next call. It stays so until
+        ``aclose``."""
         if memory.nbytes:
             self._transfers.expect(memory)
 
     def stats(self) -> Mapping[str, int | float]:
-        """Counters of this instance: nobody tells it what the store evicts, or others put. ``pages``: stored or found
-        there, less what it deleted."""
+        """Return the counters of this instance. It does not learn what the store evicts and what others put, so
+        ``pages`` is how many pages its puts have stored or found there, less those that it has deleted."""
         counts, transfers = self._counts, self._transfers
         pages = max(0, counts["stored"] - counts["deleted"])
         return {
@@ -198,11 +201,11 @@ class MooncakeBackend:
         }
 
     async def flush(self) -> None:
-        """Nothing here survives a power loss."""
+        """Do nothing: no page survives a power loss."""
 
     async def aclose(self) -> None:
-        """Wait for what is in flight and let go of the pools' memory. The process's client stays, for the next cache.
-        Calls made later raise. Cancelling it waits all the same."""
+        """Wait for the calls under way and unregister the pools' memory. The process's client stays, for the next
+        cache. Later calls raise Unavailable. Cancelling it waits all the same."""
         if self._operations.closed:
             return
         try:
@@ -219,7 +222,7 @@ class MooncakeBackend:
         return [self._settings.name(key) for _, key in keys]
 
     async def _ask(self, workers: Workers, call: Callable[[Attempt, slice], list[int]], count: int) -> list[int]:
-        """``call`` in threads, for parts of ``count`` names; a code per name."""
+        """Make ``call`` in threads, for parts of ``count`` names. Returns a code for each name."""
         await self._greet()
         attempt = Attempt()
         parts = [slice(at, at + PART_PAGES) for at in range(0, count, PART_PAGES)]
@@ -248,13 +251,15 @@ class MooncakeBackend:
         return (await _answers([self._reading.call(function, *args, **kwargs)], Attempt()))[0]
 
     async def _greet(self) -> None:
-        """If a call has lost the master: go no further before it answers again."""
+        """If the master did not answer in an earlier call, ask it for a sign of life. Raises Unavailable if it gives
+        none."""
         if self._transfers.lost_master:
             await greet(self._settings.client.master)
             self._transfers.lost_master = False
 
-    async def _got(self, names: Sequence[str], records: Sequence[Record], codes: Sequence[int]) -> list[Result]:
-        """What came of a get. Where a page has another length than its buffer the client just fails: look again."""
+    async def _get_results(self, names: Sequence[str], records: Sequence[Record], codes: Sequence[int]) -> list[Result]:
+        """Return the results of a get. Where a page has another length than its buffers, the client's code does not say
+        so: then the length is asked for, and such a page is CORRUPT."""
         results = [
             meaning.get_result(code, HEADER_BYTES + record.payload.nbytes)
             for code, record in zip(codes, records, strict=True)
@@ -265,14 +270,15 @@ class MooncakeBackend:
             for i, size in zip(doubtful, sizes, strict=True):
                 if size is not None and size != HEADER_BYTES + records[i].payload.nbytes:
                     results[i] = CORRUPT
-        return results if CORRUPT in results else self._judged(codes, results)
+        if CORRUPT not in results:
+            self._check_reached(codes)
+        return results
 
-    def _judged(self, codes: Sequence[int], results: list[Result]) -> list[Result]:
-        """``results``, if anybody was reached at all."""
+    def _check_reached(self, codes: Sequence[int]) -> None:
+        """Raise BackendError if a call with these codes has reached nobody, for any of its keys."""
         if meaning.is_nobody(codes):
             self._counts["lost_calls"] += 1
             raise meaning.nobody_error(codes, str(self._settings.client.master))
-        return results
 
     def _count(self, results: Sequence[Result], records: Sequence[Record]) -> None:
         hit = HIT
@@ -285,7 +291,8 @@ COUNTERS = ("errors", "lost_calls", "full_waits", "full_pages", "deleted")
 
 
 async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> list[T]:
-    """What came of each part of ``attempt``. Cancelling it waits for those that have begun."""
+    """Wait for the parts of ``attempt`` and return their results, or raise the first of their errors. If it is
+    cancelled, parts that have not begun are not made, and those that have begun are waited for."""
     try:
         if futures:
             await asyncio.wait(futures)
@@ -294,7 +301,7 @@ async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> li
         raise
     finally:
         await settled(futures)
-        errors = [future.exception() for future in futures]  # looked at, all of them, whatever is raised
+        errors = [future.exception() for future in futures]  # all are read, or asyncio would log the others
     for error in errors:
         if error is not None:
             raise error
@@ -302,18 +309,18 @@ async def _answers(futures: Sequence[asyncio.Future[T]], attempt: Attempt) -> li
 
 
 def _first_of(keys: Sequence[PageKey]) -> dict[bytes, int]:
-    """Where each different key comes first."""
+    """Return for each different key its first position."""
     first: dict[bytes, int] = {}
     for i, (_, key) in enumerate(keys):
         first.setdefault(key, i)
     return first
 
 
-def _spread(
+def _copy_to_repeated(
     keys: Sequence[PageKey], records: Sequence[Record], first: Mapping[bytes, int], results: Mapping[int, Result]
 ) -> list[Result]:
-    """The results of all keys, from those of the different ones. The client must not be asked twice for an object in
-    one call: it fills one of the buffers and claims both."""
+    """Return the results of all keys from those of the different ones, and copy pages to the records of repeated keys.
+    (The client must not be asked for an object twice in one call: it fills one of the buffers and reports both.)"""
     if len(first) < len(keys):
         for i, (_, key) in enumerate(keys):
             if first[key] != i and results[first[key]] is HIT:

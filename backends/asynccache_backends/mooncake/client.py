@@ -1,8 +1,8 @@
-"""The one door to the client library. The client segfaults when it is called before set-up or after close.
+"""The only access to Mooncake's client library, which segfaults when it is called before set-up or after close.
 
-Law: a call reaches it only in READY, between ``__enter__`` and ``__exit__``, which count who is inside; ``close`` shuts
-the door first and waits until everybody is out. The steps are NEW → READY → CLOSING → CLOSED; a set-up that failed
-leads from NEW to CLOSED. Used from threads.
+Law: the library is called only in the state READY, between ``__enter__`` and ``__exit__``, which count the calls under
+way. ``close`` first refuses new calls and then waits until none is under way. The states are NEW → READY → CLOSING →
+CLOSED; a set-up that fails leads from NEW to CLOSED. It is used from several threads.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from asynccache.extras import install
 from asynccache_backends.mooncake.settings import ClientOptions
 
 ENVIRONMENT: Mapping[str, str] = {
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",          # set-up holds the GIL: with a dead master 90 s otherwise
-    "MC_RPC_TIMEOUT_MS": "1000",                   # how long a hung master holds a call's buffers; 30 s otherwise
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",            # how long a hung owner holds a transfer's; 30 s otherwise
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # set-up holds the GIL; by default it takes 90 s if the master is away
+    "MC_RPC_TIMEOUT_MS": "1000",           # how long a call keeps its buffers if the master hangs; by default 30 s
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",    # how long a transfer keeps its buffers if the owner hangs; by default 30 s
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
-    "MC_TCP_LANES_PER_PEER": "16",                 # transfers that a hung owner holds up together, not one by one
-    "MC_LOG_LEVEL": "ERROR",                       # it logs to stderr
+    "MC_TCP_LANES_PER_PEER": "16",         # so many transfers wait for a hung owner at the same time, not in turn
+    "MC_LOG_LEVEL": "ERROR",               # the library logs to stderr
 }
+"""Settings of the library, which it reads from environment variables."""
 
 INSTALL = install("mooncake")
 LIBRARIES = "apt-get install libibverbs1 libnuma1"
 
 
 class State(Enum):
-    """Where a client's life has got to."""
+    """The state of a client."""
 
     NEW = auto()
     READY = auto()
@@ -41,25 +42,25 @@ class State(Enum):
 
 
 class Client:
-    """``with client as store:`` around every call to ``store``, the library's own object."""
+    """A client of the library. Every call to the library's object is made inside ``with client as store:``."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.state = State.NEW
         self._make = make
         self._store: Any = None
-        self._inside = 0
-        self._door = Condition()
+        self._calls = 0
+        self._changed = Condition()
 
     def __repr__(self) -> str:
-        return f"Client({self.state.name}, inside={self._inside})"
+        return f"Client({self.state.name}, calls={self._calls})"
 
     def set_up(self, options: ClientOptions, host: str) -> None:
-        """Connect; once. Holds the GIL while it lasts.
+        """Connect to the master; only once. It holds the GIL meanwhile.
 
         Raises:
-            Unavailable: the client could not be set up, or was before.
+            Unavailable: the client could not be set up, or was set up before.
         """
-        with self._door:
+        with self._changed:
             if self.state is not State.NEW:
                 raise Unavailable(f"mooncake: a client is set up once; this one is {self.state.name}")
             self.state = State.CLOSED
@@ -73,36 +74,37 @@ class Client:
             self.state = State.READY
 
     def __enter__(self) -> Any:
-        with self._door:
+        with self._changed:
             if self.state is not State.READY:
                 raise Unavailable(f"mooncake: the client is {self.state.name}")
-            self._inside += 1
+            self._calls += 1
             return self._store
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with self._door:
-            self._inside -= 1
-            self._door.notify_all()
+        with self._changed:
+            self._calls -= 1
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Shut the door, wait until nobody is inside, and close. Holds the GIL in the end. Twice is fine."""
-        with self._door:
+        """Refuse new calls, wait until none is under way, and close the client, which holds the GIL. Calling it twice
+        is fine."""
+        with self._changed:
             if self.state is not State.READY:
                 return
             self.state = State.CLOSING
-            self._door.wait_for(lambda: self._inside == 0)
+            self._changed.wait_for(lambda: self._calls == 0)
             self._store.close()
             self.state = State.CLOSED
 
 
 def prepare() -> None:
-    """Set what the library reads from the environment, unless the user has."""
+    """Set the environment variables that the library reads, except those that the user has set."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def library() -> Any:
-    """The library's module, imported with the environment that it needs.
+    """Import and return the library's module, with the environment that it needs.
 
     Raises:
         ConfigError: it is not installed, or a shared library that it needs is not.

@@ -1,4 +1,5 @@
-"""The names of all objects, asked of the master's admin server (the one with its metrics): its RPC has no such call."""
+"""The names of all objects. The client has no call for that, so the master's admin server, which also serves its
+metrics, is asked."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from asynccache_backends.mooncake.settings import Place
 
 WITHIN = 10.0
 ANSWER_WITHIN = 60.0
-MOST_BYTES = 1 << 30                               # ten million names
+MOST_BYTES = 1 << 30  # of an answer, for about ten million names
 PIECE_BYTES = 1 << 20
 PATH = "/get_all_keys"
 
 
 def object_names(admin: Place) -> list[str]:
-    """One blocking request.
+    """Ask the admin server for the names of all objects and return them. It blocks.
 
     Raises:
-        Unavailable: it could not be made, or was not answered in time, or by more than any store can have.
+        Unavailable: the server cannot be asked, does not answer in time, or answers with more than ``MOST_BYTES``.
     """
     connection = HTTPConnection(admin.host, admin.port, timeout=WITHIN)
     try:
@@ -36,7 +37,7 @@ def object_names(admin: Place) -> list[str]:
 
 
 def _body(admin: Place, response: HTTPResponse) -> bytes:
-    """All of an answer, as long as it comes at a pace and has an end."""
+    """Read the body of a response. Raises Unavailable if it is too long or takes too long."""
     parts, size, end = list[bytes](), 0, monotonic() + ANSWER_WITHIN
     while part := response.read1(PIECE_BYTES):
         parts.append(part)

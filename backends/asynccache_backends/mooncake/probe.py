@@ -1,4 +1,5 @@
-"""Is a master there? Asked on the loop, before the client is, which would hold the GIL for seconds to find out."""
+"""Asks whether a master answers. It is asked on the event loop before the client is used, because the client would hold
+the GIL for seconds to find that out."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from asynccache_backends.mooncake.settings import Place
 
 WITHIN = 1.0
 
-_HELLO = b"\x15" + bytes(19)                       # the header of a request for no function: refused, but answered
+_HELLO = b"\x15" + bytes(19)  # the header of a request without a function: the master refuses it, so it answers
 
 
 async def greet(master: Place, within: float = WITHIN) -> str:
-    """This machine's address as the master sees it, once the master has answered.
+    """Wait for an answer of the master, and return the address of this machine from which it was reached. Cancelling it
+    closes the connection.
 
     Raises:
-        Unavailable: nobody listens there.
-        Timeout: no answer in ``within`` seconds: it hangs. Cancelling it closes the connection.
+        Unavailable: the master cannot be reached.
+        Timeout: it did not answer within ``within`` seconds.
     """
     try:
         async with asyncio.timeout(within):
@@ -33,7 +35,7 @@ async def _exchange(master: Place) -> str:
     try:
         host: str = writer.get_extra_info("sockname")[0]
         writer.write(_HELLO)
-        await reader.read(1)  # whatever comes, be it the end: somebody has read what was sent
+        await reader.read(1)  # any byte will do, and so will the end of the connection: the master has read the request
         return host
     finally:
         writer.transport.abort()

@@ -1,6 +1,5 @@
-"""The bare client, for comparison: one thread, one blocking call a batch, nothing checked and nothing added.
-
-What ``asynccache bench store`` measures ours against. It is the process's one client here, too, on registered memory.
+"""The client alone, with which ``asynccache bench store`` compares the backend: one thread, one blocking call for each
+batch, and no checks. It is the one client of the process here, too, and uses registered memory.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asynccache.errors import BackendError
-from asynccache.storage import ParsedUrl, Workers, settled
+from asynccache.storage import ParsedUrl, Workers
 from asynccache_backends.mooncake.regions import Region, address_of, region_of
 from asynccache_backends.mooncake.settings import settings_of
 from asynccache_backends.mooncake.shared import Shared, acquire
@@ -18,7 +17,7 @@ PREFIX = "asynccache-raw/"
 
 
 class RawClient:
-    """Made by ``raw``. Values are objects of their own, without a header."""
+    """The client; ``raw`` makes it. Each value is an object without a header."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -27,10 +26,10 @@ class RawClient:
         self._stored: set[str] = set()
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Store each value. Cancelling it returns after the client has let go of the values.
+        """Store each value. Cancelling it returns when the client has let go of the values.
 
         Raises:
-            BackendError: one of them was not stored.
+            BackendError: a value was not stored.
         """
         names = _names(keys)
         self._stored.update(names)
@@ -38,20 +37,21 @@ class RawClient:
         _insist("put", all(code == 0 for code in codes), codes)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Fill each buffer; no key comes twice. Cancelling it returns after the client has let go of the buffers.
+        """Read each value into its buffer. No key may be named twice. Cancelling it returns when the client has let go
+        of the buffers.
 
         Raises:
-            BackendError: one of them was not there, or of another length.
+            BackendError: a value is missing, or has another length than its buffer.
         """
         codes = await self._call("batch_get_into", _names(keys), into)
         _insist("get", codes == [view.nbytes for view in into], codes)
 
     async def exists(self, keys: Sequence[bytes]) -> None:
-        """Ask for each key. Cancelling it waits for the answer."""
+        """Ask whether each key exists. Cancelling it waits for the answer."""
         await self._run(lambda store: store.batch_is_exist(_names(keys)))
 
     async def aclose(self) -> None:
-        """Remove what was put, and let go of all memory. Cancelling it waits all the same."""
+        """Remove all values that were put, and unregister all memory. Cancelling it waits all the same."""
         try:
             await self._run(lambda store: store.batch_remove(sorted(self._stored), True))
         finally:
@@ -67,16 +67,14 @@ class RawClient:
         return await self._run(lambda store: getattr(store, name)(names, addresses, sizes))
 
     async def _run(self, call: Callable[[Any], list[int]]) -> list[int]:
-        future = self._worker.call(self._inside, call)
-        await settled([future])
-        return future.result()
+        return await self._worker.run(self._call_client, call)
 
-    def _inside(self, call: Callable[[Any], list[int]]) -> list[int]:
+    def _call_client(self, call: Callable[[Any], list[int]]) -> list[int]:
         with self._shared.client as store:
             return call(store)
 
     def _register(self, views: Sequence[memoryview]) -> None:
-        """Register the memory that the views are slices of, whole, when it is seen for the first time."""
+        """Register all memory of which the views are slices, unless it was registered before."""
         for owner in {id(view.obj): view.obj for view in views}.values():
             memory = memoryview(owner)
             region = region_of(memory)
@@ -85,11 +83,8 @@ class RawClient:
 
 
 async def raw(url: ParsedUrl) -> RawClient:
-    """The client of ``url``, ready.
-
-    Raises:
-        ConfigError, Unavailable: as for the backend. Cancelling it leaves nothing in use.
-    """
+    """Return the client for ``url``, ready for use. Raises as ``MooncakeBackend.open`` does. Cancelling it leaves
+    nothing in use."""
     return RawClient(await acquire(settings_of(url).client))
 
 

@@ -1,8 +1,8 @@
-"""Which memory the client may read and write: runs that were registered with it, each once, however many caches share
-them.
+"""The memory that is registered with the client, which it may read and write directly. Each run of memory is registered
+once, however many caches share it.
 
-The client refuses memory that overlaps what is registered; what lies in it is copied through a stage (``transfers``).
-Mutable state: the runs, and how often each is wanted. Used from threads.
+The client refuses memory that overlaps registered memory. Pages in memory that it has refused are copied through a
+*stage* (see ``transfers``). Mutable state: the runs, and how many users each has. It is used from several threads.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from asynccache_backends.mooncake.client import Client
 
 
 class Region(NamedTuple):
-    """A run of memory."""
+    """A run of memory, by its first address and the one past its last."""
 
     start: int
     end: int
 
 
 class Regions:
-    """What is registered with ``client``."""
+    """The memory that is registered with ``client``."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._wanted: Counter[Region] = Counter()
-        self._sorted: tuple[list[int], list[int]] = ([], [])  # replaced, never changed: lookups need no lock
+        self._sorted: tuple[list[int], list[int]] = ([], [])  # replaced, never changed: look-ups need no lock
         self._lock = Lock()
 
     @property
     def bytes(self) -> int:
-        """All that is registered."""
+        """How many bytes are registered."""
         return sum(region.end - region.start for region in list(self._wanted))
 
     def add(self, region: Region) -> bool:
-        """Register it; whether that was possible. What was added is removed as often."""
+        """Register a region, or add a user to one that is registered. Returns False if the client refuses it. Each
+        ``add`` that returned True needs a ``remove``."""
         with self._lock:
             if not self._wanted[region] and not self._register(region):
                 del self._wanted[region]
@@ -50,7 +51,7 @@ class Regions:
             return True
 
     def remove(self, region: Region) -> None:
-        """Nobody uses it any more on behalf of who added it."""
+        """Take one user from a region. Without users it is unregistered."""
         with self._lock:
             self._wanted[region] -= 1
             if not self._wanted[region]:
@@ -60,7 +61,7 @@ class Regions:
                     store.unregister_buffer(region.start)
 
     def covers(self, start: int, length: int) -> bool:
-        """Whether a buffer lies in registered memory."""
+        """Whether the ``length`` bytes from the address ``start`` on are in one registered region."""
         starts, ends = self._sorted
         i = bisect_right(starts, start) - 1
         return i >= 0 and start + length <= ends[i]
@@ -76,7 +77,7 @@ class Regions:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of ``view`` lie."""
+    """Return the address of the first byte of ``view``."""
     if view.readonly:
         address: int = np.frombuffer(view, np.uint8).ctypes.data
         return address
@@ -84,11 +85,11 @@ def address_of(view: memoryview) -> int:
 
 
 def region_of(memory: memoryview) -> Region:
-    """The run of memory that ``memory`` is."""
+    """Return the region of ``memory``."""
     start = address_of(memory)
     return Region(start, start + memory.nbytes)
 
 
 def copy(to: Any, source: memoryview) -> None:
-    """Copy bytes, with the GIL released."""
+    """Copy bytes. The GIL is released meanwhile."""
     np.copyto(np.frombuffer(to, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,7 +1,7 @@
-"""A Mooncake URL, taken apart: what the process's client is set up with, and what is this cache's own. Pure functions.
+"""The settings in a Mooncake URL: those of the process's client, and those of one cache. Pure functions.
 
-``mooncake://master:port?segment=0&buffer=16MiB&protocol=tcp|rdma&device=&metadata=P2PHANDSHAKE&host=&replicas=1``
-``&threads=1&namespace=asynccache.&admin=host:port``
+    mooncake://master:port?segment=0&buffer=16MiB&protocol=tcp|rdma&device=&metadata=P2PHANDSHAKE&host=
+        &replicas=1&threads=1&namespace=asynccache.&admin=host:port
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asynccache.storage import KEY_BYTES, ParsedUrl, parse_place
 
 OPTIONS = ("segment", "buffer", "protocol", "device", "metadata", "host", "replicas", "threads", "namespace", "admin")
 DEFAULT_PORT = 50051
-DEFAULT_BUFFER = 16 << 20                          # the client copies through it what is not registered, RDMA only
+DEFAULT_BUFFER = 16 << 20  # with RDMA the client copies memory that is not registered through a buffer of this size
 HANDSHAKE = "P2PHANDSHAKE"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
@@ -33,8 +33,12 @@ class Place(NamedTuple):
 
 
 class ClientOptions(NamedTuple):
-    """Caches of one process that agree on these share its client. ``host``: this machine's name for the others; empty:
-    the address from which it reaches the master. ``segment``: bytes of memory that this process contributes."""
+    """The settings of a process's client. Caches of the process can share it only if all of these are equal.
+
+    ``host``: the name under which other machines reach this one; "" is the address from which it reaches the master.
+    ``segment``: bytes of memory that this process contributes to the store. ``buffer``: bytes of the client's own
+    buffer.
+    """
 
     master: Place
     metadata: str
@@ -46,8 +50,12 @@ class ClientOptions(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """All that a URL says. ``threads``: the client's calls at a time, for reads and for writes; each waits busily, so
-    one is best where cores are few. ``admin``: the master's metrics server, if pages are to be listed."""
+    """All settings in a URL.
+
+    ``namespace``: the beginning of the names of this cache's objects. ``replicas``: copies of each page. ``threads``:
+    how many reads, and how many writes, are made at a time; each keeps a core busy while it waits, so 1 is best where
+    there are few cores. ``admin``: the master's metrics server, which is needed only to list pages.
+    """
 
     client: ClientOptions
     namespace: str
@@ -56,11 +64,11 @@ class Settings(NamedTuple):
     admin: Place | None
 
     def name(self, key: bytes) -> str:
-        """The object of a page: nothing in it but the namespace and hex digits."""
+        """Return the name of a page's object: the namespace and the key in hex."""
         return self.namespace + key.hex()
 
     def key_of(self, name: str) -> bytes | None:
-        """The page of an object, if it is one of this namespace."""
+        """Return the key of the page with this object name; None if the object is not of this namespace."""
         if not re.fullmatch(self.pattern, name):
             return None
         return bytes.fromhex(name.removeprefix(self.namespace))
@@ -72,7 +80,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(url: ParsedUrl) -> Settings:
-    """What ``url`` says.
+    """Return the settings in ``url``.
 
     Raises:
         ConfigError: an option is unknown or unusable, or no master is named.
@@ -97,10 +105,10 @@ def settings_of(url: ParsedUrl) -> Settings:
 
 
 def place(what: str, text: str, default: int | None = None) -> Place:
-    """``host:port``, ``[v6]:port``, or ``host`` alone where there is a default.
+    """Parse ``host:port`` or ``[v6]:port``; or ``host`` alone if there is a default port. ``what`` names it in errors.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of them.
     """
     found = parse_place(text)
     port = default if found is None or found.port is None else found.port

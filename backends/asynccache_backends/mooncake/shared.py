@@ -1,8 +1,10 @@
-"""The process's client: there is one, for set-up freezes the process and close freezes it longer.
+"""The process's client. There is only one, because no other thread of the process runs while a client is set up, and
+for still longer while one is closed.
 
-Caches with the same options share it, counted; it stays when the last of them has gone, and is closed at exit: left to
-the library, that may abort the process while a thread is still inside. Who needs other options while it is in use is
-refused; while nobody uses it, it is replaced. Mutable state: ``_current``, under ``_lock``.
+Caches with the same options share the client. It stays when the last of them has closed, for the next one. It is closed
+at the end of the process: if that were left to the library, the process might abort while a thread still calls it.
+A cache with other options is refused while the client is in use; if nobody uses it, it is replaced. Mutable state:
+``_current``, which ``_lock`` guards.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from asynccache_backends.mooncake.settings import ClientOptions
 
 
 class Shared:
-    """A client that is set up, the memory registered with it, and how many use it."""
+    """A client that is set up, the memory that is registered with it, and the number of its users."""
 
     def __init__(self, options: ClientOptions, client: Client, module: Any) -> None:
         self.options = options
@@ -33,7 +35,7 @@ class Shared:
         return f"Shared({self.options.master}, {self.client!r}, users={self.users})"
 
     def release(self) -> None:
-        """One user less. The client stays."""
+        """Note that one of the users has ended. The client stays."""
         with _lock:
             self.users -= 1
 
@@ -43,13 +45,12 @@ _current: Shared | None = None
 
 
 async def acquire(options: ClientOptions) -> Shared:
-    """The process's client, set up at a master that answers. Its user releases it.
+    """Return the process's client, set up for the master of ``options``. The caller has to ``release`` it. Cancelling
+    it waits for a set-up that has begun, and releases the client.
 
     Raises:
         ConfigError: the client is not installed, or is in use with other options.
-        Unavailable: the master is not there (``Timeout``: it hangs), or refuses.
-
-    Cancelling it waits for a set-up that has begun, and lets go of it.
+        Unavailable: the master cannot be reached, or refuses. ``Timeout``: it does not answer.
     """
     host = await greet(options.master)
     worker = Workers(1, "asynccache-mooncake-setup")

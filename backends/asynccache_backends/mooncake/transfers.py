@@ -1,9 +1,10 @@
-"""The client's blocking calls, one batch each, made in threads: pages straight from and into registered memory.
+"""Makes the client's blocking calls, each for a batch of pages. The methods are called in threads.
 
-An object is a page's header and payload, in that order, moved by the client from or into the two buffers. Some pages
-are copied through a registered stage instead, where both lie side by side: those that lie in no registered memory
-(tools, tests; a pool that could not be registered), and over TCP short ones, for which a second transfer costs more
-than the copy. Every function answers with the client's codes, one a page.
+An object is a page's header followed by its payload. The client moves it directly from or into the two buffers, if
+these are in registered memory. Some pages are copied through a *stage* instead, registered memory where header and
+payload lie side by side: pages whose buffers are not registered (of tools, of tests, of a pool that the client has
+refused), and over TCP short pages, for which a second transfer takes longer than the copy. The methods return the
+client's codes, one for each page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asynccache_backends.mooncake.regions import Region, address_of, copy, regio
 from asynccache_backends.mooncake.shared import Shared
 
 STAGE_BYTES = 8 << 20
-SHORT_BYTES = 128 << 10                            # over TCP; at 64 KiB the stage was twice as fast, at 256 KiB equal
+SHORT_BYTES = 128 << 10  # over TCP; with pages of 64 KiB the stage was twice as fast, with 256 KiB equally fast
 
 Names = Sequence[str]
 Buffers = Sequence[Sequence[int]]
@@ -29,15 +30,17 @@ Move = Callable[[Any, Names, Buffers, Buffers], list[int]]
 
 
 class Attempt:
-    """What the parts of one call know of each other. ``given_up``: one of them reached nobody, or nobody waits for them
-    any more; then those that have not begun are not made."""
+    """Connects the parts of one call. ``given_up``: one of them has reached nobody, or the call was cancelled. Parts
+    that have not begun are not made then."""
 
     def __init__(self) -> None:
         self.given_up = False
 
 
 class Transfers:
-    """Calls of one cache to the shared client. Mutable state: the regions it wants, and the stage."""
+    """The calls of one cache to the shared client. Mutable state: the regions of this cache, and a stage for each
+    thread. ``lost_master``: whether the master did not answer in the last call that has ended. ``staged``: pages that
+    were copied through a stage. ``refused``: regions that the client has refused."""
 
     def __init__(self, shared: Shared, replicas: int) -> None:
         self._shared = shared
@@ -48,23 +51,23 @@ class Transfers:
         self._held: list[memoryview] = []
         self._lock = Lock()
         self._short = SHORT_BYTES if shared.options.protocol == "tcp" else 0
-        self._own = local()                        # a stage for each thread: no read waits for a write's
-        self.lost_master = False                   # by the last call that came back, also one that nobody waits for
+        self._own = local()  # a stage for each thread, so that no read waits for the stage of a write
+        self.lost_master = False
         self.staged = 0
         self.refused = 0
 
     @property
     def registered(self) -> int:
-        """Bytes of registered memory that this cache uses."""
+        """How many bytes are registered for this cache."""
         return sum(region.end - region.start for region in self._regions)
 
     def expect(self, memory: memoryview) -> None:
-        """Register ``memory`` before the next call; not now, for with RDMA that takes its time."""
+        """Have ``memory`` registered before the next call. It is not done at once, because it takes long with RDMA."""
         self._held.append(memory)
         self._coming.append(region_of(memory))
 
     def put(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
-        """Store objects; those that are there stay as they are."""
+        """Store objects. Those that exist are left as they are."""
         config = self._config
 
         def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
@@ -74,7 +77,8 @@ class Transfers:
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=False))
 
     def get(self, attempt: Attempt, names: Names, records: Sequence[Record]) -> list[int]:
-        """Fill records. No name comes twice: the client would fill one of its buffers and claim both."""
+        """Read objects into records. No name may come twice: the client would fill one of the records and report
+        both."""
 
         def move(store: Any, names: Names, buffers: Buffers, sizes: Buffers) -> list[int]:
             codes: list[int] = store.batch_get_into_multi_buffers(names, buffers, sizes)
@@ -83,27 +87,27 @@ class Transfers:
         return self._tried(attempt, len(names), lambda: self._moved(names, records, move, into=True))
 
     def exists(self, attempt: Attempt, names: Names) -> list[int]:
-        """1 where an object is."""
+        """Ask whether objects exist; the code is 1 for those that do."""
         return self._tried(attempt, len(names), lambda: self._called("batch_is_exist", names))
 
     def delete(self, attempt: Attempt, names: Names) -> list[int]:
-        """Remove objects, also those that somebody has just read (a read leases an object for some seconds)."""
+        """Remove objects, also those that the store protects for some seconds because somebody has read them."""
         return self._tried(attempt, len(names), lambda: self._called("batch_remove", names, True))
 
     def clear(self, pattern: str) -> int:
-        """Remove all objects with such names; their number."""
+        """Remove all objects whose names match the regular expression. Returns how many, or a negative code."""
         with self._shared.client as store:
             code: int = store.remove_by_regex(pattern, True)
         return code
 
     def sizes(self, names: Names) -> list[int | None]:
-        """The length of each object, where there is one and it is in memory."""
+        """Return the length of each object in bytes; None if it does not exist or is not in memory."""
         with self._shared.client as store:
             found = store.batch_get_replica_desc(names)
         return [_size(found.get(name, ())) for name in names]
 
     def close(self) -> None:
-        """Let go of all memory. No call is under way."""
+        """Unregister all memory of this cache. No call may be under way."""
         with self._lock:
             regions, self._regions = self._regions, []
         for region in regions:
@@ -135,24 +139,24 @@ class Transfers:
                     self.refused += 1
 
     def _moved(self, names: Names, records: Sequence[Record], move: Move, *, into: bool) -> list[int]:
-        """Each page by its way; those that go the same way in one call."""
+        """Move pages, in one call those that go directly, and in others those that go through the stage."""
         buffers = [(address_of(header), address_of(payload)) for header, payload in records]
-        straight: list[int] = []
+        direct: list[int] = []
         staged: list[int] = []
         for i, (places, record) in enumerate(zip(buffers, records, strict=True)):
-            (straight if self._goes_straight(places, record.payload.nbytes) else staged).append(i)
+            (direct if self._goes_directly(places, record.payload.nbytes) else staged).append(i)
         codes = [NOT_TRIED] * len(names)
-        if straight:
-            sizes = [(HEADER_BYTES, records[i].payload.nbytes) for i in straight]
+        if direct:
+            sizes = [(HEADER_BYTES, records[i].payload.nbytes) for i in direct]
             with self._shared.client as store:
-                answer = move(store, [names[i] for i in straight], [buffers[i] for i in straight], sizes)
-            _fill(codes, straight, answer)
+                answer = move(store, [names[i] for i in direct], [buffers[i] for i in direct], sizes)
+            _fill(codes, direct, answer)
         if staged:
             answer = self._staged([names[i] for i in staged], [records[i] for i in staged], move, into)
             _fill(codes, staged, answer)
         return codes
 
-    def _goes_straight(self, places: tuple[int, int], size: int) -> bool:
+    def _goes_directly(self, places: tuple[int, int], size: int) -> bool:
         covers = self._shared.regions.covers
         return size >= self._short and covers(places[1], size) and covers(places[0], HEADER_BYTES)
 
@@ -179,7 +183,8 @@ class Transfers:
         return codes
 
     def _stage_of(self, size: int) -> memoryview:
-        """This thread's. A page longer than the stage gets a longer one."""
+        """Return the stage of the current thread, with room for ``size`` bytes. For a longer page a longer stage is
+        made."""
         stage: memoryview | None = getattr(self._own, "stage", None)
         if stage is None or stage.nbytes < size:
             self._own.stage = stage = memoryview(mmap.mmap(-1, max(size, STAGE_BYTES)))
@@ -193,7 +198,7 @@ class Transfers:
 
 
 def parts(records: Sequence[Record], limit: int) -> Iterator[slice]:
-    """Runs of records of at most ``limit`` bytes, or of one record."""
+    """Cut ``records`` into runs of at most ``limit`` bytes, with at least one record each."""
     start = size = 0
     for i, record in enumerate(records):
         if size and size + _length(record) > limit:

@@ -1,20 +1,21 @@
-"""L3 on an object store: S3 and what speaks its language, Google Cloud Storage, Azure, or a plain folder.
+"""The store on object storage: S3 and servers with its protocol, Google Cloud Storage, Azure, or a plain folder.
 
-The cost of an object store is per operation, so pages travel in *packs*: immutable objects of a few MiB, payloads
-first, then a footer that says which keys lie where. An index in memory answers for them, and every pack can say its
-part of that index again, so there is nothing that a crash could leave inconsistent.
+Object storage charges for each operation, so pages are stored in *packs*: immutable objects of a few MiB. A pack has
+the payloads first and then a footer, which says which key lies where. An index in memory knows the footers of all
+packs. It can be rebuilt from them at any time, so a crash can leave nothing inconsistent.
 
-Why packs and an index, and not an object per page found by its key? Against radosgw a page of 256 KiB an object gives a
-quarter of the rate of packs, and on real S3 its PUT alone costs more than keeping it for a month; ``exists`` would be a
-request per key, where here it is a dict look-up. The price is that what others wrote must be *found*: see ``catalog``.
+Why are there packs and an index, and not an object for each page, named by its key? On radosgw objects of one 256-KiB
+page reach a quarter of the rate of packs. On S3 the PUT of such an object costs more than storing it for a month. And
+``exists`` would be a request for each key, where here it is a look-up in a dict. The price is that a process has to
+find the packs of others: see ``catalog``.
 
-    names     128-bit names that sort by time            connect   from a URL to a client
+    names     128-bit names that sort by time            connect   opens the client for a URL
     packs     the format of a pack                       client    the requests that are made, and their errors
-    index     which keys lie where                       lending   when the client has let go of a buffer
-    snapshot  the index, saved                           uploads   from puts to packs
-    catalog   finding what others wrote and removed      reads     which range reads answer a get
-    keeper    what goes on in the background             fetches   making them
-    collect   ridding the store of waste                 backend   the contract, tied together
+    index     which keys lie where                       lending   tells when the client has let go of a buffer
+    snapshot  the index as a stored object               uploads   puts pages together into packs and sends them
+    catalog   finds what others have stored and removed  reads     plans the range reads of a get
+    keeper    the work in the background                 fetches   makes those reads
+    collect   removes waste                              backend   the storage contract, on all of these
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 """The object store backend: pages in packs, found by an index in memory. Many processes may share one bucket.
 
-The laws. An object is written once, under a name that is used once, and never replaced: what is read of it is right or
-is missing. HIT from a put means that the pack is stored, so there is nothing to flush. The index is this process's
-view: it may name what another process has removed (that is a MISS, and the pack is forgotten), and it learns a few
-seconds later what another has stored. Two that store one page make two copies, and the earlier one answers. One that
-is full refuses pages for a moment without being asked, and reads go on. Payloads are not verified here:
-``CheckedStore`` does that.
+Laws:
+* An object is written once, under a name that is never used again, and is never replaced. So what is read of it is
+  right, or it is missing.
+* After a HIT from a put the pack is stored, so there is nothing to flush.
+* The index is this process's view of the store. It may have packs that another process has removed: reading one is a
+  MISS, and removes it from the index. What another process has stored is found some seconds later.
+* If two processes store the same page there are two copies, and the earlier one is read.
+* When the store is full, puts are FAILED for a moment without a request, and reads go on.
+* Payloads are not verified here; ``CheckedStore`` does that.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import Self
 
 from asynccache.errors import Unavailable
 from asynccache.storage import (
     HEADER_BYTES,
+    REFUSED,
+    Breaker,
     Collected,
     PageKey,
     ParsedUrl,
+    Permit,
     Record,
     Result,
     Stored,
@@ -40,27 +46,22 @@ from asynccache_backends.object_store.names import INDEX, PACKS, Clock
 from asynccache_backends.object_store.packs import Pack
 from asynccache_backends.object_store.reads import plan_reads
 from asynccache_backends.object_store.uploads import Piece, Uploads
-from asynccache_backends.pause import Pause
+from asynccache_backends.once import OncePerKey
 
-MISS, HIT, CORRUPT, FAILED = Result  # the members cost 0.2 µs to look up, for every page of every call
+MISS, HIT, CORRUPT, FAILED = Result  # looking up an Enum's member takes 0.2 µs, and would be done for every page
 
 COUNTERS = (
     "errors", "refused_pages", "packs_put", "put_bytes", "range_reads", "get_bytes", "deleted", "lists", "footers_read",
     "vanished_packs", "evicted_packs", "snapshots", "bad_snapshots", "bad_tombstones",
 )
+FULL_BACKOFF, FULL_MOST = 0.1, 1.0
+"""Seconds for which a full store is not asked to store pages: at first, and at most."""
 _CLOSING = 5.0
 
 
-class _Put(NamedTuple):
-    """One call's new pages, and those that another call is storing already."""
-
-    fresh: list[int]
-    shared: list[tuple[int, asyncio.Future[None]]]
-    done: asyncio.Future[None]
-
-
 class ObjectBackend:
-    """Made by ``open``. ``shared``: whoever uses the bucket or the folder finds the same pages."""
+    """An open object store. ``open`` makes it. ``shared``: all processes that use the bucket or folder find the same
+    pages."""
 
     shared = True
 
@@ -77,24 +78,24 @@ class ObjectBackend:
             stored=self._stored, lends=lends,
         )
         self._fetches = Fetches(client, self._catalog, self._workers, settings.parallel)
-        self._writing: dict[bytes, asyncio.Future[None]] = {}
-        self._room = Pause()
+        self._puts = OncePerKey()
+        self._room = Breaker(threshold=1, backoff=FULL_BACKOFF, max_backoff=FULL_MOST)  # open while the store is full
         self._operations = Operations(f"object store {client.shown!r}")
 
     @classmethod
     def check(cls, url: ParsedUrl, layout: StoreLayout) -> None:
-        """Refuse what ``open`` would refuse of ``url`` before it makes a folder or sends anything, and say so if the
-        client library is missing. Raises ConfigError."""
+        """Raise the ConfigError that ``open`` would raise for ``url``, if any, also if the client library is missing.
+        No folder is made and nothing is sent."""
         check(url)
 
     @classmethod
     async def open(cls, url: ParsedUrl, layout: StoreLayout) -> Self:
-        """Open what lies below the URL's prefix. A layout without pools means that it is only looked at.
+        """Open the store below the URL's prefix. If the layout has no pools, the store is only looked at.
 
         Raises:
             ConfigError: an option is unknown, unusable or a secret, or the client library is missing.
-            Unavailable: the store cannot be reached, or refuses; or something that is no object lies in the folder of
-                ``object-file``.
+            Unavailable: the store cannot be reached or refuses the requests; or the folder of ``object-file`` has
+                something in it that is no object.
 
         Cancelling it leaves nothing open.
         """
@@ -118,7 +119,7 @@ class ObjectBackend:
         return f"ObjectBackend({self._client.shown!r}, {self._catalog.index!r}, {self._uploads!r})"
 
     async def exists(self, keys: Sequence[PageKey]) -> list[Result]:
-        """HIT or MISS per key, as far as this process knows. Never waits."""
+        """Whether each key is stored, as far as this process knows: HIT or MISS. It never waits."""
         with self._operations:
             index = self._catalog.index
             results = [HIT if key.key in index else MISS for key in keys]
@@ -127,7 +128,8 @@ class ObjectBackend:
             return results
 
     async def probe(self) -> None:
-        """Return when the store has answered: ``exists`` does not ask it. Cancelling it is safe.
+        """Ask the store for a sign of life, and return when it has answered. (``exists`` asks only the index.)
+        Cancelling it is safe.
 
         Raises:
             Unavailable: it does not answer.
@@ -136,10 +138,11 @@ class ObjectBackend:
             await self._client.size("probe")
 
     async def get(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Read ranges of packs, several at a time, and copy them to where they belong.
+        """Read ranges of packs, several at a time, and copy the pages to their records. Cancelling it returns when the
+        copies that have begun have ended.
 
         Raises:
-            Unavailable: nothing could be read. Cancelling it returns after the copies that have begun are over.
+            Unavailable: all reads failed.
         """
         with self._operations:
             results = [MISS] * len(keys)
@@ -148,41 +151,46 @@ class ObjectBackend:
             if missing:
                 self._keeper.missed()
             if any(keys[i].key in self._catalog.index for i in missing):
-                await self._elsewhere(missing, keys, records, results)
+                await self._fetch_again(missing, keys, records, results)
             return results
 
     async def put(self, keys: Sequence[PageKey], records: Sequence[Record]) -> list[Result]:
-        """Store new pages in packs; those that are known to be there are left alone. FAILED: there is no room.
+        """Store new pages in packs. Pages that are known to be stored are left alone. FAILED means that there is no
+        room, or that a pack could not be stored.
+
+        Cancelling it returns when nobody reads the payloads any more. Packs that were being stored for this call alone
+        are given up.
 
         Raises:
-            Unavailable: nothing could be stored. Cancelling it returns after all that read the payloads have let go of
-            them; what was being stored for this call alone is given up.
+            Unavailable: nothing could be stored, for another reason than a lack of room.
         """
         with self._operations:
             results = [FAILED] * len(keys)
-            left = list(range(len(keys)))
-            while left:
-                put = self._sort_out(left, keys, results)
-                if put.fresh:
-                    await self._store(put, keys, records, results)
-                left = await self._shared(put, keys, results)
+
+            async def write(fresh: list[int]) -> None:
+                await self._store(fresh, keys, records, results)
+
+            await self._puts.put(keys, results, self._catalog.index.__contains__, write)
             return results
 
     async def delete(self, keys: Sequence[PageKey]) -> list[Result]:
-        """Forget each key, here at once, and everywhere once the tombstone has been found. FAILED: gone here only.
+        """Delete the page of each key: HIT if there was one, else MISS. This process forgets it at once, and others
+        when they find the tombstone. FAILED means that no tombstone could be stored, so only this process has forgotten
+        it.
 
         Cancelling it may leave any of them deleted.
         """
         with self._operations:
             there = [key.key for key in keys if key.key in self._catalog.index]
-            outcome = await self._bury(there) if there else HIT
+            outcome = await self._store_tombstone(there) if there else HIT
             return [outcome if key.key in there else MISS for key in keys]
 
     async def clear(self) -> None:
-        """Remove every object of ours below the prefix, others' too, but for what is being put meanwhile.
+        """Remove every pack, tombstone and snapshot below the prefix, also those of other processes. Packs that are
+        being put meanwhile are kept. Cancelling it may leave any of them removed.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it may leave part of it cleared.
+            Unavailable: the store refuses.
         """
         with self._operations:
             async with self._catalog.lock:
@@ -194,17 +202,17 @@ class ObjectBackend:
                         await self._client.delete([f"{folder}/{name}" for name in doomed])
 
     async def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """All pages that are known, pack by pack. Never waits. Cancelling it changes nothing."""
+        """Yield all pages that this process knows, pack by pack. It never waits. Cancelling it changes nothing."""
         with self._operations:
             for pack in self._catalog.index.packs():
                 entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
                 yield [Stored(entry.key, entry.length + HEADER_BYTES, entry.born / 1000) for entry in entries]
 
     async def collect(self, older_than: float | None) -> Collected:
-        """Rid the store of packs that are mostly dead, of what is unreadable, and of pages that are too old.
+        """Remove waste and pages that are too old: see ``collect``. Cancelling it leaves the rest for the next call.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it leaves the rest for the next time.
+            Unavailable: the store refuses.
         """
         with self._operations:
             async with self._catalog.lock:
@@ -212,17 +220,18 @@ class ObjectBackend:
                 return await Collector(self._catalog, self._client, self._clock, schema, target).run(older_than)
 
     def register(self, pool: str, memory: memoryview) -> None:
-        """Nothing to do: any memory will do."""
+        """Do nothing: the client takes any memory."""
 
     def watch(self, tell: Tell | None) -> None:
-        """``tell`` hears of every key that is known, and of every change; None: of nothing any more."""
+        """Call ``tell`` with all keys that are known now, and from then on at every change; None ends that."""
         index = self._catalog.index
         index.tell = tell
         if tell is not None:
             tell(True, index.keys())
 
     def stats(self) -> Mapping[str, int | float]:
-        """Counters. ``stored_bytes`` is what all packs take, dead records included."""
+        """Return the counters. ``stored_bytes`` is the size of all packs, which may have records that are read no
+        more."""
         index, counts = self._catalog.index, self._catalog.counts
         return {
             "pages": index.pages,
@@ -235,15 +244,13 @@ class ObjectBackend:
         }
 
     async def flush(self) -> None:
-        """Nothing to do: what a put has answered HIT for is stored."""
+        """Do nothing: after a HIT from a put the page is stored."""
         with self._operations:
             return
 
     async def aclose(self) -> None:
-        """Wait for the calls under way, save the index if much is new, and end. Twice is fine.
-
-        Cancelling it skips what can be skipped.
-        """
+        """Wait for the calls under way, store a snapshot of the index if much is new, and end the threads. Calling it
+        twice is fine. If it is cancelled no snapshot is stored."""
         if self._operations.closed:
             return
         try:
@@ -252,12 +259,12 @@ class ObjectBackend:
             finally:
                 await self._keeper.stop()
                 await self._uploads.drain()
-            await self._save()
+            await self._save_if_due()
         finally:
             self._workers.close()
 
-    async def _save(self) -> None:
-        """Save the index if it is worth it and the store is willing."""
+    async def _save_if_due(self) -> None:
+        """Store a snapshot if much is new. A failure is only counted."""
         if self._catalog.save_due:
             try:
                 async with asyncio.timeout(_CLOSING):
@@ -271,11 +278,12 @@ class ObjectBackend:
             results[i] = CORRUPT
         await self._fetches.fetch(stretches, records, results)
 
-    async def _elsewhere(
+    async def _fetch_again(
         self, missing: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
-        """Packs had vanished, and other packs have some of their keys: a collection had moved them. Asked once. If that
-        fails, what was read before is good all the same."""
+        """Read the keys at the positions ``missing`` once more. Their packs had vanished, and the index has other
+        places for some of them: a collection has moved the pages. If this fails, what was read before is returned all
+        the same."""
         found = [MISS] * len(missing)
         try:
             await self._fetch([keys[i] for i in missing], [records[i] for i in missing], found)
@@ -289,41 +297,25 @@ class ObjectBackend:
         self._catalog.stored(pack)
         self._keeper.stored()
 
-    def _sort_out(self, left: Sequence[int], keys: Sequence[PageKey], results: list[Result]) -> _Put:
-        """Which of the pages ``left`` must be stored: not those that are there, nor those being stored now."""
-        put = _Put([], [], asyncio.get_running_loop().create_future())
-        index, writing = self._catalog.index, self._writing
-        for i in left:
-            key = keys[i].key
-            if key in index:
-                results[i] = HIT
-            elif key in writing:
-                put.shared.append((i, writing[key]))
-            else:
-                writing[key] = put.done
-                put.fresh.append(i)
-        return put
-
     async def _store(
-        self, put: _Put, keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
-    ) -> None:
-        """Store the fresh pages; index and results are true when it ends, come what may."""
-        try:
-            if self._room.allows(asyncio.get_running_loop().time()):
-                await self._upload(put.fresh, keys, records, results)
-            else:
-                self._catalog.counts["refused_pages"] += len(put.fresh)
-        except BaseException:
-            self._room.given_up()
-            raise
-        finally:
-            for i in put.fresh:
-                del self._writing[keys[i].key]
-            put.done.set_result(None)
-
-    async def _upload(
         self, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record], results: list[Result]
     ) -> None:
+        """Store the pages at the positions ``fresh``. Whether it returns or raises, index and results are right when it
+        ends."""
+        permit = self._room.allow(asyncio.get_running_loop().time())
+        try:
+            if permit != REFUSED:
+                await self._upload(permit, fresh, keys, records, results)
+            else:
+                self._catalog.counts["refused_pages"] += len(fresh)
+        except BaseException:
+            self._room.abandon(permit)
+            raise
+
+    async def _upload(
+        self, permit: Permit, fresh: Sequence[int], keys: Sequence[PageKey], records: Sequence[Record],
+        results: list[Result],
+    ) -> None:  # fmt: skip
         shares = self._uploads.share([records[i].payload.nbytes for i in fresh])
         parts = [fresh[share] for share in shares]
         pieces = [
@@ -338,39 +330,32 @@ class ObjectBackend:
                 self._uploads.withdraw(piece)
             await settled([piece.free for piece in pieces])
             raise
-        self._take_note(pieces, parts, results)
+        self._set_results(permit, pieces, parts, results)
 
-    def _take_note(self, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]) -> None:
-        """Enter what became of the pieces. Raises if nothing at all was stored, and not for want of room."""
+    def _set_results(
+        self, permit: Permit, pieces: Sequence[Piece], parts: Sequence[Sequence[int]], results: list[Result]
+    ) -> None:
+        """Set the results of pieces that have ended. Raises their first error if none was stored, unless the reason is
+        a lack of room."""
         errors = [error for piece in pieces if (error := piece.done.result()) is not None]
         self._catalog.counts["errors"] += len(errors)
         full = [isinstance(piece.done.result(), NoRoom) for piece in pieces]
         self._catalog.counts["refused_pages"] += sum(len(part) for part, no in zip(parts, full, strict=True) if no)
         if all(full):
-            self._room.failed(asyncio.get_running_loop().time())
+            self._room.failure(permit, asyncio.get_running_loop().time())
         elif len(errors) == len(pieces):
             raise errors[0]
         else:
-            self._room.ended()
+            self._room.success(permit)
         for piece, part in zip(pieces, parts, strict=True):
             if piece.done.result() is None:
                 self._catalog.counts["put_bytes"] += piece.size
                 for i in part:
                     results[i] = HIT
 
-    async def _shared(self, put: _Put, keys: Sequence[PageKey], results: list[Result]) -> list[int]:
-        """Wait for the calls that store pages of this one; those that they did not store are left to do."""
-        left = []
-        for i, done in put.shared:
-            await asyncio.wait([done])
-            if keys[i].key in self._catalog.index:
-                results[i] = HIT
-            else:
-                left.append(i)
-        return left
-
-    async def _bury(self, keys: Sequence[bytes]) -> Result:
-        """Make it last that ``keys`` were forgotten."""
+    async def _store_tombstone(self, keys: Sequence[bytes]) -> Result:
+        """Delete ``keys`` here, and store the tombstone by which others learn of it. Returns FAILED if the store
+        refuses that, else HIT."""
         self._catalog.counts["deleted"] += len(keys)
         try:
             await self._catalog.bury(self._clock.name(), keys)

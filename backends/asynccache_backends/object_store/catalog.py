@@ -1,16 +1,17 @@
-"""What is in the bucket, found out: at opening, and while others write to it. Lists are made here and nowhere else, and
-no put, get or exists ever waits for one.
+"""Finds out which packs are in the bucket, when the store is opened and while others write to it.
 
-*Opening* reads the newest snapshot that is whole, lists what is newer than it, and reads the footers of those packs, so
-it costs a few requests and one per new pack. *Refreshing* lists what is newer than the last list and reads those
-footers: every ``refresh`` seconds, sooner (after a second) if a key was asked for that is not there. So another
-writer's page is found ``refresh`` seconds and two requests after its pack was stored, at the latest, and a second after
-it was first asked for. Packs that vanished are found out by whoever reads them (a miss), and by a *full* list, at
-opening and every ten minutes.
+Lists are requested only by this module and by ``clear``. No put, get or exists waits for one.
 
-"Newer" is by name, and names have their writers' clocks. A list therefore starts ``OVERLAP`` before the newest time
-that the store itself has given to an object: a writer whose clock is behind the store's by more than that is found by
-the full lists only.
+*Opening* reads the newest snapshot that is undamaged, lists what is newer, and reads the footers of those packs. It
+takes a few requests, and one for each new pack. *Refreshing* lists what is newer than the last list and reads those
+footers. It is done every ``refresh`` seconds, and already after a second if a key was asked for that is not known. So a
+page of another writer is found ``refresh`` seconds and two requests after its pack was stored, at the latest, and about
+a second after somebody asked for it. Packs that have vanished are noticed by a get that reads them, which is a miss,
+and by a *full* list, which is made at opening and every ten minutes.
+
+What is newer is told by the names of packs, and the time in a name is from its writer's clock. Therefore a list begins
+``OVERLAP`` seconds before the newest time that the store itself has given to an object. Packs of a writer whose clock
+is behind the store's by more than that are found by full lists only.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from asynccache_backends.object_store.packs import MOST_PACK_BYTES, Pack, Verdic
 from asynccache_backends.object_store.snapshot import Snapshot, pack_snapshot, pack_tomb, parse_snapshot, parse_tomb
 
 OVERLAP = 600.0
-AHEAD = 24 * 3600.0                                # by how much the store's clock is believed to be ahead of ours
+AHEAD = 24 * 3600.0  # seconds; a snapshot's cursor that is further ahead of this clock is taken for an error
 TAIL_BYTES = 16 << 10
 MOST_BYTES = 1 << 30
-"""Of a saved index or a tombstone: 9 million pages, for which the index takes 3 GiB. What is larger is not read."""
+"""A larger snapshot or tombstone is not read. So many bytes name 9 million pages, for which the index takes 3 GiB."""
 SAVE_AFTER = 64
 _AT_A_TIME = 64
 
 
 async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
-    """One after the other, with a turn of the loop for others every millisecond or so. Any of them may vanish
-    meanwhile. Cancelling it is safe."""
+    """Yield the packs one after another, and let others have the event loop about every millisecond. A pack may vanish
+    from the index meanwhile. Cancelling it is safe."""
     for n, pack in enumerate(packs, 1):
         yield pack
         if not n % _AT_A_TIME:
@@ -45,8 +46,9 @@ async def gently(packs: Sequence[Pack]) -> AsyncIterator[Pack]:
 
 
 class Catalog:
-    """``index`` is what is known. ``unread``: packs that are no good, by name, so that they are not read again. Whoever
-    lists, saves, clears or collects holds ``lock``; puts, gets and deletions do not."""
+    """What is known of the bucket. ``index`` has the packs. ``unread`` has the packs whose footers are of no use, by
+    name, so that they are not read again. ``lock`` is held while somebody lists, stores a snapshot, clears or collects;
+    puts, gets and deletions do not need it."""
 
     def __init__(self, client: Client, clock: Clock, workers: Workers, schema: bytes, parallel: int) -> None:
         self.index = Index()
@@ -62,10 +64,11 @@ class Catalog:
         self._unsaved = 0
 
     async def load(self) -> bool:
-        """Find what is there. Whether a snapshot was used, which may name packs that have vanished since.
+        """Find what is stored, at opening. Returns whether a snapshot was used, which may have packs that have vanished
+        since. Cancelling it is safe.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it is safe.
+            Unavailable: the store refuses.
         """
         saved = await self._load_snapshot()
         if saved is not None:
@@ -81,10 +84,12 @@ class Catalog:
         return saved is not None
 
     async def refresh(self, full: bool = False) -> None:
-        """List what is newer than the last list, or everything, and take note of it; ``full`` also finds what has gone.
+        """List what is newer than the last list and add it to the index. ``full``: list everything, and also remove
+        packs from the index that have vanished. After it was cancelled or has failed, what was found so far is in the
+        index.
 
         Raises:
-            Unavailable: the store refuses; what was found so far stays. Cancelling it is the same.
+            Unavailable: the store refuses.
         """
         before = {pack.name for pack in self.index.packs()} if full else set()
         kept: set[str] = set()
@@ -106,47 +111,47 @@ class Catalog:
             self.index.drop(name)
 
     def stored(self, pack: Pack) -> None:
-        """A pack of our own is durable."""
+        """Add a pack that this process has stored."""
         self.counts["packs_put"] += 1
         self._unsaved += 1
         self.index.add(pack)
 
     async def bury(self, name: str, keys: Sequence[bytes]) -> None:
-        """Forget what was stored under ``keys`` until the time of ``name``, here at once, and make it last.
+        """Delete what was stored under ``keys`` up to the time in ``name``: in the index at once, and for others by a
+        tombstone of that name. If it is cancelled there may be no tombstone.
 
         Raises:
-            Unavailable: the store refuses; it is forgotten here only. Cancelling it may do the same.
+            Unavailable: the store refuses, and there is no tombstone.
         """
         self.index.bury(name, keys)
         await self._client.create(f"{PACKS}/{name}{DEAD}", pack_tomb(keys))
 
     def lost(self, pack: Pack) -> None:
-        """A pack is not there any more, or not as it was."""
+        """Remove a pack from the index that was found to be missing or changed."""
         self.counts["vanished_packs"] += self.index.has(pack.name)
         self.index.drop(pack.name)
 
     def cleared(self) -> None:
-        """Everything is being removed."""
+        """Forget everything, because all objects are being removed."""
         self.unread.clear()
         self.index.clear()
 
     @property
     def save_due(self) -> bool:
-        """Whether so much is new that the next opening should find a snapshot of it."""
+        """Whether so much is new since the last snapshot that another is worth it."""
         return self._unsaved >= max(SAVE_AFTER, self.index.pack_count // 4)
 
     async def save(self) -> None:
-        """Store a snapshot, and remove those before it.
+        """Store a snapshot and remove the earlier ones. Cancelling it leaves the old one, the new one or both.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it leaves the old one, the new one or both.
+            Unavailable: the store refuses.
         """
         index, name, unsaved = self.index, self._clock.name(), self._unsaved
         snapshot = Snapshot(self._cursor, index.packs(), dict(index.tombs))
-        packing = self._workers.call(pack_snapshot, snapshot, self._schema)
-        await settled([packing])
+        packed = await self._workers.run(pack_snapshot, snapshot, self._schema)
         older = [meta.name for meta in await self._snapshots() if meta.name < name]
-        await self._client.create(f"{INDEX}/{name}", packing.result())
+        await self._client.create(f"{INDEX}/{name}", packed)
         await self._client.delete([f"{INDEX}/{other}" for other in older])
         self._unsaved -= unsaved
         self.counts["snapshots"] += 1
@@ -156,7 +161,7 @@ class Catalog:
         return sorted(found, key=lambda meta: meta.name, reverse=True)
 
     async def _load_snapshot(self) -> Snapshot | None:
-        """The newest that is whole."""
+        """Return the newest undamaged snapshot, or None."""
         for meta in await self._snapshots():
             if meta.size > MOST_BYTES:
                 self.counts["bad_snapshots"] += 1
@@ -165,15 +170,14 @@ class Catalog:
                 data = await self._client.read_all(f"{INDEX}/{meta.name}")
             except FileNotFoundError:
                 continue
-            parsing = self._workers.call(parse_snapshot, memoryview(data), self._schema)
-            await settled([parsing])
-            if (found := parsing.result()) is not None:
+            found = await self._workers.run(parse_snapshot, memoryview(data), self._schema)
+            if found is not None:
                 return found
             self.counts["bad_snapshots"] += 1
         return None
 
     def _sort(self, meta: Meta, fresh: list[Meta], tombs: list[Meta]) -> None:
-        """Which of what was listed is to be read."""
+        """Put a listed object into ``fresh`` or ``tombs`` if it is a pack or a tombstone that is still to be read."""
         name = meta.name.removesuffix(DEAD)
         if not is_name(name):
             return
@@ -223,7 +227,8 @@ class Catalog:
         return bytes(await self._client.read(path, size - length, length)) if length else b""
 
     async def _each(self, metas: Sequence[Meta], read: Callable[[Meta], Awaitable[None]]) -> None:
-        """Read all of them, a few at a time; an error is raised when none is being read any more."""
+        """Call ``read`` for all of them, a few at a time. If one raises, the others are cancelled and waited for before
+        the error is raised."""
         left = list(reversed(metas))
 
         async def some() -> None:

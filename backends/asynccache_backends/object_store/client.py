@@ -1,10 +1,10 @@
-"""The requests that are made of a store, below one prefix, and what goes wrong with them. Knows no pack.
+"""The requests to a store below one prefix, and their errors. This module knows nothing of packs.
 
-A request that fails has been tried again by the client library, twice at most and with back-off: nothing here tries
-again. A missing object is ``FileNotFoundError``, one for which there is no room ``NoRoom``; anything else that goes
-wrong is ``Unavailable``, in one line and without the query of any URL, which may hold a signature.
+The client library tries a request that fails up to two times more, with back-off; nothing is tried again here. A
+missing object raises ``FileNotFoundError``, and a full store ``NoRoom``. All else raises ``Unavailable``, whose message
+is one line without the query of any URL, which may have a signature in it.
 
-Cancelling an await here ends the request: the library drops it within milliseconds, and with it what it had borrowed.
+Cancelling an await here ends the request. The library drops it within milliseconds, and lets go of its buffers then.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ if TYPE_CHECKING:
 LIST_CHUNK = 1000
 
 _QUERY = re.compile(r"\?[^\s'\")]*")
-_BEYOND = re.compile(r"\b416 |InvalidRange|range was invalid|Invalid range")    # the library has no error of its own
-_FULL = re.compile(                                    # nor for these, and each kind of server says it in its own way
+# The library has no errors of its own for these two, and each kind of server words them in its own way.
+_BEYOND = re.compile(r"\b416 |InvalidRange|range was invalid|Invalid range")
+_FULL = re.compile(
     r"QuotaExceeded|StorageFull|InsufficientStorage|status code: 507|No space left on device|Disk quota exceeded"
 )
 _LONGEST = 300
 
 
 class NoRoom(Unavailable):
-    """The store is there and takes nothing more."""
+    """The store answers, and is full."""
 
 
 class Meta(NamedTuple):
-    """An object in a list. ``name`` is what follows the folder; ``written`` is the store's own time."""
+    """An object in a list. ``name`` is without the folder. ``size`` is in bytes. ``written`` is the unix time at which
+    it was stored, by the store's clock."""
 
     name: str
     size: int
@@ -48,8 +50,8 @@ class Meta(NamedTuple):
 
 
 class Client:
-    """``store`` with everything below ``prefix``; ``shown`` is how messages name it. ``local``: the folder that it is
-    in, if it is in one."""
+    """Makes requests to ``store`` for objects below ``prefix``. ``shown`` is what errors call the store. ``local``: the
+    folder of the objects, if the store is a plain folder."""
 
     def __init__(self, store: ObjectStore, prefix: str, shown: str, local: LocalFolder | None = None) -> None:
         self.shown = shown
@@ -61,8 +63,8 @@ class Client:
         return f"Client({self.shown!r})"
 
     def put(self, path: str, data: Buffer | Sequence[Buffer]) -> asyncio.Future[Any]:
-        """Start to store a new object; its buffers belong to the request until it has let go of them. To be awaited
-        through ``answer``. It never replaces an object."""
+        """Begin to store a new object; it never replaces one. Returns the request, to be awaited by ``created``. Until
+        the request has let go of the buffers (see ``lending``) they must not change."""
         import obstore
 
         future: asyncio.Future[Any] = obstore.put_async(  # type: ignore[assignment]
@@ -71,10 +73,11 @@ class Client:
         return future
 
     async def answer(self, request: asyncio.Future[Any]) -> Any:
-        """What a request gives.
+        """Wait for a request and return its result.
 
         Raises:
-            FileNotFoundError: there is no such object. Unavailable: anything else.
+            FileNotFoundError: there is no such object.
+            Unavailable: it failed for another reason.
         """
         try:
             return await request
@@ -84,15 +87,17 @@ class Client:
             raise Unavailable(self._said(error)) from None
 
     async def create(self, path: str, data: Buffer | Sequence[Buffer]) -> None:
-        """Store a new object. It is there to stay when this returns. Cancelling it: it is, or it is not."""
+        """Store a new object. When this returns it is stored durably. If it is cancelled, it may be stored or not.
+        Raises as ``created`` does."""
         await self.created(path, self.put(path, data))
 
     async def created(self, path: str, request: asyncio.Future[Any]) -> None:
-        """Wait for the ``put`` of ``path``. A name is used once, so if the object is there already, an earlier try of
-        this very request had put it there.
+        """Wait for the request of a ``put`` of ``path``. It is a success, too, if the store says that the object
+        exists: no name is used twice, so an earlier attempt of the same request has stored it.
 
         Raises:
-            NoRoom: the store is full. Unavailable: anything else.
+            NoRoom: the store is full.
+            Unavailable: it failed for another reason.
         """
         from obstore.exceptions import AlreadyExistsError
 
@@ -105,10 +110,10 @@ class Client:
             await asyncio.to_thread(self.local.stored, path)
 
     async def prepare(self) -> None:
-        """Make the folder ready, if the store is in one. Cancelling it waits for the end of that.
+        """Prepare the folder, if the store is a plain folder. Cancelling it waits until that has ended.
 
         Raises:
-            Unavailable: something in it is no object, or the disk refuses.
+            Unavailable: something in the folder is no object, or the disk refuses.
         """
         if self.local is not None:
             try:
@@ -117,10 +122,11 @@ class Client:
                 raise Unavailable(self._said(error)) from None
 
     async def read(self, path: str, start: int, length: int) -> Any:
-        """A range of an object, as a buffer; shorter if the object ends earlier. Cancelling it is safe.
+        """Read ``length`` bytes of an object from ``start`` on. Returns them as a buffer, which is shorter if the
+        object ends earlier. Cancelling it is safe.
 
         Raises:
-            EOFError: the object ends before ``start``. And what ``answer`` raises.
+            EOFError: the object ends before ``start``. Other errors are those of ``answer``.
         """
         import obstore
 
@@ -135,7 +141,7 @@ class Client:
             raise
 
     async def read_all(self, path: str) -> Any:
-        """A whole object, as a buffer. Cancelling it is safe."""
+        """Read a whole object and return it as a buffer. Cancelling it is safe. Raises as ``answer`` does."""
         import obstore
 
         await self._look_at(path)
@@ -143,14 +149,15 @@ class Client:
         return await self.answer(found.bytes_async())
 
     async def size(self, path: str) -> int:
-        """An object's size now. Cancelling it is safe."""
+        """Return the size of an object in bytes. Cancelling it is safe. Raises as ``answer`` does."""
         import obstore
 
         found = await self.answer(obstore.head_async(self.store, self.prefix + path))  # type: ignore[arg-type]
         return int(found["size"])
 
     async def list(self, folder: str, after: str = "") -> AsyncIterator[list[Meta]]:
-        """The objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe."""
+        """Yield the objects in a folder whose names sort after ``after``, in batches. Cancelling it is safe. Raises
+        Unavailable."""
         import obstore
 
         base = f"{self.prefix}{folder}/"
@@ -165,7 +172,7 @@ class Client:
             yield [Meta(o["path"][len(base) :], o["size"], o["last_modified"].timestamp()) for o in found]
 
     async def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error. Cancelling it leaves some of them."""
+        """Remove objects; a missing one is no error. Cancelling it may leave some of them. Raises Unavailable."""
         import obstore
 
         whole = [self.prefix + path for path in paths]
@@ -173,7 +180,7 @@ class Client:
             return
         try:
             await self.answer(obstore.delete_async(self.store, whole))  # type: ignore[arg-type]
-        except FileNotFoundError:  # some stores say so of the first one, and leave the rest
+        except FileNotFoundError:  # some stores stop at the first missing object and leave the others
             for path in whole:
                 try:
                     await self.answer(obstore.delete_async(self.store, path))  # type: ignore[arg-type]
@@ -181,7 +188,8 @@ class Client:
                     continue
 
     async def _look_at(self, path: str) -> None:
-        """Raises FileNotFoundError: it is not there. Unavailable: it is in a folder, and no plain file."""
+        """In a plain folder, check an object before it is read: raise FileNotFoundError if there is none, and
+        Unavailable if it is no plain file."""
         if self.local is None:
             return
         try:
@@ -196,16 +204,16 @@ class Client:
 
 
 def redacted(error: Exception) -> str:
-    """The first line of what went wrong, without the query of any URL."""
+    """Return the class of an error and the first line of its text, without the query of any URL."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {_QUERY.sub('?...', text)[:_LONGEST]}"
 
 
 def require_obstore() -> Any:
-    """The client library.
+    """Import and return ``obstore.store`` of the client library.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         import obstore.store

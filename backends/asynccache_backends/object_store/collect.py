@@ -1,12 +1,17 @@
-"""Ridding a store of waste. Nothing that somebody reads is ever changed: what is still good moves to a new pack first.
+"""Removes waste from a store. No object is changed: records that are still good are copied to a new pack first.
 
-Waste is: packs of which no record answers (deleted, or stored earlier by somebody else); packs that are mostly dead,
-and small ones of which one pack can hold several, whose good records move together; objects with our names that no
-footer makes sense of, once they are old enough not to be on their way; tombstones that no pack needs any more; old
-snapshots. What has another kind of name or another record schema is left alone.
+Waste is:
+* packs without a live record, because all of theirs were deleted, or are in an earlier pack, too;
+* packs that are mostly dead, and several small ones: their live records move into a new pack together;
+* objects with names of packs whose footers are damaged, once they are too old to be on their way;
+* tombstones that concern no pack any more;
+* old snapshots.
 
-Two that collect at a time waste work and lose nothing: both may write a copy of what moves, and the earlier copy
-answers for both. Who reads a pack that has just been removed is answered by the new one, if it has heard of that.
+Objects with other names, and packs with another record schema, are left alone.
+
+If two processes collect at the same time, some work is done twice and nothing is lost: both may copy the same record,
+and the earlier copy is read. A process that reads a pack which was just removed finds its pages in the new pack, as
+soon as it has found that.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from asynccache_backends.object_store.packs import MAX_RECORDS, Entry, Pack, Ver
 
 
 class Collector:
-    """One collection; the caller holds the catalog's lock. ``target``: what a full pack has."""
+    """One collection. The caller holds the catalog's lock. ``target``: the bytes of a full pack."""
 
     def __init__(self, catalog: Catalog, client: Client, clock: Clock, schema: bytes, target: int) -> None:
         self._catalog = catalog
@@ -34,10 +39,11 @@ class Collector:
         self._done = Collected()
 
     async def run(self, older_than: float | None) -> Collected:
-        """Collect, and save the index.
+        """Collect, and store a snapshot of the index. Returns what was removed. ``older_than``: see ``Collectable``.
+        Cancelling it leaves the rest for the next call.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it leaves the rest for the next time.
+            Unavailable: the store refuses.
         """
         await self._catalog.refresh(full=True)
         if older_than is not None:
@@ -54,7 +60,8 @@ class Collector:
         return self._done
 
     async def _retire(self, until: int) -> None:
-        """Forget what was stored until then. A tombstone of that time spares what is stored again meanwhile."""
+        """Delete the pages that were stored up to the time ``until``, in milliseconds since 1970. The tombstone has
+        that time in its name, so it does not concern pages that are stored again meanwhile."""
         whole, keys = list[Pack](), list[bytes]()
         async for pack in gently(self._catalog.index.packs()):
             entries = [pack.entry(at) for at in self._catalog.index.live(pack)]
@@ -78,7 +85,7 @@ class Collector:
             self._add(size=pack.size)
 
     async def _rewrite(self, group: Sequence[Pack]) -> None:
-        """Move what is live of these packs to a new one."""
+        """Copy the live records of these packs to a new pack, and remove them."""
         name, entries, payloads = self._clock.name(), [], []
         for pack in group:
             try:
@@ -113,7 +120,8 @@ class Collector:
                 self._add(waste=1, size=meta.size)
 
     async def _remove_tombs(self) -> None:
-        """A tombstone that is older than any pack on its way, and whose keys no earlier pack has, is done."""
+        """Remove tombstones that concern no pack any more: no known pack has one of their keys from before their time,
+        and they are old enough that no such pack can be on its way."""
         index = self._catalog.index
         oldest: dict[bytes, int] = {}
         async for pack in gently(index.packs()):
@@ -121,16 +129,19 @@ class Collector:
                 oldest[key] = min(born, oldest.get(key, born))
         for name, keys in list(index.tombs.items()):
             stamp = stamp_of(name)
-            settled = self._clock.now() * 1000 - stamp > OVERLAP * 1000
-            if settled and all(oldest.get(key, stamp + 1) > stamp for key in keys):
+            old = self._clock.now() * 1000 - stamp > OVERLAP * 1000
+            if old and all(oldest.get(key, stamp + 1) > stamp for key in keys):
                 await self._client.delete([f"{PACKS}/{name}{DEAD}"])
                 index.unbury(name)
                 self._add(waste=1)
 
 
 def groups(packs: Sequence[Pack], target: int) -> Iterator[list[Pack]]:
-    """Which packs are rewritten together: those less than half live, and those less than half of what a pack may be,
-    up to what a pack may hold. One that is small but has nothing dead, and no company, stays as it is."""
+    """Yield the groups of packs that are rewritten, each into one new pack of ``target`` bytes at most.
+
+    These are packs of which less than half is live, and packs whose live records have less than half of ``target``
+    bytes. A single small pack without dead records is left as it is.
+    """
     group: list[Pack] = []
     size = records = 0
     for pack in packs:

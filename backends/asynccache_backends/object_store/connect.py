@@ -1,11 +1,12 @@
-"""From a URL to a client.
+"""Opens the client for a URL, and checks the URL's options.
 
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000&region=us-east-1
     gs://BUCKET/PREFIX    az://CONTAINER/PREFIX?account=NAME    object-file:/FOLDER    object-memory:
 
-Credentials come from the environment, as the library reads it (``AWS_ACCESS_KEY_ID`` and its kin, an instance's role,
-``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_KEY``...), and from nowhere else: a URL ends up in process
-lists, logs and reports, so an option that looks like a secret is refused, and not repeated in the refusal.
+Credentials come only from the environment, as the client library reads it: ``AWS_ACCESS_KEY_ID`` and the variables that
+belong to it, an instance's role, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_KEY`` and so on. A URL can
+be seen in process lists, logs and reports. So an option that looks like a secret is refused, and the error does not
+show its value.
 """
 
 from __future__ import annotations
@@ -54,8 +55,13 @@ _LINGER = 0.05
 
 
 class Settings(NamedTuple):
-    """What a URL's options say. ``refresh`` 0: others' pages are looked for at opening only. ``mode``: the permissions
-    of the folder of ``object-file``; None: those that it has."""
+    """The options of a URL.
+
+    ``pack``: bytes of a full pack. ``capacity``: bytes that all packs may have together; None: no limit. ``refresh``:
+    seconds between two looks for packs of other processes; 0: they are looked for only at opening. ``parallel``: how
+    many requests of a kind are made at a time. ``request_timeout``: seconds that a request may take. ``mode``: the
+    permissions of the folder of ``object-file``; None: those that it has.
+    """
 
     pack: int
     capacity: int | None
@@ -66,10 +72,10 @@ class Settings(NamedTuple):
 
 
 def settings_of(url: ParsedUrl) -> Settings:
-    """Read the options.
+    """Return the settings in ``url``.
 
     Raises:
-        ConfigError: one is unknown, unusable or a secret.
+        ConfigError: an option is unknown, unusable or a secret.
     """
     refuse_secrets(url)
     url.allow_only((*OPTIONS, *PLACES[url.scheme]))
@@ -92,11 +98,8 @@ def settings_of(url: ParsedUrl) -> Settings:
 
 
 def check(url: ParsedUrl) -> None:
-    """What ``settings_of`` and ``connect`` would refuse, without making a folder or sending anything.
-
-    Raises:
-        ConfigError: as they do.
-    """
+    """Raise the ConfigError that ``settings_of`` or ``connect`` would raise, if any. No folder is made and nothing is
+    sent."""
     settings = settings_of(url)
     library = require_obstore()
     bucket, _ = place_of(url)
@@ -105,10 +108,10 @@ def check(url: ParsedUrl) -> None:
 
 
 def connect(url: ParsedUrl, settings: Settings) -> Client:
-    """A client; nothing is sent yet. The folder of ``object-file`` is made.
+    """Return a client for ``url``. Nothing is sent yet. The folder of ``object-file`` is made.
 
     Raises:
-        ConfigError: the library is missing, the URL names no bucket, or the library refuses what it says.
+        ConfigError: the client library is missing, the URL names no bucket, or the library refuses its options.
         Unavailable: the folder of ``object-file`` cannot be made.
     """
     library = require_obstore()
@@ -120,10 +123,10 @@ def connect(url: ParsedUrl, settings: Settings) -> Client:
 
 
 def place_of(url: ParsedUrl) -> tuple[str, str]:
-    """The bucket or folder, and the prefix in it, without slashes around it.
+    """Return the bucket or folder of ``url``, and the prefix in it without slashes at its ends.
 
     Raises:
-        ConfigError: there is no bucket, or one of them cannot be a name.
+        ConfigError: the URL names no bucket or folder, or one of the two is no possible name.
     """
     place, _, prefix = url.path.partition("/")
     if url.scheme == "object-file":
@@ -159,7 +162,7 @@ def _is_endpoint(text: str) -> bool:
 
 
 def refuse_secrets(url: ParsedUrl) -> None:
-    """Raises ConfigError if an option, or a user part of the endpoint, looks like a secret."""
+    """Raise ConfigError if an option looks like a secret, or the endpoint has a user in it."""
     for name, value in url.options.items():
         if _SECRET.search(name) or (name == "endpoint" and "@" in value):
             raise ConfigError(
@@ -199,6 +202,6 @@ def _number(url: ParsedUrl, name: str, default: float, least: float = 0.0) -> fl
 
 @cache
 def _linger_at_exit() -> None:
-    """The library's threads hand results to the loop with the GIL. One that still waits for the GIL when the
-    interpreter goes down aborts the process (seen with 0.12), so let them be done with it."""
+    """Make the process wait for a moment at its end. The library's threads need the GIL to pass results to the event
+    loop. A thread that still waits for it while the interpreter ends aborts the process (seen with version 0.12)."""
     atexit.register(time.sleep, _LINGER)

@@ -1,7 +1,8 @@
-"""Making the range reads of a get: several at a time, over all gets of a store, and each answer to where it belongs.
+"""Makes the range reads of gets, several at a time for all gets of a store together, and copies the pages to their
+records.
 
-What was read lies in memory of the client's own until it is copied, so a read can be given up at any time; a copy is
-waited for. A pack that is gone, or shorter than it was, is forgotten with all its keys.
+The bytes that were read lie in memory of the client until they are copied. So a read can be cancelled at any time,
+while a copy that has begun is waited for. A pack that is missing, or shorter than it was, is removed from the index.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from asynccache_backends.object_store.reads import INLINE_BYTES, Stretch, hand_o
 
 
 class Fetches:
-    """``parallel`` reads at a time."""
+    """The reads of a store: ``parallel`` of them at a time, at most."""
 
     def __init__(self, client: Client, catalog: Catalog, workers: Workers, parallel: int) -> None:
         self._client = client
         self._catalog = catalog
         self._workers = workers
-        self._gate = asyncio.Semaphore(parallel)
+        self._limit = asyncio.Semaphore(parallel)
 
     async def fetch(self, stretches: Sequence[Stretch], records: Sequence[Record], results: list[Result]) -> None:
-        """Make the reads and enter their results.
+        """Make the reads, fill the records, and set the results. Cancelling it returns when the copies that have begun
+        have ended.
 
         Raises:
-            Unavailable: every one of them failed. Cancelling it returns after the copies that have begun are over.
+            Unavailable: all reads failed.
         """
         reads = [self._read(stretch, records, results) for stretch in stretches]
         errors = [await reads[0]] if len(reads) == 1 else await _together([asyncio.ensure_future(r) for r in reads])
@@ -41,9 +43,9 @@ class Fetches:
     async def _read(
         self, stretch: Stretch, records: Sequence[Record], results: list[Result]
     ) -> Unavailable | None:
-        """One range read: its results are entered, its error is returned."""
+        """Make one range read and set the results of its keys. Returns its error, or None."""
         pack, error = stretch.pack, None
-        async with self._gate:
+        async with self._limit:
             try:
                 data = await self._client.read(f"{PACKS}/{pack.name}", stretch.start, stretch.size)
                 outcome = Result.HIT if len(data) == stretch.size else Result.CORRUPT
@@ -67,14 +69,12 @@ class Fetches:
         self._catalog.counts["get_bytes"] += stretch.size
         if stretch.size <= INLINE_BYTES:
             hand_out(stretch, data, records)
-            return
-        copying = self._workers.call(hand_out, stretch, data, records)
-        await settled([copying])
-        copying.result()
+        else:
+            await self._workers.run(hand_out, stretch, data, records)
 
 
 async def _together(tasks: Sequence[asyncio.Task[Unavailable | None]]) -> list[Unavailable | None]:
-    """All results. Cancelling it cancels the tasks and waits for them."""
+    """Wait for all tasks and return their results. Cancelling it cancels the tasks and waits until they have ended."""
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -1,11 +1,12 @@
-"""Which keys lie where: a dict of small integers over packs. Pure; all of it can be said again by the packs.
+"""The index in memory: in which pack each key's page lies. Pure; it can be rebuilt from the footers of all packs.
 
-A key may lie in several packs: two writers that did not know of each other, or a pack that is being rewritten. The
-earliest pack answers, everywhere, whatever the order in which they were found; the others are kept in mind, because the
-earliest may vanish. A tombstone takes away all records of a key that were not born later than itself, found before or
-after it.
+A key may be in several packs: two writers have stored it without knowing of each other, or a pack is being rewritten.
+Every process reads it from the earliest of them, in whatever order it has found the packs. The index keeps the other
+places, too, because the earliest pack may vanish. A tombstone deletes all records of a key that are not younger than
+the tombstone, whether they are found before it or after it.
 
-A page costs about 300 bytes here: its key as dict key, its entry in its pack, an int and a dict slot.
+A key's place is a *slot*, one integer: the number of its pack and the position of its record there. A page takes about
+300 bytes of memory: its key as the key of a dict, its entry in the pack's footer, and the slot.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from asynccache_backends.object_store.packs import MAX_RECORDS, Pack
 
 _BITS = 16
 _MASK = (1 << _BITS) - 1
-assert MAX_RECORDS <= _MASK  # so that no slot is followed by one of the next pack
+assert MAX_RECORDS <= _MASK  # so that consecutive slots are always records of the same pack
 
 
 class Index:
-    """``bytes`` counts live headers and payloads, ``stored`` all bytes of all packs. ``tell`` hears of keys that come
-    and leave."""
+    """The index. ``bytes`` is the size of the headers and payloads that can be read; ``stored`` is the size of all
+    packs. ``tell`` hears of keys that are added and removed. ``tombs`` has the keys of each tombstone by its name."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -45,46 +46,47 @@ class Index:
 
     @property
     def pages(self) -> int:
-        """Keys that are there."""
+        """How many keys can be read."""
         return len(self._slots)
 
     def keys(self) -> list[bytes]:
-        """All of them."""
+        """Return all keys that can be read."""
         return list(self._slots)
 
     @property
     def pack_count(self) -> int:
-        """Packs that are there."""
+        """How many packs there are."""
         return len(self._packs)
 
     def packs(self) -> list[Pack]:
-        """Every pack, earliest first. To be sorted they are all looked at: not for the hot path."""
+        """Return all packs, the earliest first. It sorts them, so it is not for the hot path."""
         return sorted(self._packs.values(), key=lambda pack: pack.name)
 
     def has(self, name: str) -> bool:
-        """Whether a pack of that name is there."""
+        """Whether there is a pack of this name."""
         return name in self._numbers
 
     def slots(self, keys: Sequence[PageKey]) -> list[tuple[int, int]]:
-        """For each key that is there its slot and its position in ``keys``. Neighbours have consecutive slots."""
+        """Return, for each key that can be read, its slot and its position in ``keys``. Records that lie next to each
+        other in a pack have consecutive slots."""
         slots = self._slots
         return [(slots[key], i) for i, (_, key) in enumerate(keys) if key in slots]
 
     def at(self, slot: int) -> tuple[Pack, int]:
-        """The pack and place of a slot."""
+        """Return the pack of a slot, and the position of the record in that pack."""
         return self._packs[slot >> _BITS], slot & _MASK
 
     def live(self, pack: Pack) -> list[int]:
-        """The places in ``pack`` that the index answers with; none if it has vanished."""
+        """Return the positions of the live records of ``pack``, those that are read; none if the pack has vanished."""
         base = self._numbers.get(pack.name, -1) << _BITS
         return [at for at, key in enumerate(pack.keys()) if self._slots.get(key) == base + at]
 
     def buried(self, key: bytes, born: int) -> bool:
-        """Whether a tombstone took away a record of ``key`` that was born then."""
+        """Whether a tombstone has deleted the record of ``key`` that was born at this time."""
         return self._died.get(key, -1) >= born
 
     def add(self, pack: Pack) -> None:
-        """Enter a pack. One that is there already changes nothing."""
+        """Add a pack, unless it was added before."""
         if pack.name in self._numbers:
             return
         number = self._next
@@ -97,7 +99,7 @@ class Index:
             if self._died and self.buried(key, born):
                 continue
             if key in slots:
-                self._hold_also(key, slot)
+                self._add_place(key, slot)
             else:
                 slots[key] = slot
                 size += length + HEADER_BYTES
@@ -108,83 +110,85 @@ class Index:
         self._changed(True, fresh)
 
     def drop(self, name: str) -> int:
-        """A pack has vanished; keys that lie elsewhere too stay. How many are gone."""
+        """Remove a pack that has vanished. Keys that are in other packs, too, stay. Returns how many keys are gone."""
         number = self._numbers.pop(name, None)
         if number is None:
             return 0
         pack = self._packs[number]
         base = number << _BITS
-        gone = [key for at, key in enumerate(pack.keys()) if self._let_go(key, base + at)]
+        gone = [key for at, key in enumerate(pack.keys()) if self._remove_place(key, base + at)]
         del self._packs[number]
         self.stored -= pack.size
         self._changed(False, gone)
         return len(gone)
 
     def bury(self, name: str, keys: Iterable[bytes]) -> None:
-        """Apply a tombstone. One that is known already changes nothing."""
+        """Apply a tombstone, unless it was applied before."""
         if name in self.tombs:
             return
         keys, stamp, gone = tuple(keys), stamp_of(name), []
         self.tombs[name] = keys
         for key in keys:
             self._died[key] = max(stamp, self._died.get(key, -1))
-            if self._slots.get(key) is not None and self._take_out(key):
+            if self._slots.get(key) is not None and self._apply_tombstones(key):
                 gone.append(key)
         self._changed(False, gone)
 
     def unbury(self, name: str) -> None:
-        """A tombstone has vanished. What it took out stays out until the packs are read again."""
+        """Forget a tombstone that has vanished. The records that it has deleted stay deleted here until the packs are
+        added again."""
         for key in self.tombs.pop(name, ()):
             if self._died.get(key) == stamp_of(name):
                 del self._died[key]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         gone = list(self._slots)
         for table in (self._slots, self._others, self._packs, self._numbers, self._died, self.tombs):
             table.clear()
         self.bytes = self.stored = 0
         self._changed(False, gone)
 
-    def _hold_also(self, key: bytes, slot: int) -> None:
-        """One more place for a key that has one: the earlier answers."""
+    def _add_place(self, key: bytes, slot: int) -> None:
+        """Add another place of a key that has one. From now on the earlier of the two is read."""
         held = later = self._slots[key]
         if self.at(slot)[0].name < self.at(held)[0].name:
-            self._silence(key)
-            self._answer(key, slot)
+            self._clear_place(key)
+            self._set_place(key, slot)
         else:
             later = slot
         self._others.setdefault(key, []).append(later)
 
-    def _let_go(self, key: bytes, slot: int) -> bool:
-        """One place less for ``key``. Whether it was the last."""
+    def _remove_place(self, key: bytes, slot: int) -> bool:
+        """Remove one place of ``key``. If it was the one that is read, the earliest of the others takes its turn.
+        Returns whether the key has no place any more because of that."""
         others = self._others.get(key, [])
         held = self._slots.get(key) == slot
         if held:
-            self._silence(key)
+            self._clear_place(key)
         elif slot in others:
             others.remove(slot)
         if held and others:
             heir = min(others, key=lambda other: self.at(other)[0].name)
             others.remove(heir)
-            self._answer(key, heir)
+            self._set_place(key, heir)
         if not others:
             self._others.pop(key, None)
         return held and key not in self._slots
 
-    def _take_out(self, key: bytes) -> bool:
-        """Let go of the places of ``key`` that a tombstone reaches. Whether none is left."""
+    def _apply_tombstones(self, key: bytes) -> bool:
+        """Remove the places of ``key`` whose records were deleted by a tombstone. Returns whether none is left."""
         for slot in (*self._others.get(key, ()), self._slots[key]):
             pack, at = self.at(slot)
             if self.buried(key, pack.entry(at).born):
-                self._let_go(key, slot)
+                self._remove_place(key, slot)
         return key not in self._slots
 
-    def _answer(self, key: bytes, slot: int) -> None:
+    def _set_place(self, key: bytes, slot: int) -> None:
         self._slots[key] = slot
         self._count(slot, 1)
 
-    def _silence(self, key: bytes) -> None:
+    def _clear_place(self, key: bytes) -> None:
         self._count(self._slots.pop(key), -1)
 
     def _count(self, slot: int, sign: int) -> None:

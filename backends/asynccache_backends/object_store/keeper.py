@@ -1,7 +1,8 @@
-"""What goes on in the background of an open store: finding others' pages, keeping the capacity, saving the index.
+"""The work in the background of an open store: it finds packs of other processes, removes packs beyond the capacity,
+and stores snapshots of the index.
 
-One task. It wakes every ``refresh`` seconds, or when something is due, but never more than once a second; after an
-error it waits twice as long as before, a minute at most. Nothing waits for it but ``stop``.
+All of it is done by one task. The task wakes every ``refresh`` seconds, and when something is due, but at most once a
+second. After an error it waits twice as long as before, up to a minute. Only ``stop`` waits for the task.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _NEVER = 1e9
 
 
 class Keeper:
-    """``refresh`` 0: others' pages are not looked for. ``capacity`` None: no limit."""
+    """Owns that task. ``refresh``: seconds; 0: packs of other processes are not looked for. ``capacity``: bytes of all
+    packs together; None: no limit."""
 
     def __init__(self, catalog: Catalog, client: Client, refresh: float, capacity: int | None) -> None:
         self._catalog = catalog
@@ -35,34 +37,34 @@ class Keeper:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, full: bool) -> None:
-        """Begin; ``full``: with a list of everything."""
+        """Start the task. ``full``: whether it begins with a list of everything."""
         if full:
             self._full_at = 0.0
             self._due.set()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def missed(self) -> None:
-        """A key was asked for that is not known: somebody else may have stored it."""
+        """Look for packs of other processes soon, because a key was asked for that is not known here."""
         if self._refresh:
             self._due.set()
 
     def stored(self) -> None:
-        """A pack was stored."""
+        """Note that a pack was stored, so that packs may have to be removed or a snapshot may be due."""
         if self._full or self._catalog.save_due:
             self._due.set()
 
     async def stop(self) -> None:
-        """Stop, whatever it does. Cancelling it waits for that first."""
+        """Cancel the task and wait until it has ended. Cancelling it does not shorten the waiting."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await settled([task])
 
     async def make_room(self) -> None:
-        """Remove the earliest packs while there are more bytes than the capacity.
+        """Remove the earliest packs until the others fit the capacity. Cancelling it may leave any of them.
 
         Raises:
-            Unavailable: the store refuses. Cancelling it may leave any of them.
+            Unavailable: the store refuses.
         """
         if not self._full:
             return

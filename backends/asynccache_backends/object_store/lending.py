@@ -1,12 +1,13 @@
-"""When the client has let go of a buffer. It sends straight from host pages, and does not say when it is done.
+"""Finds out when the client has let go of the buffers of a request.
 
-A future of the client is over when it has its answer, or at once when it is cancelled; the request behind it may hold
-the buffers for some time more. What it holds is a reference to the object that it was given, so it is given a view of
-its own per buffer, and the view's end is the end of the loan. It has to be a ``memoryview``: that one lets go of its
-buffer before it tells of its end, an array of numpy's afterwards.
+The client sends directly from host pages and does not say when it needs them no more. Its future is done when there is
+an answer, or at once when it is cancelled; the request may still use the buffers for some time. But for so long it has
+references to the objects that it was given. So it is given a view of its own for each buffer, and the loan is over when
+these views are gone. They have to be memoryviews: a memoryview releases its buffer before weak references to it are
+called, an array of NumPy afterwards.
 
-After an answer the views are gone, as a rule, and looking is enough. Only for those that are not is somebody told: on a
-thread of the client, where a call into Python costs 10 µs.
+After an answer the views are usually gone, and it is enough to look. Callbacks are set only for views that are not:
+they run in a thread of the client, where a call into Python costs 10 µs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from asynccache.storage import settled
 
 
 class Loan:
-    """Views of buffers, given away once by ``take``."""
+    """A loan of buffers to one request of the client."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._views = [memoryview(buffer) for buffer in buffers]
@@ -29,21 +30,21 @@ class Loan:
         self._gone: list[weakref.ref[memoryview]] = []
 
     def take(self) -> list[memoryview]:
-        """The views. Whoever takes them keeps no other reference."""
+        """Return a view of each buffer, for the request; only once. The caller must keep no reference to them."""
         views, self._views = self._views, []
         return views
 
     async def over(self) -> None:
-        """Return when nobody has a view any more. Cancelling it waits for that first."""
+        """Wait until all views are gone. Cancelling it does not shorten the waiting."""
         if all(ref() is None for ref in self._refs):
             return
         loop = asyncio.get_running_loop()
         end: asyncio.Future[None] = loop.create_future()
 
         def gone(ref: weakref.ref[memoryview]) -> None:
-            self._gone.append(ref)  # one step, whatever thread it is; a count would be two
+            self._gone.append(ref)  # a list, since appending is atomic and this may run in any thread
             if len(self._gone) == len(self._refs):
-                with suppress(RuntimeError):  # the loop is gone, and with it everybody who could wait
+                with suppress(RuntimeError):  # the loop was closed, so nobody waits any more
                     loop.call_soon_threadsafe(_set, end)
 
         for ref in self._refs:
@@ -52,7 +53,7 @@ class Loan:
                 gone(ref)
             else:
                 self._told.append(weakref.ref(view, gone))
-            del view  # if it was the last, it ends here and now
+            del view  # if this is the last reference, the view ends here
         await settled([end])
 
 

@@ -1,8 +1,9 @@
-"""``object-file:``, a store in a plain folder: what the client library leaves to whoever calls it. Blocking functions.
+"""``object-file:``, a store in a plain folder: what the client library does not do itself. Blocking functions.
 
-The library makes files and folders as the process's umask has it, opens whatever has an object's name, and waits for
-ever where that is a FIFO. So folders are made here, before it looks for them; every file is given its permissions once
-it is there, which lies in a private folder by then; and what is no plain file is refused before it is read.
+The library makes files and folders with the permissions that the process's umask leaves, opens anything that has an
+object's name, and waits for ever if that is a FIFO. So folders are made here, before the library needs them. Every file
+gets its permissions when it was stored; until then its private folder protects it. And what is no plain file is refused
+before it is read.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from pathlib import Path
 from asynccache_backends.file.files import PRIVATE, Folder, NotPlain, make_folder
 from asynccache_backends.object_store.names import INDEX, PACKS
 
-_IN_ROOT = (PACKS, INDEX, "raw")                   # the last one: of a benchmark
+_IN_ROOT = (PACKS, INDEX, "raw")  # "raw" is made by a benchmark
 
 
 class LocalFolder:
-    """``mode``: what the folders are given, and the files without the bits for execution; None: new ones are as private
-    as the folder is, and nothing that is there changes."""
+    """The folder of a store. ``mode``: permissions for folders and, without the bits for execution, for files; None:
+    existing permissions are left alone, and those of new files and folders follow from the root folder's."""
 
     def __init__(self, root: Path, mode: int | None) -> None:
-        """Make the folder if it is not there. Raises OSError: it cannot be made."""
+        """Make the folder if it is missing. Raises OSError if it cannot be made."""
         self.root = root.absolute()
         make_folder(self.root, PRIVATE if mode is None else mode)
         self._changes = mode is not None
@@ -34,10 +35,11 @@ class LocalFolder:
         return f"LocalFolder({str(self.root)!r}, mode={self._mode:04o})"
 
     def prepare(self) -> None:
-        """Make what is missing, look at what is there, and keep out whom the mode keeps out.
+        """Make missing folders, check that there are only plain files among the objects, and set the permissions.
 
         Raises:
-            NotPlain: something lies among the objects that is none. OSError: the disk refuses.
+            NotPlain: there is something else than a plain file.
+            OSError: the disk refuses.
         """
         self._enter(self.root, _IN_ROOT)
         for name in (PACKS, INDEX):
@@ -48,17 +50,18 @@ class LocalFolder:
             self._enter(path, None)
 
     def check(self, path: str) -> None:
-        """Look at an object before it is read.
+        """Check an object before it is read.
 
         Raises:
-            FileNotFoundError: there is none. NotPlain: something else has its name.
+            FileNotFoundError: there is no such object.
+            NotPlain: something else has its name.
         """
         found = os.lstat(self.root / path)
         if not stat.S_ISREG(found.st_mode):
             raise NotPlain(self.root / path, found.st_mode)
 
     def stored(self, path: str) -> None:
-        """Give an object that was just stored its permissions. It may have left by now."""
+        """Set the permissions of an object that was just stored, if it was not removed meanwhile."""
         with suppress(OSError):
             os.chmod(self.root / path, self._mode & 0o666)
 

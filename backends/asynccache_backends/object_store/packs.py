@@ -1,11 +1,12 @@
-"""What a pack looks like. Pure functions.
+"""The format of a pack. Pure functions.
 
     the payloads, one after the other; per record 120 bytes: 32 key · 64 header · 8 offset · 8 length · 8 born;
     64 bytes trailer: 8 magic · 32 schema · 8 number of records · 16 xxh3_128 of the entries and the trailer before it
 
-Headers lie in the footer, so a payload can be sent from the host page it lies in and read without its neighbours. The
-footer is all that a reader needs to know: the size of the object and its last bytes tell where it begins. ``born`` is
-the time in the name of the record's first pack: one that a collection moves is no younger for a tombstone than it was.
+The record headers lie in the footer, so that a payload can be sent directly from its host page. A reader finds the
+footer by the size of the object and its last bytes, and needs nothing else of it. ``born`` is the time in the name of
+the first pack that had the record, in milliseconds since 1970. A collection that moves the record keeps it, so that
+tombstones concern the record as before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asynccache_backends.object_store.names import stamp_of
 
 MAGIC = b"acPACK\x00\x01"
 MAX_RECORDS = (1 << 16) - 1
-MOST_PACK_BYTES = 5 << 30                          # what one request can store
+MOST_PACK_BYTES = 5 << 30  # the most that one request can store
 
 _ENTRY = struct.Struct("<32s64sQQQ")
 _HEAD = struct.Struct("<8s32sQ")
@@ -31,22 +32,22 @@ ENTRY_BYTES = _ENTRY.size
 
 
 class Verdict(Enum):
-    """What a footer turned out to be."""
+    """Whether a footer can be used."""
 
     GOOD = "good"
     DAMAGED = "damaged"
-    FOREIGN = "foreign"                                # whole, perhaps, but of another kind or record schema
+    FOREIGN = "foreign"  # undamaged, but with another record schema
 
 
 class Footer(NamedTuple):
-    """``entries`` is empty unless the verdict is GOOD."""
+    """A footer that was read. ``entries`` is empty unless the verdict is GOOD."""
 
     verdict: Verdict
     entries: bytes
 
 
 class Entry(NamedTuple):
-    """One record of a pack."""
+    """One record of a pack. ``offset`` and ``length`` are those of its payload, in bytes."""
 
     key: bytes
     header: bytes
@@ -56,7 +57,8 @@ class Entry(NamedTuple):
 
 
 class Pack:
-    """A pack that is there. ``live`` records are the ones that the index answers with, ``live_bytes`` their size."""
+    """A stored pack of ``size`` bytes. ``entries`` are those of its footer. ``stamp`` is the time in its name. ``live``
+    is how many of its records are read, and ``live_bytes`` the size of these; the index keeps both."""
 
     __slots__ = ("entries", "live", "live_bytes", "name", "size", "stamp")
 
@@ -73,24 +75,24 @@ class Pack:
 
     @property
     def count(self) -> int:
-        """Records, dead ones included."""
+        """How many records it has, live or not."""
         return len(self.entries) // ENTRY_BYTES
 
     def entry(self, at: int) -> Entry:
-        """The ``at``-th record."""
+        """Return the record at position ``at``."""
         return Entry(*_ENTRY.unpack_from(self.entries, at * ENTRY_BYTES))
 
     def length(self, at: int) -> int:
-        """Its payload's bytes."""
+        """Return the bytes of the payload of the record at position ``at``."""
         end = (at + 1) * ENTRY_BYTES - 8
         return int.from_bytes(self.entries[end - 8 : end], "little")
 
     def births(self) -> Iterator[tuple[bytes, int, int]]:
-        """Every record's key, payload bytes and birth, in order."""
+        """Yield the key, the payload's bytes and ``born`` of every record, in order."""
         return ((key, length, born) for key, _, _, length, born in _ENTRY.iter_unpack(self.entries))
 
     def keys(self) -> Iterator[bytes]:
-        """Every record's key, in order."""
+        """Yield the key of every record, in order."""
         entries = self.entries
         return (entries[at : at + KEY_BYTES] for at in range(0, len(entries), ENTRY_BYTES))
 
@@ -98,7 +100,7 @@ class Pack:
 def pack_entries(
     keys: Sequence[bytes], headers: Sequence[bytes], lengths: Sequence[int], born: Sequence[int]
 ) -> bytes:
-    """The entries of records that lie one after the other."""
+    """Return the entries of records whose payloads lie one after another from the start of the pack."""
     parts, offset = [], 0
     for key, header, length, birth in zip(keys, headers, lengths, born, strict=True):
         parts.append(_ENTRY.pack(key, header, offset, length, birth))
@@ -107,13 +109,13 @@ def pack_entries(
 
 
 def trailer_of(entries: bytes, schema: bytes) -> bytes:
-    """What follows the entries."""
+    """Return the trailer that follows these entries."""
     head = _HEAD.pack(MAGIC, schema, len(entries) // ENTRY_BYTES)
     return head + xxh3_128_digest(entries + head)
 
 
 def footer_bytes(tail: bytes) -> int:
-    """How long the footer is that ends with ``tail``, as its trailer says; 0 if that is none."""
+    """Return the length of the footer that ends with ``tail``, as its trailer says; 0 if that is no trailer."""
     if len(tail) < TRAILER_BYTES:
         return 0
     magic, _, count = _HEAD.unpack_from(tail, len(tail) - TRAILER_BYTES)
@@ -121,7 +123,7 @@ def footer_bytes(tail: bytes) -> int:
 
 
 def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
-    """What the end of an object of ``size`` bytes says. ``tail`` holds the whole footer, and maybe more."""
+    """Parse the footer of an object of ``size`` bytes. ``tail`` is the end of the object, with at least the footer."""
     length = footer_bytes(tail)
     if not 0 < length <= min(len(tail), size):
         return Footer(Verdict.DAMAGED, b"")
@@ -134,7 +136,7 @@ def parse_footer(tail: bytes, size: int, schema: bytes) -> Footer:
 
 
 def in_bounds(entries: bytes, size: int) -> bool:
-    """Whether the payloads lie one after the other in an object of ``size`` bytes and fill it, but for its footer."""
+    """Whether the payloads lie one after another and fill an object of ``size`` bytes up to its footer."""
     at, end = 0, size - len(entries) - TRAILER_BYTES
     for _, _, offset, length, _ in _ENTRY.iter_unpack(entries):
         if offset != at or not length:

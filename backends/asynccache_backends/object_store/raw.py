@@ -1,9 +1,10 @@
-"""The least that one can do with obstore, to hold ours against: for ``asynccache bench store``, never for a cache.
+"""A minimal client on obstore, with which ``asynccache bench store`` compares the backend. No cache uses it.
 
-It packs as ours does, since an object per page would be no opponent: a batch goes to objects of up to 4 MiB each, sent
-from where the pages lie, all at a time; neighbours come back by one range read, and are copied to where they belong.
-That is all: no header, no footer, no index that outlives it, nothing that others could find, no deadline, and nobody
-waits for the client to let go of a page. It shares the connection with the backend and no code that moves a page.
+It puts pages together into objects of up to 4 MiB, as the backend does, since an object for each page would be far too
+slow to compare with. The objects of a batch are sent at the same time, directly from the pages. Pages that lie next to
+each other are read by one range read and copied to their buffers. It has nothing else: no headers, no footers, no index
+that survives it, no pages that others could find, no deadlines, and it does not wait until the client has let go of a
+page. It uses the backend's connection and none of the backend's code that moves pages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ OBJECT_BYTES = 4 << 20
 
 
 class RawClient:
-    """Made by ``raw``. ``folder`` is below the URL's prefix, and removed at the end."""
+    """The client; ``raw`` makes it. Its objects lie in ``folder``, below the URL's prefix, and ``aclose`` removes
+    them."""
 
     def __init__(self, store: Any, folder: str) -> None:
         self._store = store
@@ -32,7 +34,8 @@ class RawClient:
         self._places: dict[bytes, tuple[str, int, int]] = {}
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Store a batch. Cancelling it leaves some of it stored, and may leave values borrowed for a moment."""
+        """Store a batch of values. If it is cancelled some may be stored, and the client may use the buffers for a
+        moment longer."""
         groups: list[list[tuple[bytes, memoryview]]] = []
         room = 0
         for key, value in zip(keys, values, strict=True):
@@ -44,7 +47,8 @@ class RawClient:
         await asyncio.gather(*(self._put(group) for group in groups))
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Read a batch; all of it is there. Cancelling it leaves the buffers undefined."""
+        """Read a batch of values, all of which were put before. If it is cancelled the buffers' content is
+        undefined."""
         runs: list[tuple[str, int, int, list[memoryview]]] = []
         for key, buffer in zip(keys, into, strict=True):
             path, start, end = self._places[key]
@@ -55,7 +59,7 @@ class RawClient:
         await asyncio.gather(*(self._get(*run) for run in runs))
 
     async def aclose(self) -> None:
-        """Remove what was put."""
+        """Remove all objects that were put."""
         import obstore
 
         paths = sorted({path for path, _, _ in self._places.values()})
@@ -84,6 +88,6 @@ class RawClient:
 
 
 async def raw(url: ParsedUrl) -> RawClient:
-    """A bare client of the store that ``url`` names. Nothing is sent yet."""
+    """Return a minimal client for the store of ``url``. Nothing is sent yet."""
     client = connect(url, settings_of(url))
     return RawClient(client.store, f"{client.prefix}raw/{secrets.token_hex(8)}")

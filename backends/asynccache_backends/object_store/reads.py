@@ -1,4 +1,5 @@
-"""Which range reads answer a get: neighbours in a pack are read at once, up to a few MiB. Pure, but for the copies."""
+"""Plans the range reads of a get: pages that lie close to each other in a pack are one read of up to a few MiB. Pure,
+except for the copies."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from asynccache.storage import PageKey, Record
 from asynccache_backends.object_store.index import Index
 from asynccache_backends.object_store.packs import Pack
 
-GAP = 512 << 10                                        # unwanted bytes that cost less than another request
+GAP = 512 << 10  # so many bytes between two wanted pages are read with them, since another request would cost more
 INLINE_BYTES = 128 << 10
 
 
 class Wanted(NamedTuple):
-    """One record of a get: its place in the call, and where its payload lies in the pack."""
+    """One record of a get: ``which`` is its position in the call; ``offset`` and ``length`` are those of its payload in
+    the pack."""
 
     which: int
     header: bytes
@@ -25,7 +27,7 @@ class Wanted(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """One range read."""
+    """One range read, of ``size`` bytes from ``start`` on."""
 
     pack: Pack
     start: int
@@ -33,12 +35,12 @@ class Stretch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How much is read."""
+        """How many bytes are read."""
         return self.end - self.start
 
     @property
     def end(self) -> int:
-        """Where it ends in the pack."""
+        """The offset in the pack at which it ends."""
         last = self.wanted[-1]
         return last.offset + last.length
 
@@ -46,7 +48,8 @@ class Stretch(NamedTuple):
 def plan_reads(
     index: Index, keys: Sequence[PageKey], records: Sequence[Record], most: int
 ) -> tuple[list[Stretch], list[int]]:
-    """The reads that bring every key that is there, and which keys have a page of another length than their record."""
+    """Return the reads for all keys that are stored, of ``most`` bytes each at most; and the positions of keys whose
+    page has another length than their record."""
     stretches: list[Stretch] = []
     wrong: list[int] = []
     for slot, which in sorted(index.slots(keys)):
@@ -64,7 +67,8 @@ def plan_reads(
 
 
 def hand_out(stretch: Stretch, data: Any, records: Sequence[Record]) -> None:
-    """Copy what was read to where it belongs. Runs in a thread where it is much."""
+    """Copy the headers and payloads in ``data``, which was read for ``stretch``, to their records. Large copies run in
+    a thread."""
     source = np.frombuffer(data, np.uint8)
     for which, header, offset, length in stretch.wanted:
         record, at = records[which], offset - stretch.start

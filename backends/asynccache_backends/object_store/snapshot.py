@@ -1,12 +1,14 @@
-"""The index, saved as one object, so that opening does not read every footer; and tombstones. Pure functions.
+"""The formats of snapshots and tombstones. A snapshot is the index in one object, so that opening need not read the
+footers of all packs. Pure functions.
 
     snapshot:   8 magic · 32 schema · 8 cursor · 8 packs · 8 tombstones · 16 xxh3_128 of all else;
                 per pack 32 name · 8 size · 8 records; per tombstone 32 name · 8 keys;
                 all entries of all packs; all keys of all tombstones
     tombstone:  8 magic · 8 keys · 16 xxh3_128 of the keys; the keys
 
-A snapshot is never needed and never trusted unverified: the packs say the same. ``cursor`` is the time, by the store's
-clock, up to which its writer had listed; what is later than that is listed at opening.
+The store does without a snapshot, too, since the footers of the packs say the same. ``cursor`` is the time in seconds
+since 1970, by the store's clock, up to which the snapshot's writer had listed the packs. Later ones are listed at
+opening.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _TOMB_HEAD = struct.Struct("<8sQ16s")
 
 
 class Snapshot(NamedTuple):
-    """What an index held."""
+    """The content of an index. ``tombs`` has the keys of each tombstone by its name."""
 
     cursor: float
     packs: Sequence[Pack]
@@ -40,7 +42,8 @@ class Snapshot(NamedTuple):
 
 
 def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
-    """The object's content. Reads nothing of a pack that ever changes: a thread may do it."""
+    """Return the content of the object. It may run in a thread, since it reads only fields of packs that never
+    change."""
     packs, tombs = snapshot.packs, snapshot.tombs
     body = b"".join([
         *(_PACK.pack(pack.name.encode(), pack.size, pack.count) for pack in packs),
@@ -53,7 +56,7 @@ def pack_snapshot(snapshot: Snapshot, schema: bytes) -> bytes:
 
 
 def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
-    """What ``data`` says, or None if it is not whole or of another schema."""
+    """Return the snapshot in ``data``; None if it is damaged or has another schema."""
     head, checksum = data[: _HEAD.size], data[_HEAD.size : _HEAD.size + _CHECKSUM]
     body = data[_HEAD.size + _CHECKSUM :]
     if len(checksum) < _CHECKSUM or _checksum(head, body) != checksum:
@@ -77,7 +80,8 @@ def parse_snapshot(data: memoryview, schema: bytes) -> Snapshot | None:
 
 
 def _are_names(heads: Sequence[tuple[bytes, Any]]) -> bool:
-    """Whether all names are such as we give: a checksum guards against accidents and not against people."""
+    """Whether all names have the form of ``Clock``'s. The checksum does not tell that: somebody may have made the
+    object by hand."""
     return all(is_name(name.decode("ascii", "replace")) for name, *_ in heads)
 
 
@@ -104,13 +108,13 @@ def _tombs(names: Sequence[tuple[bytes, int]], rest: bytes) -> Iterator[tuple[st
 
 
 def pack_tomb(keys: Sequence[bytes]) -> bytes:
-    """A tombstone's content."""
+    """Return the content of a tombstone."""
     body = b"".join(keys)
     return _TOMB_HEAD.pack(_TOMB_MAGIC, len(keys), xxh3_128_digest(body)) + body
 
 
 def parse_tomb(name: str, data: bytes) -> Sequence[bytes] | None:
-    """The keys that a tombstone names, or None if it is none."""
+    """Return the keys of a tombstone; None if it is damaged."""
     if len(data) < _TOMB_HEAD.size or not is_name(name):
         return None
     magic, count, checksum = _TOMB_HEAD.unpack_from(data)

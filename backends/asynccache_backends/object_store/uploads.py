@@ -1,12 +1,13 @@
-"""From puts to packs: pieces of puts wait in line, share a pack where they are small, and hear when it is stored.
+"""Puts the pages of puts together into packs and sends them.
 
-A pack that is full enough leaves at once, as long as fewer than ``parallel`` are under way. One that is not leaves only
-while fewer than two such are, so what is put meanwhile travels together: many small puts make few objects, and a put
-alone never waits. Nothing is queued beyond what callers wait for.
+The pages of a put are divided into *pieces*, which wait in line. Each pack takes one or more pieces from the head of
+the line. A pack that is at least half full is sent at once, as long as fewer than ``parallel`` packs are being sent. A
+smaller one is sent only while fewer than two such small packs are being sent, and otherwise waits for more pieces. So
+many small puts at a time make few objects, and a put that is alone never waits.
 
-Large payloads are sent from where they lie; small ones are copied together in a thread first, since a buffer of its own
-costs more than the copy. A piece is ``free`` once nobody reads its payloads any more, and ``done`` once it is known
-whether they are stored. A pack all of whose callers have left is given up.
+Large payloads are sent directly from their buffers. Small ones are first copied together in a thread, since each buffer
+of its own costs more than its copy. A piece is ``free`` when nobody reads its payloads any more, and ``done`` when it
+is known whether they are stored. If all callers of a pack have gone, it is given up.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ PARTIAL = 2
 
 
 class Piece:
-    """Records of one put, for one pack. ``done``: None once stored, or why not."""
+    """Records of one put that go into the same pack. ``free``: done when nobody reads its payloads any more. ``done``:
+    its result is None if the records are stored, else the error. ``upload``: the pack that it went into."""
 
-    __slots__ = ("done", "free", "headers", "keys", "load", "payloads", "size")
+    __slots__ = ("done", "free", "headers", "keys", "payloads", "size", "upload")
 
     def __init__(self, keys: Sequence[bytes], headers: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         loop = asyncio.get_running_loop()
@@ -40,23 +42,23 @@ class Piece:
         self.size = sum(payload.nbytes for payload in payloads)
         self.free: asyncio.Future[None] = loop.create_future()
         self.done: asyncio.Future[BaseException | None] = loop.create_future()
-        self.load: _Load | None = None
+        self.upload: _Upload | None = None
 
-    def settle(self, error: BaseException | None) -> None:
-        """Nothing more happens to it."""
+    def end(self, error: BaseException | None) -> None:
+        """Set the outcome: None if it is stored."""
         self.release()
         if not self.done.done():
             self.done.set_result(error)
 
     def release(self) -> None:
-        """Nobody reads its payloads any more."""
+        """Drop the payloads, and let waiters know that nobody reads them any more."""
         self.payloads = ()
         if not self.free.done():
             self.free.set_result(None)
 
 
-class _Load:
-    """A pack under way. ``wanted``: pieces whose callers still wait."""
+class _Upload:
+    """A pack that is being sent. ``wanted``: how many of its pieces have callers that still wait."""
 
     __slots__ = ("name", "pieces", "size", "task", "wanted")
 
@@ -69,7 +71,12 @@ class _Load:
 
 
 class Uploads:
-    """``stored`` is told of every pack before its callers are."""
+    """The packs that wait or are being sent.
+
+    ``pack``: the bytes of a full pack. ``parallel``: how many are sent at a time. ``stored`` is called with every pack
+    that was stored, before the callers of its pieces hear of it. ``lends``: whether buffers are passed to the client as
+    they are; otherwise all payloads are copied.
+    """
 
     def __init__(
         self, client: Client, clock: Clock, workers: Workers, schema: bytes, *, pack: int, parallel: int,
@@ -84,17 +91,18 @@ class Uploads:
         self._stored = stored
         self._lends = lends
         self._line: deque[Piece] = deque()
-        self._away: set[_Load] = set()
+        self._sending: set[_Upload] = set()
 
     def __repr__(self) -> str:
-        return f"Uploads(waiting={len(self._line)}, under_way={len(self._away)})"
+        return f"Uploads(waiting={len(self._line)}, under_way={len(self._sending)})"
 
     def under_way(self) -> set[str]:
-        """The names of packs that are being sent."""
-        return {load.name for load in self._away}
+        """Return the names of the packs that are being sent."""
+        return {upload.name for upload in self._sending}
 
     def share(self, sizes: Sequence[int]) -> list[slice]:
-        """How a put's records are dealt out to pieces: evenly, and none larger than a pack unless a record is."""
+        """Divide the records of a put, with these payload sizes, into pieces. The pieces are about equal, and none is
+        larger than a pack unless a single record is."""
         total = sum(sizes)
         target = total / max(1, -(-total // self._pack))
         cuts, start, size = [], 0, 0
@@ -106,46 +114,47 @@ class Uploads:
         return [*cuts, slice(start, len(sizes))] if sizes else []
 
     def submit(self, pieces: Sequence[Piece]) -> None:
-        """Get them stored. Each piece's futures tell how it went."""
+        """Have the pieces stored. Wait for their futures to know how that ends."""
         self._line.extend(pieces)
         self._start()
 
     def withdraw(self, piece: Piece) -> None:
-        """Its caller has left. It is stored, or it is not; wait for ``free`` before its buffers are used again."""
-        load = piece.load
-        if load is None:
+        """Note that the piece's caller was cancelled. It may be stored or not. The caller must wait for ``free`` before
+        the buffers are used again."""
+        upload = piece.upload
+        if upload is None:
             if piece in self._line:
                 self._line.remove(piece)
-                piece.settle(Unavailable("the put was cancelled"))
+                piece.end(Unavailable("the put was cancelled"))
             return
-        load.wanted -= 1
-        if not load.wanted:
-            load.task.cancel()
+        upload.wanted -= 1
+        if not upload.wanted:
+            upload.task.cancel()
 
     async def drain(self) -> None:
-        """Give up what waits and what is under way; return when nobody reads a payload any more."""
+        """Give up all packs, and wait until nobody reads a payload any more."""
         while self._line:
-            self._line.pop().settle(Unavailable("the store is closing"))
-        tasks = [load.task for load in self._away]
+            self._line.pop().end(Unavailable("the store is closing"))
+        tasks = [upload.task for upload in self._sending]
         for task in tasks:
             task.cancel()
         await settled(tasks)
 
     def _start(self) -> None:
-        while self._line and len(self._away) < self._parallel:
+        while self._line and len(self._sending) < self._parallel:
             count, size = self._fit()
-            partial = sum(load.size < self._pack // 2 for load in self._away)
+            partial = sum(upload.size < self._pack // 2 for upload in self._sending)
             if size < self._pack // 2 and partial >= PARTIAL:
                 return
-            load = _Load(self._clock.name(), [self._line.popleft() for _ in range(count)], size)
-            for piece in load.pieces:
-                piece.load = load
-            self._away.add(load)
-            load.task = asyncio.get_running_loop().create_task(self._carry(load))
-            load.task.add_done_callback(self._ended)
+            upload = _Upload(self._clock.name(), [self._line.popleft() for _ in range(count)], size)
+            for piece in upload.pieces:
+                piece.upload = upload
+            self._sending.add(upload)
+            upload.task = asyncio.get_running_loop().create_task(self._carry(upload))
+            upload.task.add_done_callback(self._ended)
 
     def _fit(self) -> tuple[int, int]:
-        """How many pieces from the head of the line the next pack takes, and their bytes."""
+        """Return how many pieces from the head of the line go into the next pack, and how many bytes they have."""
         count = size = records = 0
         for piece in self._line:
             if count and (size + piece.size > self._pack or records + len(piece.keys) > MAX_RECORDS):
@@ -153,32 +162,32 @@ class Uploads:
             count, size, records = count + 1, size + piece.size, records + len(piece.keys)
         return count, size
 
-    async def _carry(self, load: _Load) -> None:
-        """Store one pack. ``_ended`` follows, also where it is cancelled before it begins."""
-        self._stored(await self._send(load))
+    async def _carry(self, upload: _Upload) -> None:
+        """Store one pack. ``_ended`` is called when this task has ended, even if it was cancelled before it began."""
+        self._stored(await self._send(upload))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Whatever happened, the pieces hear of it."""
-        load = next(load for load in self._away if load.task is task)
-        self._away.discard(load)
+        """Tell the pieces of a pack how its task has ended, and send the next pack."""
+        upload = next(upload for upload in self._sending if upload.task is task)
+        self._sending.discard(upload)
         error = Unavailable("the put was cancelled") if task.cancelled() else task.exception()
-        for piece in load.pieces:
-            piece.settle(error)
+        for piece in upload.pieces:
+            piece.end(error)
         self._start()
 
-    async def _send(self, load: _Load) -> Pack:
-        name, pieces = load.name, load.pieces
+    async def _send(self, upload: _Upload) -> Pack:
+        name, pieces = upload.name, upload.pieces
         payloads = [payload for piece in pieces for payload in piece.payloads]
         lengths = [payload.nbytes for payload in payloads]
         keys, headers = [k for p in pieces for k in p.keys], [h for p in pieces for h in p.headers]
         entries = pack_entries(keys, headers, lengths, [stamp_of(name)] * len(keys))
         footer = entries + trailer_of(entries, self._schema)
         path = f"{PACKS}/{name}"
-        if self._lends and load.size >= LEAST_LENT * len(payloads):
+        if self._lends and upload.size >= LEAST_LENT * len(payloads):
             await self._lend(path, payloads, footer)
         else:
-            await self._client.create(path, await self._joined(load, payloads, footer))
-        return Pack(name, load.size + len(footer), entries)
+            await self._client.create(path, await self._joined(upload, payloads, footer))
+        return Pack(name, upload.size + len(footer), entries)
 
     async def _lend(self, path: str, payloads: Sequence[memoryview], footer: bytes) -> None:
         loan = Loan(payloads)
@@ -187,15 +196,13 @@ class Uploads:
         finally:
             await loan.over()
 
-    async def _joined(self, load: _Load, payloads: list[memoryview], footer: bytes) -> bytes:
-        """The pack in one run; its pieces are free then."""
-        if load.size <= INLINE_BYTES:
+    async def _joined(self, upload: _Upload, payloads: list[memoryview], footer: bytes) -> bytes:
+        """Return a copy of the whole pack in one buffer. The pieces are ``free`` then."""
+        if upload.size <= INLINE_BYTES:
             data = b"".join([*payloads, footer])
         else:
-            joining = self._workers.call(b"".join, [*payloads, footer])
-            await settled([joining])
-            data = joining.result()
+            data = await self._workers.run(b"".join, [*payloads, footer])
         payloads.clear()
-        for piece in load.pieces:
+        for piece in upload.pieces:
             piece.release()
         return data

@@ -1,6 +1,7 @@
-"""On which line of a TOML text each table and key stands: the parser of the standard library does not say.
+"""The line numbers of tables and keys in a TOML text, for error messages. ``tomllib`` does not give them.
 
-The text is known to be good TOML, so this only has to skip values: strings of four kinds, comments, brackets.
+The text has been parsed before and is correct TOML. So this module only has to find where a value ends: it knows the
+four kinds of strings, comments and brackets.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ _TOKEN = re.compile(
 )
 
 
-def places(text: str) -> dict[Path, int]:
-    """Line numbers from 1 on, by path. What stands in an inline table or an array is not listed by itself."""
+def line_numbers(text: str) -> dict[Path, int]:
+    """Return the line of each table and key by its path, counted from 1. Keys inside an inline table or an array have
+    no entry."""
     found: dict[Path, int] = {}
     table: Path = ()
     for line, at in _statements(text):
@@ -34,12 +36,12 @@ def places(text: str) -> dict[Path, int]:
 
 
 def line_of(path: Path, found: dict[Path, int]) -> int | None:
-    """The line of ``path``, or of the nearest table or value around it."""
+    """Return the line of ``path``; if it has no entry, that of the nearest table or value around it; else None."""
     return next((found[path[:n]] for n in range(len(path), 0, -1) if path[:n] in found), None)
 
 
 def _statements(text: str) -> Iterator[tuple[int, int]]:
-    """Line and offset of every key and header."""
+    """Yield the line and the offset at which each key of a value and each table's header begins."""
     at, line, depth, fresh = 0, 1, 0, True
     while at < len(text):
         token = _TOKEN.match(text, at)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccache.configuration.places import line_of, places
+from asynccache.configuration.line_numbers import line_numbers, line_of
 
 TEXT = '''\
 # key = 1
@@ -33,7 +33,7 @@ p = """q""""
 
 def test_every_key_has_its_line() -> None:
     tomllib.loads(TEXT.replace("[ j . m ]", "[j2.m]"))
-    found = places(TEXT)
+    found = line_numbers(TEXT)
     assert found == {
         ("a",): 2, ("d.e",): 6, ("h",): 10, ("h", "i"): 10, ("j",): 11, ("j", "k"): 12, ("j", "m"): 13,
         ("j", "m", "n"): 14, ("j", "m", "p"): 16,
@@ -41,7 +41,7 @@ def test_every_key_has_its_line() -> None:
 
 
 def test_what_has_no_line_has_that_of_what_is_around_it() -> None:
-    found = places(TEXT)
+    found = line_numbers(TEXT)
     assert line_of(("j", "k", "l"), found) == 12
     assert line_of(("z",), found) is None
 
@@ -75,4 +75,4 @@ def test_lines_of_made_up_files(tables: dict[str, dict[str, Any]]) -> None:
         expected[path] = text.count("\n") + 1
         text += line + "\n"
     assert tomllib.loads(text) == tables
-    assert places(text) == expected
+    assert line_numbers(text) == expected
