@@ -1,4 +1,4 @@
-"""What is left of a run in the core when nothing should be: slots that nobody has, and pins that nobody holds."""
+"""Finds leaks in the core after a run: slots that are neither free nor in the tree, and pins that no lease explains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from asynccache.core.tree import Node
 
 
 class Left(NamedTuple):
-    """``device_pages`` and ``host_pages``: slots neither free nor in the tree, all components."""
+    """What leaked. ``device_pages``, ``host_pages``: slots of all components that are neither free nor in the tree.
+    ``pins``: leases that are still open, and pins that the tree still counts."""
 
     device_pages: int
     host_pages: int
@@ -19,7 +20,8 @@ class Left(NamedTuple):
 
 
 def look(core: CacheCore) -> Left:
-    """Walks the whole tree."""
+    """Count what leaked. To be called when all requests have ended and no operation is in flight; it walks the whole
+    tree."""
     statistics = core.statistics()
     shelves = (*statistics.device, *statistics.host)
     missing = [shelf.capacity - shelf.free for shelf in shelves]
@@ -33,7 +35,7 @@ def look(core: CacheCore) -> Left:
 
 
 def nodes(core: CacheCore) -> Iterator[Node]:
-    """All of them, in an order that is the same for trees that grew the same way."""
+    """All nodes of the tree, in an order that is the same for trees that grew in the same way."""
     stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""The report of a run as plain values: what ``--json`` writes, and what the summary is made from."""
+"""The report of a run as plain values: ``--json`` writes it, and the summary and the page are made from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from asynccache import compiled
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
@@ -16,7 +16,7 @@ Report = dict[str, Any]
 
 
 class Leaks(NamedTuple):
-    """What is left when nothing should be."""
+    """What was left after the run, when nothing should be: see ``leaks.Left``; ``tasks``: of asyncio."""
 
     device_pages: int
     host_pages: int
@@ -24,8 +24,8 @@ class Leaks(NamedTuple):
     tasks: int
 
 
-def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
-    """``cache``: what the cache says about itself (``stages``, ``evicted``, ``lost_pages``, ...), as plain values."""
+def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
+    """The report. ``cache``: the cache's own figures (``stages``, ``evicted``, ``lost_pages``, ...) as plain values."""
     report: Report = {
         "command": settings.command,
         "core": compiled.CORE,

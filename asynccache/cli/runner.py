@@ -1,7 +1,7 @@
-"""Lets requests arrive, runs them side by side, cancels some, and ends when all have ended.
+"""Runs the requests of a workload side by side: lets them arrive, cancels some, and waits until all have ended.
 
-A request waits for its time, then for one of ``concurrency`` places. In a replay by the clock (``--speed``) it arrives
-whether there is a place or not, prefetches at once, and waits then.
+A request waits for its time, then for one of ``concurrency`` places. In a replay by the clock (``--speed``) a request
+arrives whether or not a place is free: it prefetches at once and waits for a place after that.
 """
 
 from __future__ import annotations
@@ -10,31 +10,71 @@ import asyncio
 import random
 import time
 import traceback
+from collections.abc import Coroutine, Generator
 from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
-from asynccache.cli.interrupt import CancelledAt
-from asynccache.cli.options import Settings
-from asynccache.cli.request import Request, Source
+from asynccache.cli.options import RunSettings
+from asynccache.cli.request import RunRequest, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.tally import Tally
 from asynccache.cli.trace import TraceClock
 from asynccache.errors import CacheClosed, CacheFull, RankFailure
 
+_T = TypeVar("_T")
 
-class Driver:
-    """Runs one workload to its end. ``stop`` lets what runs finish, ``abort`` cancels it."""
+
+class CancelledAt(Generic[_T]):
+    """Runs ``work`` and cancels it at its n-th await, so that a seed cancels at the same place in every run.
+
+    To be awaited in a task of its own: at await number ``at`` (None: never) that task cancels itself, as if from
+    outside. ``awaits`` counts how often ``work`` has really given control to the event loop.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, _T], at: int | None) -> None:
+        self._work = work
+        self._at = at
+        self.awaits = 0
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        steps = self._work.__await__()
+        try:
+            waited = next(steps)
+            while True:
+                self.awaits += 1
+                if self.awaits == self._at:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.cancel()
+                try:
+                    sent = yield waited
+                except BaseException as error:
+                    waited = steps.throw(error)
+                else:
+                    waited = steps.send(sent)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+class RequestRunner:
+    """Runs one workload to its end. ``stop`` admits no more requests and lets those that run finish; ``abort``
+    cancels those too.
+
+    ``trace``: the stack of the first error that no request may meet; None if there was none.
+    """
 
     def __init__(
-        self, server: Server, source: Source, settings: Settings, tally: Tally, time_of_trace: TraceClock | None = None
+        self, server: Server, source: Source, settings: RunSettings, tally: Tally, clock: TraceClock | None = None
     ) -> None:
         self.tally = tally
-        self._time_of_trace = time_of_trace
         self.running = 0
         self.stopping = False
         self.trace: str | None = None
+        self._clock = clock
         self._server = server
         self._source = source
-        self._clock = bool(settings.speed)
+        self._timed = bool(settings.speed)
         self._cancel_rate = settings.cancel_rate
         self._places = asyncio.Semaphore(settings.concurrency)
         self._rng = random.Random(settings.seed + 1)
@@ -44,12 +84,12 @@ class Driver:
 
     @property
     def total(self) -> int | None:
-        """How many requests there will be, where that is known."""
+        """How many requests there will be; None if that is not known."""
         return self._source.total
 
     async def run(self) -> None:
-        """Return when the source has no more requests, or after ``stop``, and all have ended. Cancelling cancels
-        the requests that run and waits for them."""
+        """Return when the source has no more requests, or after ``stop``, and all requests have ended. Cancelling
+        cancels the requests that run and waits for them."""
         began = time.monotonic()
         try:
             while not self.stopping and (request := self._source.next()) is not None:
@@ -65,12 +105,12 @@ class Driver:
             await self._drained()
 
     def stop(self) -> None:
-        """No new requests."""
+        """Admit no more requests."""
         self.stopping = True
         self._stopped.set()
 
     def abort(self) -> None:
-        """Cancel what runs."""
+        """Admit no more requests, and cancel those that run."""
         self.stop()
         for task in self._tasks:
             task.cancel()
@@ -85,15 +125,16 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._stopped.wait()
-        if not self._clock:
+        if not self._timed:
             await self._places.acquire()
 
-    async def _one(self, request: Request) -> None:
+    async def _one(self, request: RunRequest) -> None:
         self.running += 1
         self.tally.requests += 1
-        if self._time_of_trace is not None:
-            self._time_of_trace.begin(request)
-        work = CancelledAt(self._served(request), self._cancel_at())
+        if self._clock is not None:
+            self._clock.begin(request)
+        serving = self._server.serve(request, self._places if self._timed else None)
+        work = CancelledAt(serving, self._cancel_at())
         try:
             await work
             self._awaits += (work.awaits - self._awaits) * 0.05
@@ -104,7 +145,7 @@ class Driver:
             self.tally.problem(f"request {request.number} gave up: {error}")
         except (CacheClosed, RankFailure):
             self.tally.failed += 1
-            self.stop()  # whoever closes the cache learns why it had closed itself
+            self.stop()  # the session that closes the cache reports why the cache had closed itself
         except Exception as error:
             self._broken(request, error)
         finally:
@@ -112,19 +153,13 @@ class Driver:
             self._source.done(request)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Give the place back, also of a request that was cancelled before its first step."""
+        """Give the place back, also if the request was cancelled before its first step."""
         self._tasks.discard(task)
-        if not self._clock:
+        if not self._timed:
             self._places.release()
 
-    async def _served(self, request: Request) -> None:
-        if self._clock:
-            await self._server.serve(request, self._places)
-        else:
-            await self._server.serve(request)
-
-    def _broken(self, request: Request, error: Exception) -> None:
-        """An error that no request may meet: the run is over. The first one's trace is kept."""
+    def _broken(self, request: RunRequest, error: Exception) -> None:
+        """Note an error that no request may meet, and stop the run. Only the first error's stack is kept."""
         self.tally.failed += 1
         self.tally.problem(f"request {request.number} met {type(error).__name__}: {error}")
         if self.trace is None:
@@ -132,6 +167,7 @@ class Driver:
         self.stop()
 
     def _cancel_at(self) -> int | None:
+        """The await at which this request is cancelled; None: it is not. Drawn from the usual number of awaits."""
         if self._rng.random() >= self._cancel_rate:
             return None
         return 1 + int(self._rng.random() * self._awaits)

@@ -10,7 +10,7 @@ import pytest
 
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import LAGS_MS, TICK, Meter, Samples, Spread, peak_rss, spread
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.tally import Paths, Tally
 
 
@@ -39,7 +39,7 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
 
     def size(rounds: int) -> int:
         meter, tally = Meter(), Tally(paths=Paths(limit=1 << 10))
-        request = Request(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
+        request = RunRequest(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
         values = np.arange(4, dtype=np.uint64)
         monkeypatch.setattr(meter, "_arm", lambda: None)
         for number in range(rounds):

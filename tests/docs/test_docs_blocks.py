@@ -27,7 +27,7 @@ import pytest
 from asynccache import load_config
 from asynccache.cli import bench_tree
 from asynccache.cli.main import main
-from asynccache.cli.options import settle
+from asynccache.cli.options import resolve_options
 from asynccache.configuration import describes_cache
 from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
@@ -225,7 +225,7 @@ def test_files_can_be_used(block: Block, tmp_path: Path) -> None:
     if describes_cache(table):
         assert load_config(file, env={}).model == table["model"]
     for command in ("stress", "replay"):
-        settings = settle(command, {"config": str(file), "trace": "-"}, env={})
+        settings = resolve_options(command, {"config": str(file), "trace": "-"}, env={})
         for name, value in table.get(command, {}).items():
             assert getattr(settings, name) == value
 
