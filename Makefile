@@ -128,7 +128,7 @@ bench: $(VENV)/.installed-cli
 	$(BIN)/asynccache bench store --json $(BENCH)/store.json
 	$(BIN)/asynccache bench runtime --json $(BENCH)/runtime.json
 
-docs: $(VENV)/.installed-dev
+docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
@@ -161,9 +161,16 @@ $(VENV)/.installed-cli: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) -e '.[cli]'
 	@touch $@
 
+# The site is made from the sources as text: neither torch nor anything else of ours has to be there.
+$(VENV)/.installed-docs: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "mkdocs is installed, about 30 MB"
+	$(INSTALL) $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'
-	@touch $@ $(VENV)/.installed-cli
+	@touch $@ $(VENV)/.installed-cli $(VENV)/.installed-docs
 
 $(VENV)/.installed-gpu: $(VENV)/.created pyproject.toml constraints.txt
 	$(INSTALL) -e '.[dev]'

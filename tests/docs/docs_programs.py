@@ -90,7 +90,7 @@ def make(arguments: list[str]) -> int:
     folder.mkdir(exist_ok=True)
     if not (folder / "bin").exists():
         (folder / "bin").symlink_to(Path(sys.executable).parent)
-    for stamp in (".created", ".installed-cli", ".installed-dev"):
+    for stamp in (".created", ".installed-cli", ".installed-docs", ".installed-dev"):
         (folder / stamp).touch()
     only_say = ["-n"] if arguments == ["test"] else []
     command = ["make", "-C", str(ROOT), f"VENV={folder.resolve()}", *only_say, *arguments]

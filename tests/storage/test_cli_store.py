@@ -92,7 +92,7 @@ def test_stat_for_a_person(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["store", "stat", f"file:{folder}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"file:{folder}: 80 pages, 980 KiB; ")
-    assert lines[0].endswith(" of 64 MiB in 1 segments")
+    assert lines[0].endswith(" of 64.0 MiB in 1 segments")
     assert [line.split()[0] for line in lines[1:3]] == ["20", "60"]
     assert lines[3] == "  by age: 80 below an hour"
     assert lines[4].startswith("  it answers in ")
@@ -198,7 +198,7 @@ def test_old_pages_are_counted_then_collected(
     assert (report["pages"], report["waste"], report["dry_run"]) == (80, 0, False)
     assert report["size"] >= 80 * 64
     assert main(["store", "stat", url]) == 0
-    assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 0 B in 0 segments\n")
+    assert capsys.readouterr().out.startswith(f"{url}: 0 pages, 0 B; 0 B of 64.0 MiB in 0 segments\n")
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, 0), ("\n", 1, 80), ("no\n", 1, 80), ("", 1, 80)])
