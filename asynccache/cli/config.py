@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
     parser.add_argument("file", metavar="FILE", nargs="?",
                         help="a TOML file (default: the one that ASYNCCACHE_CONFIG names)")
-    parser.add_argument("--json", action="store_true", help="show: as JSON")
+    parser.add_argument("--json", action="store_true", help="show: print JSON instead of TOML")
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -23,8 +23,8 @@ from asynccache.cli.presses import Presses
 from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
-    "store": "the storage tier: CPU and bandwidth per page",
-    "tree": "the core: time and memory per operation",
+    "store": "CPU time and bandwidth per page of a store",
+    "tree": "time and memory of each operation of the core",
     "runtime": "what an await adds to a call of the core",
     "ranks": "operations on their way to workers and back, beside a bare TCP echo of the same bytes",
     "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
@@ -97,6 +97,11 @@ def _refused(sentence: str, debug: bool) -> int:
     return 2
 
 
+def _sentence(text: str) -> str:
+    """A help text as a sentence of its own."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def _see(arguments: list[str]) -> str:
     command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, *_TOOLS) else ""
     return f"; see asynccache {command} --help" if command else ""
@@ -134,7 +139,7 @@ def _fill(parser: argparse.ArgumentParser, command: str) -> None:
 
 def _run(arguments: list[str]) -> int:
     name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
-    parser = _Parser(prog=f"asynccache {name}", description=_COMMANDS[name] + ".")
+    parser = _Parser(prog=f"asynccache {name}", description=_sentence(_COMMANDS[name]))
     _fill(parser, name)
     settings = resolve_options(name, vars(parser.parse_args(arguments[1:])))
     with Presses() as presses:
@@ -147,7 +152,7 @@ def _tool(name: str, arguments: list[str]) -> int:
     """Run one of ``_TOOLS``: a module of its own, which is imported only when its command runs."""
     module: Any = import_module(f"asynccache.cli.{name}")
     help_, needs_arguments = _TOOLS[name]
-    parser = _Parser(prog=f"asynccache {name}", description=help_[0].upper() + help_[1:] + ".")
+    parser = _Parser(prog=f"asynccache {name}", description=_sentence(help_))
     module.add_arguments(parser)
     status: int = module.execute(parser.parse_args(arguments or (["--help"] if needs_arguments else [])))
     return status
@@ -160,7 +165,8 @@ def _bench(arguments: list[str]) -> int:
                         help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
     module: Any = import_module(f"asynccache.cli.bench_{chosen}")
-    own = _Parser(prog=f"asynccache bench {chosen}", description=BENCHES[chosen] + ".", conflict_handler="resolve")
+    own = _Parser(prog=f"asynccache bench {chosen}", description=_sentence(BENCHES[chosen]),
+                  conflict_handler="resolve")  # fmt: skip
     own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
                      help="where the figures go (default: -)")
     own.add_argument("--report", metavar="FILE.html", help="also write the figures as one page with plots")

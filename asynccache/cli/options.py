@@ -206,9 +206,6 @@ def _storage(text: str) -> str | tuple[str, ...] | None:
     return urls[0] if len(urls) == 1 else urls
 
 
-def _text(text: str) -> str:
-    return text
-
 
 def _both(value: Any) -> Mapping[str, Any]:
     return {"replay": value, "stress": value}
@@ -278,9 +275,9 @@ OPTIONS: tuple[Option, ...] = (
            "each rank waits a random time, up to MS milliseconds, before each batch"),
     Option("serve", _port, _both(None), "PORT",
            "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port"),
-    Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
-    Option("json", _text, _both(None), "PATH|-", "write the report as JSON"),
-    Option("report", _text, _both(None), "FILE.html", "write the report as one page with plots"),
+    Option("config", str, _both(None), "FILE", "a TOML file with these options by name"),
+    Option("json", str, _both(None), "PATH|-", "write the report as JSON"),
+    Option("report", str, _both(None), "FILE.html", "write the report as one page with plots"),
     Option("quiet", None, _both(False), "", "neither a live display nor a summary"),
 )
 

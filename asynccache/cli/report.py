@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from asynccache import compiled
+from asynccache.cli.leaks import Leaks
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
 from asynccache.cli.options import RunSettings
 from asynccache.cli.samples import percentiles
@@ -13,15 +14,6 @@ from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
 
 Report = dict[str, Any]
-
-
-class Leaks(NamedTuple):
-    """What was left after the run, when nothing should be: see ``leaks.Left``; ``tasks``: of asyncio."""
-
-    device_pages: int
-    host_pages: int
-    pins: int
-    tasks: int
 
 
 def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:

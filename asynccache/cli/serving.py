@@ -145,7 +145,7 @@ class Server:
         began = time.monotonic()
         async with self._lease(request, text, reserved, handle) as lease:
             try:
-                await self._arrived(lease)
+                await lease.loaded()
                 wait = time.monotonic() - began
                 self._tally.verdict(request, await stream.verify(list(self._expected(lease, text, lease.cached))))
                 await self._prefill(request, text, lease, stream)
@@ -168,9 +168,6 @@ class Server:
         )
         return lease
 
-    async def _arrived(self, lease: Lease) -> None:
-        """Return when the lease's pages are on the device."""
-        await lease.loaded()
 
     async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Piece]) -> object:
         """Fill these pages. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still
@@ -178,13 +175,11 @@ class Server:
         await stream.write(pieces)
         return None
 
-    async def _iterate(self) -> None:
-        """Let other tasks run, as between two decoding steps."""
-        await asyncio.sleep(0)
 
     def _note_path(self, text: Text, end: int) -> None:
         prompt = text.prompt // self._page
-        self._tally.path(text.values, prompt, end // self._page if self._insert_outputs else prompt, text.prompt)
+        pages = end // self._page if self._insert_outputs else prompt
+        self._tally.paths.add(text.values[:pages], prompt, text.prompt)
 
     def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
         """The pages that a lease with ``end`` cached tokens must hold: all of FULL, SWA over the window before ``end``,
@@ -250,7 +245,7 @@ class Server:
             if room < end:
                 self._tally.cut_short += 1
                 break
-            await self._iterate()
+            await asyncio.sleep(0)  # lets other requests run, as between two decoding steps
             lease.advance(end)
             position = end
         self._tally.output_tokens += position - text.prompt

@@ -139,9 +139,9 @@ class Session:
             found = await self._serve(config, device, source)
         finally:
             await device.aclose()
-        left: leaks.Left = found.pop("left")
+        left: leaks.Leaks = found.pop("left")
         tasks = len(asyncio.all_tasks() - before)
-        return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+        return self._report(found, left._replace(tasks=tasks))
 
     async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
         """Serve all requests; returns what is found in the cache when they have ended. If the cache closes itself, that
@@ -255,7 +255,7 @@ class Session:
             audit.check(core, idle=idle)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
-        left = leaks.look(core) if idle else leaks.Left(0, 0, 0)  # operations still in flight hold pages rightly
+        left = leaks.look(core) if idle else leaks.Leaks()  # operations still in flight hold pages rightly
         return {"left": left, **facts(cache, self._settings.page_size)}
 
     async def _flush(self, cache: AsyncCache) -> None:
@@ -274,7 +274,7 @@ class Session:
                 while any(core.statistics().operations.values()):  # noqa: ASYNC110  there is no event to wait for
                     await asyncio.sleep(0.01)
 
-    def _report(self, found: dict[str, Any], left: report.Leaks) -> report.Report:
+    def _report(self, found: dict[str, Any], left: leaks.Leaks) -> report.Report:
         if any(left):
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
         result = report.build(self._settings, self._tally, self._meter, found, left)

@@ -25,7 +25,7 @@ from asynccache.storage import Stored, parse_size
 ACTIONS = {
     "ls": "list every page's key, size and age",
     "stat": "say how much is stored, how old it is, and whether the store answers",
-    "verify": "read every stored page; drop and count the damaged ones",
+    "verify": "read every stored page, drop and count the damaged ones",
     "gc": "remove what cannot be used any more, and pages older than --older-than",
     "clear": "remove every page",
 }

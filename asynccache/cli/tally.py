@@ -123,10 +123,6 @@ class Tally:
         self.first_token.append(wait + (request.length - cached) / rate * slowdown)
         self.first_token_without.append(request.length / rate * slowdown)
 
-    def path(self, values: Values, prompt: int, end: int, tokens: int) -> None:
-        """Note that a request, whose prompt has ``tokens`` tokens, looked up the first ``prompt`` pages of ``values``
-        and left the first ``end`` of them in the cache."""
-        self.paths.add(values[:end], prompt, tokens)
 
     def verdict(self, request: RunRequest, verdict: Verdict) -> None:
         """Count pages of a request that were read back; wrong ones make a problem."""

@@ -45,7 +45,7 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
         for number in range(rounds):
             meter._tick()
             tally.prompt(request._replace(number=number), 16, (16, 0, 0), 0.1, 8000.0, 1.0)
-            tally.path(values, 3, 4, 64)
+            tally.paths.add(values[:4], 3, 64)
             tally.problem("nothing is right")
         meter.stop()
         return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent, meter._counts)))

@@ -68,10 +68,10 @@ class RankedSession(Session):
                 async with Crew(duties, secret, Path(folder)) as crew:
                     cache = AsyncCache(whole, workers=workers)
                     found = _NOTHING | await self._served(cache, crew, workers, _pools(shards), source)
-        left: leaks.Left = found.pop("left", leaks.Left(0, 0, 0))
+        left: leaks.Leaks = found.pop("left", leaks.Leaks())
         self._add_up(crew.members)
         tasks = len(asyncio.all_tasks() - before) + sum(one.account["tasks"] for one in crew.members if one.account)
-        result = self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+        result = self._report(found, left._replace(tasks=tasks))
         return result | _about(result, crew, topology)
 
     async def _served(
