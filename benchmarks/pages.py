@@ -1,10 +1,10 @@
-"""What ``Pages`` costs beside the asynchronous stores under it: ``python benchmarks/pages.py [URL]``.
+"""What ``Pages`` costs beyond the asynchronous stores below it: ``python benchmarks/pages.py [URL]``.
 
-Both move the same pages through the same kind of store, each with a loop in a thread of its own, in one process and in
-turns, so that what else the machine does hits both alike; the medians of the rounds are printed. The asynchronous path
-calls ``TieredStore`` with keys and views that are ready. ``Pages`` makes its keys and views for each call, hands them
-to its thread, and waits for the future. CPU is the process's, user and system, all threads, in µs a page; ``own`` is
-the difference of a round's two figures.
+Both move the same pages through the same kind of store, each with an event loop in a thread of its own. They take turns
+in one process, so that other work of the machine slows both alike; the medians over the rounds are printed. The
+asynchronous path calls ``TieredStore`` with keys and views that were made before. ``Pages`` makes its keys and views
+for each call, hands them to its thread, and waits for the future. CPU time is that of all threads of the process, user
+and system, in µs for each page; ``own`` is the difference of the two figures of a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GOAL = 3.0
 
 
 class Load:
-    """``pages`` pages in each call, ``calls`` calls in a round; the keys of a round's puts are new."""
+    """The pages that are moved: ``pages`` of them in each call, and ``calls`` calls in a round. Each round has new
+    keys."""
 
     def __init__(self, pages: int, page_bytes: int, calls: int) -> None:
         self.pages, self.page_bytes, self.calls = pages, page_bytes, calls
@@ -36,19 +37,19 @@ class Load:
         self._round = 0
 
     def fresh(self) -> list[list[bytes]]:
-        """The keys of the next round, by call."""
+        """The keys of the next round, call by call."""
         self._round += 1
         return [[b"%16d%8d%8d" % (self._round, call, page) for page in self.slots] for call in range(self.calls)]
 
     def cpu(self, act: Callable[[], None]) -> float:
-        """What ``act``, a round of one verb, takes: µs of CPU a page."""
+        """Run ``act``, one operation for all pages of a round; returns µs of CPU time for each page."""
         began = time.process_time()
         act()
         return (time.process_time() - began) / self.calls / self.pages * 1e6
 
 
 def by_pages(pages: Pages, load: Load) -> dict[str, float]:
-    """A round through ``Pages``."""
+    """Run a round through ``Pages``; returns µs of CPU time for each page, by operation."""
     keys = load.fresh()
 
     def exists() -> None:
@@ -68,7 +69,7 @@ def by_pages(pages: Pages, load: Load) -> dict[str, float]:
 
 
 def by_stores(runner: asyncio.Runner, store: TieredStore, load: Load) -> dict[str, float]:
-    """The same round through the stores themselves."""
+    """Run the same round through the asynchronous stores; returns the same."""
     keys = [[PageKey("pages", key) for key in some] for some in load.fresh()]
 
     async def exists() -> None:
@@ -91,7 +92,8 @@ def by_stores(runner: asyncio.Runner, store: TieredStore, load: Load) -> dict[st
 
 
 def measure(url: str | None, load: Load, rounds: int) -> list[tuple[str, float, float, float]]:
-    """By verb: what the stores take, what ``Pages`` takes, and the difference. The first round warms up."""
+    """For each operation: µs of CPU time for each page of the stores, of ``Pages``, and the difference. The first round
+    warms up and is not counted."""
     stores: dict[str, list[float]] = {verb: [] for verb in VERBS}
     pages: dict[str, list[float]] = {verb: [] for verb in VERBS}
     store, layout = TieredStore(), StoreLayout({"pages": load.page_bytes}, RECORD_SCHEMA)
@@ -117,20 +119,20 @@ def _row(verb: str, stores: Sequence[float], pages: Sequence[float]) -> tuple[st
 
 def _insist(results: Sequence[Result]) -> None:
     if results.count(Result.HIT) != len(results):
-        raise SystemExit(f"the store failed {len(results) - results.count(Result.HIT)} of {len(results)} pages")
+        raise SystemExit(f"the store failed for {len(results) - results.count(Result.HIT)} of {len(results)} pages")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", nargs="?", help="a store that can be opened twice at a time (default: memory)")
     parser.add_argument("--pages", type=int, default=64, metavar="N", help="pages in a call (default: 64)")
-    parser.add_argument("--page-bytes", default="4KiB", metavar="SIZE", help="default: 4KiB")
+    parser.add_argument("--page-bytes", default="4KiB", metavar="SIZE", help="size of a page (default: 4KiB)")
     parser.add_argument("--calls", type=int, default=50, metavar="N", help="calls in a round (default: 50)")
-    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="default: 25")
+    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="rounds that are counted (default: 25)")
     args = parser.parse_args(arguments)
     load = Load(args.pages, parse_size("--page-bytes", args.page_bytes), args.calls)
-    lines = [f"{args.pages} pages of {load.page_bytes} bytes a call; µs of CPU a page, goal: own <= {GOAL}",
+    lines = [f"{args.pages} pages of {load.page_bytes} bytes in a call; µs of CPU for each page; goal: own <= {GOAL}",
              f"{'':8}{'stores':>10}{'Pages':>10}{'own':>10}"]  # fmt: skip
     for verb, stores, pages, own in measure(args.url, load, args.rounds):
         lines.append(f"{verb:8}{stores:10.2f}{pages:10.2f}{own:10.2f}")

@@ -1,12 +1,12 @@
-"""SGLang's file backend and ours beside each other: CPU time of a page out and in, in turns, in one run.
+"""Compares SGLang's file backend with ours: the CPU time to store a page and to read it, in turns, in one run.
 
     build/sglang/bin/python benchmarks/sglang_backend.py [--folder FOLDER] [--page-bytes 64KiB] [--pages 1024]
         [--batches 16,128] [--rounds 5] [--json FILE]
 
 It needs SGLang (``make test-sglang`` makes that environment) and no GPU. Both backends move the same pages of one of
-SGLang's own host pools, ``MHATokenToKVPoolHost`` (K and V apart) or ``MLATokenToKVPoolHost`` (in one part), to folders
-on the same device and back. Ours is a ``file:`` store with checksums. What is counted is the CPU time of the whole
-process, all threads and the kernel's part included; every page that came back is compared with what was written.
+SGLang's own host pools, ``MHATokenToKVPoolHost`` (K and V in two parts) or ``MLATokenToKVPoolHost`` (one part), to
+folders on the same disk and back. Ours is a ``file:`` store with checksums. Counted is the CPU time of all threads of
+the process, user and system. Every page that was read is compared with what was written.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ GOALS = {"out": 0.2, "in": 0.25}
 
 
 class Cost(NamedTuple):
-    """CPU µs a page, by way."""
+    """µs of CPU time for each page: to store it (``out``) and to read it (``into``)."""
 
     out: float
     into: float
 
 
 class Peer:
-    """SGLang's file backend, called as its controller calls it for pools of hybrid models."""
+    """SGLang's file backend, called as SGLang's controller calls it for the pools of hybrid models."""
 
     def __init__(self, config: HiCacheStorageConfig, pool: Any, folder: str) -> None:
         self.storage = HiCacheFile(config, file_path=f"{folder}/peer")
@@ -65,7 +65,7 @@ class Peer:
 
 
 class Ours:
-    """The same for ours, by the interface that SGLang uses if it is told ``"interface_v1": 1``."""
+    """Our backend, called by the interface that SGLang uses with ``"interface_v1": 1``."""
 
     def __init__(self, config: HiCacheStorageConfig, pool: Any, folder: str) -> None:
         config.extra_config = {"storage": f"file:{folder}/ours?capacity=8GiB", "namespace": "bench", "interface_v1": 1}
@@ -85,11 +85,12 @@ class Ours:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", help="where both keep their files; a temporary folder if not given")
-    parser.add_argument("--page-bytes", default="64KiB")
-    parser.add_argument("--pages", type=int, default=1024)
-    parser.add_argument("--batches", default="16,128", help="pages a call; SGLang's controller makes calls of 128")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where both keep their files (default: a temporary folder)")
+    parser.add_argument("--page-bytes", default="64KiB", help="size of a page (default: %(default)s)")
+    parser.add_argument("--pages", type=int, default=1024, help="pages in a round (default: %(default)s)")
+    parser.add_argument("--batches", default="16,128",
+                        help="pages in a call; SGLang's controller uses 128 (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument("--json", help="write the figures to this file")
     given = parser.parse_args()
     page_bytes = parse_size("--page-bytes", given.page_bytes)
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def compared(kind: str, page_bytes: int, pages: int, batch: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Medians of both, in turns; ratios are those of one round, and their median."""
+    """Measure both in turns; returns the medians over the rounds, and the median of the ratios of each round."""
     costs: dict[str, list[Cost]] = {"sglang": [], "asynccache": []}
     for _ in range(rounds):
         pool = host_pool(kind, page_bytes, pages)
@@ -124,8 +125,8 @@ def compared(kind: str, page_bytes: int, pages: int, batch: int, rounds: int, fo
 
 
 def cost(backend: Any, pool: Any, pages: int, batch: int) -> Cost:
-    """Write all pages, scramble the pool, read them back, compare every page. What is made once (a thread, a file,
-    memory that is touched for the first time) is made before, by pages that are not counted."""
+    """Store all pages, overwrite the pool, read the pages back and compare every one. What is made only once (a thread,
+    a file, memory that is touched for the first time) is made before, by pages that are not counted."""
     content = pool.kv_buffer.view(torch.uint8)
     keys = [f"{page:064x}" for page in range(pages)]
     for at in range(0, min(pages, WARM), batch):
@@ -152,8 +153,8 @@ def indices(at: int, batch: int, pages: int) -> torch.Tensor:
 
 
 def host_pool(kind: str, page_bytes: int, pages: int) -> Any:
-    """One of SGLang's host pools of layout page_first, with random bytes, and without a device pool."""
-    width = page_bytes // (PAGE * LAYERS * 2)  # of a row, in elements of two bytes
+    """One of SGLang's host pools in the layout page_first, with random bytes and without a device pool."""
+    width = page_bytes // (PAGE * LAYERS * 2)  # elements of two bytes in a row
     made: Any
     if kind == "mha":
         made = object.__new__(MHATokenToKVPoolHost)

@@ -1,14 +1,16 @@
-"""How long vLLM's first token takes from each tier: ``python -m benchmarks.vllm_ttft``, where vLLM is installed.
+"""Time to vLLM's first token, by the tier that has the prefix: ``python -m benchmarks.vllm_ttft``. It needs vLLM.
 
-A prompt of 4,096 tokens and one more, whose prefix is nowhere (cold), on the device, in vLLM's host tier, and in a
-store only: in our ``file:`` store, in vLLM's own ``fs`` tier, and in Redis, if ``--redis`` says where. Each store has
-an engine of its own with the same model; all are alive at a time and asked in turns, in another order each time, so
-that what else the machine does hits all alike. Engines run in processes of their own, as ``vllm serve`` has them.
+A prompt has a prefix of 4,096 tokens and one token more. The prefix is nowhere (cold), on the device, in vLLM's host
+tier, or only in a store: in our ``file:`` store, in vLLM's own ``fs`` tier, and in Redis if ``--redis`` says where.
+Each store has an engine of its own with the same model. All engines run at the same time and are asked in turns, in
+another order each time, so that other work of the machine slows all alike. They run in processes of their own, as under
+``vllm serve``.
 
-Every prompt is computed once by each engine. Then, again and again, vLLM's own tiers are emptied, and the prompt is
-asked for. The answers must be equal, and the whole prefix must have come from where it should.
+Every prompt is computed once by each engine. Then vLLM's own tiers are emptied and the prompt is asked for, several
+times. All answers must be equal, and the whole prefix must have come from the tier that is measured.
 
-On a CPU the "device" is memory, and a stand-in copies between it and vLLM's host tier: examples/vllm_on_cpu/offload.py.
+On a CPU the "device" is memory as well, and a stand-in copies between it and vLLM's host tier:
+examples/vllm_on_cpu/offload.py.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ HOST_BYTES = 512 << 20
 GOAL = 1.0
 
 Seconds = dict[str, dict[str, list[float]]]
-"""By store and tier, in the order in which they were measured."""
+"""Seconds to the first token by store and tier, in the order in which they were measured."""
 
 
 def tiers(folder: Path, redis: str | None) -> dict[str, Mapping[str, Any]]:
-    """The stores to measure, by name, as ``secondary_tiers`` wants them. Fresh ones, but Redis."""
+    """The stores to measure by name, each as an entry of ``secondary_tiers``. All but Redis are empty."""
     found: dict[str, Mapping[str, Any]] = {
         "file": tier(f"file:{folder}/file"),
         "fs": {"type": "fs", "root_dir": str(folder / "fs")},
@@ -49,7 +51,11 @@ def tiers(folder: Path, redis: str | None) -> dict[str, Mapping[str, Any]]:
 
 
 def measure(engines: Mapping[str, RunningEngine], prompts: int, rounds: int, blocks: int) -> Seconds:
-    """Ask all engines in turns."""
+    """Ask all engines in turns; returns the seconds to the first token.
+
+    Raises:
+        SystemExit: an answer differs, or a prefix did not come from where it should.
+    """
     seconds: Seconds = {name: {"cold": [], "device": [], "host": [], "store": []} for name in engines}
     for name, engine in engines.items():
         engine.generate(prompt(999, blocks=2), 1, None)
@@ -89,9 +95,9 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 def told(seconds: Seconds, blocks: int) -> list[str]:
-    """Lines for a reader: medians and the least, in milliseconds, and what the goal is about."""
+    """The figures as lines of text: medians and minima in milliseconds, and the ratios that the goal is about."""
     size = blocks * BLOCK * BYTES_A_TOKEN / 1e6
-    lines = [f"ms to the first token after {blocks * BLOCK} tokens ({size:.0f} MB of KV): median (least)",
+    lines = [f"ms to the first token after {blocks * BLOCK} tokens ({size:.0f} MB of KV): median (minimum)",
              f"{'':10}" + "".join(f"{where:>18}" for where in ("cold", "device", "host", "store"))]  # fmt: skip
     for name, by_tier in seconds.items():
         cells = [f"{statistics.median(each) * 1e3:.0f} ({min(each) * 1e3:.0f})" for each in by_tier.values()]
@@ -102,8 +108,8 @@ def told(seconds: Seconds, blocks: int) -> list[str]:
 
 
 def ratios(seconds: Seconds) -> dict[str, float]:
-    """Our file store's time to the first token, of vLLM's fs tier's. On a machine that does other things as well the
-    first, of pairs that were measured right after each other, says most."""
+    """The time to the first token from our file store divided by that from vLLM's fs tier. On a machine that does other
+    work as well, the first ratio says most: it is of pairs that were measured right after each other."""
     mine, theirs = seconds["file"]["store"], seconds["fs"]["store"]
     pairs = [one / other for one, other in zip(mine, theirs, strict=True)]
     return {"median of pairs": statistics.median(pairs),
@@ -128,12 +134,13 @@ def _say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=2, metavar="N", help="computed by each engine (default: 2)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="of each prompt from each tier (default: 7)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the prefix (default: 4096)")
-    parser.add_argument("--redis", metavar="URL", help="redis://HOST:PORT of a server that has room")
-    parser.add_argument("--folder", type=Path, help="an empty one, for the model and the stores (default: temporary)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts for each engine (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N",
+                        help="how often each prompt is asked for from each tier (default: 7)")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens of the prefix (default: 4096)")
+    parser.add_argument("--redis", metavar="URL", help="redis://HOST:PORT of a server to measure as well")
+    parser.add_argument("--folder", type=Path, help="an empty folder for the model and the stores (default: temporary)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args(arguments)
     if not installed():
         raise SystemExit("vLLM is not installed: make test-vllm makes an environment that has it")

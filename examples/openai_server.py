@@ -2,12 +2,12 @@
 
     python examples/openai_server.py --model Qwen/Qwen3-0.6B --storage 'file:/var/tmp/kv?capacity=10GiB'
 
-``--model`` is a folder or a name on Hugging Face's hub: weights, tokenizer and chat template. ``--path`` says what
-computes: our scheduler, or transformers' own ``generate`` or continuous batching on the cache.
+``--model`` is a folder, or a name on Hugging Face's hub, with weights, tokenizer and chat template. ``--path`` says
+what computes: our scheduler, or transformers' own ``generate`` or continuous batching on the cache.
 
-Without ``--model`` the model is small and random, so answers are noise, but everything below them is real: prompts that
-share a prefix share its KV, ``usage`` says how much of a prompt came from the cache, and a restart finds in storage
-what was there.
+Without ``--model`` the model is small and random, so its answers are noise. Everything below them is real: prompts that
+share a prefix share its KV, ``usage`` says how much of a prompt came from the cache, and after a restart the server
+finds the prefixes in storage.
 """
 
 # ruff: noqa: T201, E402
@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 NEEDS = ("asynccache", "jinja2", "prometheus_client", "starlette", "torch", "transformers", "uvicorn", "uvloop")
-"""What is looked for at once: the extra [server] brings all of it."""
+"""Modules that must be installed; the extra [server] brings all of them."""
 
 if _missing := [name for name in NEEDS if find_spec(name) is None]:
     _root = Path(__file__).resolve().parents[1]
@@ -47,57 +47,60 @@ from asynccache import AsyncCacheError
 from asynccache.cli.entry import INTERRUPTED, TERMINATED, Termination
 
 SPARE_CONNECTIONS = 64
-"""Connections beyond one for each request: for clients that keep theirs, and for whoever looks at the figures."""
+"""Connections besides one for each request: for clients that keep theirs open, and for metrics and health checks."""
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What can be chosen."""
+    """The command line's options."""
     parser = argparse.ArgumentParser(description="An OpenAI-compatible server with a hierarchical KV cache.")
     model = parser.add_argument_group("the model")
     model.add_argument("--model", metavar="PATH|NAME", help="a folder that has a checkpoint with its tokenizer, or its "
                        "name on the hub (default: a random model)")  # fmt: skip
-    model.add_argument("--revision", metavar="NAME", help="of a model on the hub")
-    model.add_argument("--dtype", default="auto", help="to compute in, such as float32 (default: the checkpoint's)")
+    model.add_argument("--revision", metavar="NAME", help="which revision of a model on the hub")
+    model.add_argument("--dtype", default="auto", help="dtype to compute in, as float32 (default: the checkpoint's)")
     model.add_argument("--device", default="cpu", metavar="NAME", help="cpu, cuda:0, ... (default: %(default)s)")
-    model.add_argument("--served-model-name", metavar="NAME", help="what requests call it (default: as --model has it)")
-    model.add_argument("--model-family", choices=FAMILIES, default="qwen3", help="of a random model (default: "
-                       "%(default)s)")  # fmt: skip
-    model.add_argument("--seed", type=int, default=0, metavar="N", help="of a random model's weights (default: 0)")
-    model.add_argument("--threads", type=int, metavar="N", help="of torch")
+    model.add_argument("--served-model-name", metavar="NAME", help="what requests call the model (default: as --model)")
+    model.add_argument("--model-family", choices=FAMILIES, default="qwen3", help="architecture of a random model "
+                       "(default: %(default)s)")  # fmt: skip
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="seed of a random model's weights (default: 0)")
+    model.add_argument("--threads", type=int, metavar="N", help="threads of torch (default: torch's own)")
     cache = parser.add_argument_group("the cache")
-    cache.add_argument("--storage", metavar="URL", help="file:PATH, memory:, ... (default: none)")
-    cache.add_argument("--device-tokens", type=int, default=32768, metavar="N", help="L1 (default: %(default)s)")
-    cache.add_argument("--host-tokens", type=int, default=131072, metavar="N", help="L2 (default: %(default)s)")
+    cache.add_argument("--storage", metavar="URL", help="L3: file:PATH, memory:, ... (default: none)")
+    cache.add_argument("--device-tokens", type=int, default=32768, metavar="N",
+                       help="room in L1, in tokens (default: %(default)s)")
+    cache.add_argument("--host-tokens", type=int, default=131072, metavar="N",
+                       help="room in L2, in tokens (default: %(default)s)")
     cache.add_argument("--states", type=int, default=64, metavar="N",
                        help="recurrent states on the device; four times as many on the host (default: %(default)s)")
-    cache.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens (default: %(default)s)")
-    cache.add_argument("--kv-events", metavar="ENDPOINT", help="publish where pages are, for routers: tcp://*:5557")
-    cache.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where they can be asked for again")
-    cache.add_argument("--kv-events-topic", default="", metavar="TEXT", help="of every batch (default: none)")
+    cache.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens in a page (default: %(default)s)")
+    cache.add_argument("--kv-events", metavar="ENDPOINT",
+                       help="publish where pages are, for routers, at for example tcp://*:5557")
+    cache.add_argument("--kv-events-replay", metavar="ENDPOINT", help="where routers can ask for missed events")
+    cache.add_argument("--kv-events-topic", default="", metavar="TEXT", help="topic of the events (default: none)")
     work = parser.add_argument_group("requests")
-    work.add_argument("--path", choices=list(PATHS), default="scheduler", help="what computes them (default: "
+    work.add_argument("--path", choices=list(PATHS), default="scheduler", help="what computes answers (default: "
                       "%(default)s)")  # fmt: skip
     work.add_argument("--step-tokens", type=int, default=512, metavar="N",
-                      help="computed in one step of the scheduler at most (default: %(default)s)")
+                      help="tokens in one step of the scheduler at most (default: %(default)s)")
     work.add_argument("--max-running", type=int, default=32, metavar="N",
                       help="requests in one step of the scheduler at most (default: %(default)s)")
     work.add_argument("--max-live", type=int, default=1024, metavar="N",
-                      help="requests at a time, waiting ones too; more get status 429 (default: %(default)s)")
+                      help="answers at a time, also waiting ones; more get status 429 (default: %(default)s)")
     work.add_argument("--chat-tokens", type=int, default=1024, metavar="N",
-                      help="of an answer in a chat that has no max_tokens (default: %(default)s)")
+                      help="tokens of an answer in a chat that has no max_tokens (default: %(default)s)")
     work.add_argument("--drain", type=float, default=30, metavar="S",
-                      help="seconds that requests in flight may take after SIGTERM (default: %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any (default: %(default)s)")
-    parser.add_argument("--log-level", default="warning", metavar="LEVEL", help="default: %(default)s")
+                      help="seconds that running requests may take after SIGTERM (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free port (default: %(default)s)")
+    parser.add_argument("--log-level", default="warning", metavar="LEVEL", help="uvicorn's (default: %(default)s)")
     return parser.parse_args(argv)
 
 
 def plan(args: argparse.Namespace, on_event: OnEvent | None = None) -> Plan:
-    """The model, and what computes with it. ``on_event`` is told where pages are.
+    """What is to be served: the model, its tokenizer and its path. ``on_event``: called with KV events.
 
     Raises:
-        ConfigError: a setting is unusable, or the model cannot be had or served.
+        ConfigError: a setting cannot be used, or the model cannot be loaded or served.
     """
     if args.model is None:
         served = random(args.model_family, args.seed)
@@ -124,10 +127,10 @@ def plan(args: argparse.Namespace, on_event: OnEvent | None = None) -> Plan:
 
 @contextmanager
 def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
-    """The publisher of KV events, if there is to be one; closed afterwards.
+    """The publisher of KV events while this lasts; None if ``--kv-events`` was not given.
 
     Raises:
-        ConfigError: it cannot listen there, or what it needs is not installed.
+        AsyncCacheError: the publisher cannot listen at that endpoint, or a library that it needs is not installed.
     """
     with ExitStack() as stack:
         publisher = None
@@ -143,8 +146,8 @@ def announced(args: argparse.Namespace) -> Iterator[OnEvent | None]:
 
 
 class Server(uvicorn.Server):
-    """Says where it is when it is there, and cuts short what does not end in time when it is told to stop. A second
-    SIGTERM ends the process at once."""
+    """A server that prints its address when it listens. When it is told to stop, requests may run for ``drain``
+    seconds; those that are left then are ended. A second SIGTERM ends the process at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
@@ -171,14 +174,14 @@ class Server(uvicorn.Server):
 
 
 def greeting(url: str, model: str) -> str:
-    """The one line that a user needs."""
+    """The line that is printed at the start: the address, and a command to try."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     return f"{url}  try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """uvicorn raises again, when it has stopped, the signal that it was stopped with. That is no news. From then on
+    """Ignore the signal that uvicorn was stopped with, which it raises again when it has stopped. After this block
     everything is being closed, and SIGTERM ends the process at once."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -189,7 +192,7 @@ def told_once() -> Iterator[None]:
 
 
 async def serve(args: argparse.Namespace, planned: Plan) -> int:
-    """Open everything, serve until SIGINT or SIGTERM, close everything; the exit status."""
+    """Open everything, serve until SIGINT or SIGTERM, close everything; returns the exit status."""
     async with Service(planned) as service:
         app = build(service)
         config = uvicorn.Config(app, host=args.host, port=args.port, log_level=args.log_level, lifespan="off",
@@ -201,8 +204,8 @@ async def serve(args: argparse.Namespace, planned: Plan) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 served until Ctrl-C or SIGTERM and stopped, 1 could not listen, 2 a setting is unusable. A signal
-    that comes before it serves makes that 130 for Ctrl-C and 143 for SIGTERM."""
+    """Run the server; returns the exit status: 0 after serving until Ctrl-C or SIGTERM, 1 if it could not listen, 2 if
+    a setting cannot be used. A signal that comes before it serves makes that 130 for Ctrl-C and 143 for SIGTERM."""
     args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -1,4 +1,4 @@
-"""The smallest embedding of the cache in an asyncio engine of one's own: two layers of attention whose KV is in pages.
+"""The smallest asyncio engine that embeds the cache: two layers of attention whose KV is in the cache's pages.
 
 Run it: python examples/own_engine.py
 """
@@ -18,7 +18,7 @@ from asynccache import AsyncCache, CacheConfig, Full, LoadFailed
 PAGE, LAYERS, WIDTH, VOCABULARY = 16, 2, 32, 1000
 
 CONFIG = CacheConfig(
-    model="own-engine",  # names the weights: other weights, another name
+    model="own-engine",  # stands for the weights: change it whenever the weights change
     components=(
         Full(bytes_per_token=LAYERS * 2 * WIDTH * 4, layers=LAYERS, device_tokens=8192, host_tokens=32768,
              dtype="float32"),
@@ -29,7 +29,7 @@ CONFIG = CacheConfig(
 
 
 class Model:
-    """Random weights. Reads and writes KV at the pages that it is told, and nowhere else."""
+    """A model with random weights. It reads and writes KV only in the pages that it is called with."""
 
     def __init__(self, cache: AsyncCache) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -40,7 +40,8 @@ class Model:
 
     @torch.inference_mode()
     def step(self, tokens: list[int], start: int, table: np.ndarray) -> int:
-        """Compute ``tokens[start:]``; what precedes them is in the pages of ``table`` already. The next token."""
+        """Compute ``tokens[start:]``; the KV of the tokens before is in the pages of ``table`` already. Returns the
+        next token."""
         at = torch.arange(len(tokens))
         pages, slots = torch.from_numpy(table.astype(np.int64))[at // PAGE], at % PAGE
         x = self._embedding[tokens[start:]] + torch.sin(at[start:, None] / torch.arange(1, WIDTH + 1))
@@ -54,7 +55,7 @@ class Model:
 
 
 class Engine:
-    """Generates for many requests at once; the model runs in a thread of its own."""
+    """Generates tokens for many requests at once. The model runs in a thread of its own."""
 
     def __init__(self, cache: AsyncCache) -> None:
         self._cache = cache
@@ -62,12 +63,13 @@ class Engine:
         self._thread = ThreadPoolExecutor(1)
 
     async def generate(self, prompt: list[int], count: int, tenant: str | None = None) -> tuple[list[int], int]:
-        """``count`` tokens that follow, and how many of the prompt's the cache saved. Cancelling it gives all back."""
+        """Generate ``count`` tokens. Returns them, and how many of the prompt's tokens came from the cache. Cancelling
+        gives all pages back."""
         handle = self._cache.prefetch(prompt, extra_key=tenant)  # from storage, as soon as the request arrives
         while True:
             lease = self._cache.lease(prompt, new_tokens=count, extra_key=tenant, prefetch=handle)
             try:
-                async with lease:  # all the pages that it will take, or it waits in line
+                async with lease:  # takes all pages that the request will need, or waits in line for them
                     await lease.loaded()  # what is cached is on the device
                     tokens, done = list(prompt), lease.cached
                     while len(tokens) < len(prompt) + count:
@@ -79,10 +81,11 @@ class Engine:
                     await lease.commit(tokens[:done])
                     return tokens[len(prompt) :], lease.cached
             except LoadFailed:
-                continue  # what failed to arrive is forgotten, and computed this time
+                continue  # the pages that failed to load are forgotten, and computed this time
 
     async def _step(self, tokens: list[int], done: int, table: np.ndarray) -> int:
-        """In the thread. Cancelling it waits for the step: its pages must not go back while they are written."""
+        """Run one step in the thread; returns the next token. A cancellation takes effect when the step has ended,
+        because its pages must not be given back while they are written."""
         step = asyncio.get_running_loop().run_in_executor(self._thread, self._model.step, tokens, done, table)
         try:
             await asyncio.wait([step])
@@ -91,7 +94,7 @@ class Engine:
                 try:
                     await asyncio.wait([step])
                 except asyncio.CancelledError:
-                    continue  # it is on its way out already
+                    continue  # the first cancellation is raised when the step has ended
         return step.result()
 
 

@@ -1,4 +1,4 @@
-"""A small serving loop: many requests at once, three tiers, a sliding window beside full attention.
+"""A small serving loop: many conversations at once, three tiers, and a sliding window besides full attention.
 
 Run it: python examples/serve.py
 """
@@ -27,13 +27,13 @@ CONFIG = CacheConfig(
 
 
 def compute(cache: AsyncCache, pool: str, pages: np.ndarray) -> None:
-    """Where a model would write the KV of these pages."""
+    """Write to these pages, where a model would write KV."""
     for layer in range(LAYERS):
         cache.pools[pool].layer(layer)[pages[pages >= 0].tolist()] = 1
 
 
 async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
-    """One turn of a conversation; the tokens that the cache saved."""
+    """Serve one turn of a conversation; returns how many of its prompt's tokens came from the cache."""
     handle = cache.prefetch(prompt)  # as soon as the request arrives
     async with cache.lease(prompt, new_tokens=len(answer), prefetch=handle) as lease:
         await lease.loaded()
@@ -42,13 +42,14 @@ async def serve(cache: AsyncCache, prompt: list[int], answer: list[int]) -> int:
             compute(cache, pool, lease.page_table(pool)[first:])
         await lease.commit(prompt)  # others can hit the prompt while this request decodes
         for position in range(len(prompt), len(prompt) + len(answer)):
-            lease.advance(position)  # what the window has left behind goes back
+            lease.advance(position)  # gives back the pages that the window has left
         await lease.commit(prompt + answer)
         return lease.cached
 
 
 async def converse(cache: AsyncCache, seed: int) -> tuple[int, int]:
-    """Four turns, each with all that was said before it."""
+    """Four turns of a conversation, each of which repeats all text before it. Returns how many prompt tokens came from
+    the cache, and how many there were."""
     rng = random.Random(seed)
     text, saved, total = list(range(512)), 0, 0
     for _ in range(4):

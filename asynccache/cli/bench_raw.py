@@ -1,7 +1,8 @@
-"""What a store is held against: the least that a program can do with the same machine or the same server.
+"""Raw clients: what ``bench store`` compares a store with. A raw client moves the same pages with the least work.
 
-A raw client is a plug-in like a backend, in the group ``asynccache.raw_clients`` by the URL's scheme. For files it is
-bare pwritev and preadv on a preallocated file beside the store, for the memory store one memcpy a page; these are here.
+Raw clients are plug-ins, as backends are: entry points of the group ``asynccache.raw_clients``, named by the URL's
+scheme. Two are in this module: for files, bare pwritev and preadv on a preallocated file beside the store; for the
+memory store, one memcpy for each page.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ GROUP = "asynccache.raw_clients"
 
 
 class RawClient(Protocol):
-    """Keys are 32 bytes, new ones for every round; values and buffers lie in page-aligned memory."""
+    """What a raw client does. Keys have 32 bytes and are new in every round; values and buffers are page-aligned."""
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Store each value, or raise."""
+        """Store each value under its key, or raise any error."""
         ...
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Fill each buffer with what was put, or raise."""
+        """Fill each buffer with what was put under its key, or raise any error."""
         ...
 
     async def aclose(self) -> None:
-        """Remove what was put, and let go of everything."""
+        """Remove what was put, and close all connections and files."""
         ...
 
 
@@ -42,8 +43,8 @@ OpenRaw = Callable[[], Awaitable[RawClient]]
 
 
 def raw_client(url: str, direct: bool, size: int) -> OpenRaw | None:
-    """How to open the raw client of the store at ``url``; None where there is none, or no room for its ``size`` bytes.
-    ``direct``: a file store's, with O_DIRECT."""
+    """What opens the raw client of the store at ``url``; None if there is no such client, or no room on the disk for
+    its ``size`` bytes. ``direct``: the client of a file store uses O_DIRECT."""
     _, parsed = take_options(parse_url(url))
     if parsed.scheme == "file":
         return _file(parsed, direct, size)
@@ -71,19 +72,19 @@ def _opened(make: Callable[[], RawClient]) -> OpenRaw:
 
 
 class CopyClient:
-    """A memcpy per page, into memory that is there already."""
+    """Copies each page once, into memory of this process."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, memoryview] = {}
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """Copy each in. Never waits."""
+        """Copy each value in. Never waits."""
         for key, value in zip(keys, values, strict=True):
             page = self._pages.setdefault(key, memoryview(bytearray(value.nbytes)))
             copy(page, value)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Copy each out. Never waits."""
+        """Copy each page out. Never waits."""
         for key, buffer in zip(keys, into, strict=True):
             copy(buffer, self._pages[key])
 
@@ -93,7 +94,8 @@ class CopyClient:
 
 
 class FileClient:
-    """One thread, one system call a batch, on a file that is gone when it is closed. A batch is read as it was put."""
+    """Writes and reads a file in the loop's thread, with one system call for each batch. The file has no name and is
+    gone when it is closed. ``get`` must ask for the keys of one ``put``, in the same order."""
 
     def __init__(self, folder: Path, size: int, direct: bool) -> None:
         fd, name = tempfile.mkstemp(dir=folder)
@@ -107,7 +109,7 @@ class FileClient:
         self._end = 0
 
     async def put(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> None:
-        """One pwritev. Never waits."""
+        """Write the batch with one pwritev. Blocks the loop."""
         at = self._end
         for key, value in zip(keys, values, strict=True):
             self._places[key] = self._end
@@ -115,21 +117,21 @@ class FileClient:
         _whole(os.pwritev(self._fd, list(values), at), values)
 
     async def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """One preadv for a batch that lies together. Never waits."""
+        """Read the batch, which lies together in the file, with one preadv. Blocks the loop."""
         _whole(os.preadv(self._fd, list(into), self._places[keys[0]]), into)
 
     async def aclose(self) -> None:
-        """Close the file, which is the end of it."""
+        """Close the file, which removes it."""
         os.close(self._fd)
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """One memcpy; the GIL is let go for it."""
+    """Copy ``source`` to ``target``; the GIL is released while that is done."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def page_memory(count: int, size: int) -> memoryview:
-    """Touched, page-aligned memory."""
+    """Page-aligned memory for ``count`` pages of ``size`` bytes, already backed by the system."""
     memory = memoryview(mmap.mmap(-1, count * size))
     np.frombuffer(memory, np.uint8)[:] = 1
     return memory

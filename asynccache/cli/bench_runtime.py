@@ -1,9 +1,9 @@
 """``asynccache bench runtime``: what ``await`` adds to a call of the core, and how late the loop gets under stress.
 
-The overhead is the CPU time of the loop's thread for an operation through ``AsyncCache`` that waits for nothing and
-moves nothing, less that of the same core calls made directly on the same tree: one for a match, two for a lease. Lag is
-that of the default ``asynccache stress``, run in a process of its own, with the loop thread's run-queue delay beside
-it: where that is large the machine was busy, not the loop.
+The overhead of an operation is the CPU time of the loop's thread for that operation through ``AsyncCache``, when it
+waits for nothing and moves nothing, minus that of the same core calls made directly on the same tree: one call for a
+match, two for a lease. The lag is that of the default ``asynccache stress``, run in a process of its own. Beside it
+stands the run-queue delay of the loop's thread: if that is large, the machine was busy and the loop was not held up.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ GOAL_LAG_MS = {"p99": 1.5, "p999": 5.0, "max": 20.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--calls", type=int, default=20_000, metavar="N",
-                        help="calls per figure (default: %(default)s)")
+                        help="calls that each figure is made from (default: %(default)s)")
     parser.add_argument("--duration", type=float, default=20.0, metavar="S",
-                        help="seconds of stress per loop; 0: none (default: %(default)s)")
+                        help="seconds of stress for each loop; 0: no stress (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print no table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure on both loops, print the figures, return them."""
+    """Measure on both loops, print the figures, and return them."""
     overhead = {name: loop(measure_overhead(args.calls)) for name, loop in LOOPS.items()}
     lag = {name: measure_lag(name, args.duration) for name in LOOPS} if args.duration > 0 else {}
     if not args.quiet:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Figures:
 
 
 async def measure_overhead(calls: int) -> Figures:
-    """``match``, and a whole lease that finds its prompt cached, through the cache and without it."""
+    """Measure ``match``, and a whole lease whose prompt is cached, through the cache and directly on its core."""
     config = CacheConfig(
         model="bench", components=(Full(bytes_per_token=16, device_tokens=8 * TOKENS),), page_size=PAGE,
         prefetch_threshold=0,
@@ -75,7 +75,7 @@ async def measure_overhead(calls: int) -> Figures:
     async with AsyncCache(config) as cache:
         async with cache.lease(tokens) as lease:
             await lease.commit(tokens)
-        await _cache_lease(cache, tokens)  # it splits the last page off: the bare core below may not
+        await _cache_lease(cache, tokens)  # splits off the last page, because the core alone may not split below
         core, space = cache.core, next(iter(cache.core.world.roots))
         key = tokens.tobytes()
         ask = Ask(space, key, TOKENS - 1, TOKENS, 0)
@@ -94,7 +94,7 @@ async def measure_overhead(calls: int) -> Figures:
 
 
 def _cost_of_lock(calls: int) -> float:
-    """CPU microseconds that taking the free tree lock and giving it back take, beside a loop that does neither."""
+    """µs of CPU time to take the free tree lock and give it back, minus those of an empty loop."""
     lock = TreeLock()
 
     def take() -> None:
@@ -121,7 +121,8 @@ async def _cache_lease(cache: AsyncCache, tokens: np.ndarray[Any, Any]) -> None:
 
 
 async def _compare(direct: Callable[[], object], awaited: Callable[[], Awaitable[object]], calls: int) -> Figures:
-    """In rounds, taking turns, so that both meet the same machine; the median round of each."""
+    """Call both in turns, so that other work of the machine slows both alike; returns the median round of each, in
+    µs."""
     rounds = 10
     core, await_ = [], []
     for _ in range(rounds + 1):
@@ -160,7 +161,8 @@ LOOPS: dict[str, Callable[[Coroutine[Any, Any, Figures]], Figures]] = {"uvloop":
 
 
 def measure_lag(loop: str, duration: float) -> Figures:
-    """The default stress for so long, on its own, on a file store in a temporary folder."""
+    """Run the default stress for ``duration`` seconds in a process of its own, on a file store in a temporary
+    folder."""
     with tempfile.TemporaryDirectory(prefix="asynccache-bench-") as folder:
         path = Path(folder) / "stress.json"
         command = [sys.executable, "-m", "asynccache.cli", "stress", "--duration", str(duration), "--loop", loop,

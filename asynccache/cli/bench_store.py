@@ -1,11 +1,12 @@
-"""``asynccache bench store [URL]``: what a store costs beside a raw client of the same server in the same run.
+"""``asynccache bench store [URL]``: compares a store with a raw client of the same server in the same run.
 
-Every round measures the raw client, then the store without checksums (``off``), then with them (``on``), each round
-beginning with another of them: a busy machine is busy for all. Figures are medians of the rounds, ratios of a round's
-own figures. Pages come from and go to page-aligned, registered host memory through ``CheckedStore``, as in the runtime.
-CPU is the process's, user and system, all threads; what a server or the kernel's writeback does is not in it.
+Every round measures the raw client, the store without checksums (``off``) and the store with them (``on``). Each round
+begins with another of the three, so that a busy machine slows all of them alike. Figures are medians over the rounds; a
+ratio is computed within each round. As in the runtime, pages go through ``CheckedStore``, from and to page-aligned,
+registered host memory. CPU time is that of all threads of this process, user and system; the work of a server and of
+the kernel's writeback is not in it.
 
-Keys are new for every pass and deleted after it: what else is in the store stays. Imports no torch.
+Every pass uses new keys and deletes them at its end, so what else is in the store stays. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from asynccache.cli.bench_meter import Meter, summary
+from asynccache.cli.bench_meter import PassMeter, summary
 from asynccache.cli.bench_raw import OpenRaw, copy, page_memory, raw_client
 from asynccache.cli.bench_store_text import table
+from asynccache.cli.loops import loop_factory
+from asynccache.cli.options import LOOPS
 from asynccache.cli.progress import Progress
 from asynccache.cli.text import size as shown
 from asynccache.errors import BackendError, ConfigError
@@ -59,7 +62,8 @@ _T = TypeVar("_T")
 
 
 class Load(NamedTuple):
-    """What is moved: where the pages come from, where they go to, and how they are dealt out to calls."""
+    """The pages of a measurement. ``source``: what is put; ``target``: where they are read to; both lie in ``memory``.
+    ``batch``: pages in one call."""
 
     page_bytes: int
     memory: memoryview
@@ -72,17 +76,18 @@ class Load(NamedTuple):
         return len(self.source)
 
     def batches(self, order: Sequence[int]) -> list[list[int]]:
-        """``order`` cut into calls."""
+        """The pages of ``order``, cut into calls."""
         return [list(order[at : at + self.batch]) for at in range(0, len(order), self.batch)]
 
     def mismatches(self) -> int:
-        """Pages that did not come back as they went."""
+        """How many pages were not read back as they were put."""
         return sum(not np.array_equal(np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8))
                    for source, target in zip(self.source, self.target, strict=True))
 
 
-class Plan(NamedTuple):
-    """One store, with ``options`` added to its URL, measured with one load."""
+class Measurement(NamedTuple):
+    """What is measured: the store at ``url`` with ``options`` added, beside the raw client ``raw`` (None: there is
+    none), with the pages of ``load``. ``concurrency``: calls at a time."""
 
     url: str
     options: dict[str, str]
@@ -94,7 +99,7 @@ class Plan(NamedTuple):
 
 
 class Switched(CheckedStore):
-    """A ``CheckedStore`` whose checksums can be turned off; all else it does is done."""
+    """A ``CheckedStore`` whose checksums can be turned off by ``checks``; everything else works as usual."""
 
     checks = True
 
@@ -108,25 +113,30 @@ class Switched(CheckedStore):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("url", nargs="?", metavar="URL", help="the store (default: a file store in a temporary folder)")
-    parser.add_argument("--page-sizes", default=PAGE_SIZES, metavar="SIZES", help=f"default: {PAGE_SIZES}")
-    parser.add_argument("--bytes", default="128MiB", metavar="SIZE", help="moved per pass (default: 128MiB)")
-    parser.add_argument("--batch", type=int, metavar="N", help="pages per call (default: up to 8 MiB, at most 128)")
+    parser.add_argument("--page-sizes", default=PAGE_SIZES, metavar="SIZES",
+                        help=f"sizes of a page, each measured by itself (default: {PAGE_SIZES})")
+    parser.add_argument("--bytes", default="128MiB", metavar="SIZE", help="bytes moved in a pass (default: 128MiB)")
+    parser.add_argument("--batch", type=int, metavar="N",
+                        help="pages in a call (default: as many as 8 MiB hold, at most 128)")
     parser.add_argument("--concurrency", type=int, default=2, metavar="N", help="calls at a time (default: 2)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds; medians are shown (default: 3)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="N",
+                        help="rounds; medians over them are shown (default: 3)")
     parser.add_argument("--verify", choices=("on", "off", "both"), default="both",
-                        help="with checksums, without, or one after the other (default)")
-    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop")
-    parser.add_argument("--json", metavar="PATH|-", help="the figures as JSON, to a file or (-) instead of the table")
+                        help="measure with checksums, without them, or both (default)")
+    parser.add_argument("--loop", choices=LOOPS, default="uvloop", help="event loop (default: uvloop)")
+    parser.add_argument("--json", metavar="PATH|-",
+                        help="write the figures as JSON to a file, or to standard output (-) instead of the table")
 
 
 def run(args: argparse.Namespace, tell: Tell | None = None) -> Figures:
-    """Measure, and return the figures as a dict that JSON can hold. ``tell`` hears how far it is; else whoever waits
-    at standard error does.
+    """Measure, and return the figures as a dict that JSON can hold. ``tell`` is called with a line that says how far
+    the measurement has come (default: shown on standard error).
 
     Raises:
-        ConfigError: an option is unusable. BackendError: the store cannot be opened, or fails.
+        ConfigError: an option is unusable.
+        BackendError: the store cannot be opened, or fails.
     """
     sizes = [parse_size("--page-sizes", text) for text in args.page_sizes.split(",")]
     total = parse_size("--bytes", args.bytes)
@@ -156,7 +166,8 @@ def _measured(args: argparse.Namespace, url: str, sizes: Sequence[int], total: i
                             "raw": {"memcpy": _memcpy(load), "checksum": _checksum(load)}}
         for mode, options in _modes(url).items():
             plan = _plan(args, url, options, load, mode == "direct" and size % 4096 == 0)
-            figures[mode] = _with_loop(args.loop, _rounds(plan, tell))
+            with asyncio.Runner(loop_factory=loop_factory(args.loop)) as runner:
+                figures[mode] = runner.run(_rounds(plan, tell))
             _compare(figures[mode], figures["raw"]["checksum"]["cpu_us_per_page"])
         results.append(figures)
     settings = {"url": str(parse_url(url)), "concurrency": args.concurrency, "rounds": args.repeat, "loop": args.loop,
@@ -164,26 +175,16 @@ def _measured(args: argparse.Namespace, url: str, sizes: Sequence[int], total: i
     return {"bench": "store", "settings": settings, "cores": os.cpu_count(), "sizes": results}
 
 
-def _plan(args: argparse.Namespace, url: str, options: dict[str, str], load: Load, direct: bool) -> Plan:
+def _plan(args: argparse.Namespace, url: str, options: dict[str, str], load: Load, direct: bool) -> Measurement:
     raw = raw_client(url, direct, load.page_bytes * load.pages)
     variants = [OFF, ON] if args.verify == "both" else [args.verify]
-    return Plan(url, options, load, variants if raw is None else [RAW, *variants], raw, args.repeat, args.concurrency)
+    return Measurement(url, options, load, variants if raw is None else [RAW, *variants], raw, args.repeat,
+    args.concurrency)
 
-
-def _with_loop(name: str, main: Awaitable[Figures]) -> Figures:
-    async def awaited() -> Figures:
-        return await main
-
-    if name == "asyncio":
-        return asyncio.run(awaited())
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(awaited())
 
 
 def _modes(url: str) -> dict[str, dict[str, str]]:
-    """A file store is measured buffered and direct, any other as it is."""
+    """The options to measure with, by name: a file store is measured buffered and direct, any other store as it is."""
     parsed = parse_url(url)
     if parsed.scheme != "file" or "direct" in parsed.options:
         return {"store": {}}
@@ -204,8 +205,8 @@ def _load(size: int, total: int, batch: int | None) -> Load:
 
 
 def _memcpy(load: Load) -> Figures:
-    """One thread copies every page."""
-    meter = Meter(load.pages, load.page_bytes)
+    """How long one thread takes to copy every page."""
+    meter = PassMeter(load.pages, load.page_bytes)
     with meter.running():
         for source, target in zip(load.source, load.target, strict=True):
             with meter.call():
@@ -214,8 +215,8 @@ def _memcpy(load: Load) -> Figures:
 
 
 def _checksum(load: Load) -> Figures:
-    """One thread makes every page's header."""
-    meter, key = Meter(load.pages, load.page_bytes), bytes(32)
+    """How long one thread takes to make every page's header, which has the checksum."""
+    meter, key = PassMeter(load.pages, load.page_bytes), bytes(32)
     with meter.running():
         for source in load.source:
             with meter.call():
@@ -223,8 +224,8 @@ def _checksum(load: Load) -> Figures:
     return summary([meter])
 
 
-async def _open(plan: Plan) -> Switched:
-    """As ``open_store`` does, but with checksums that can be turned off."""
+async def _open(plan: Measurement) -> Switched:
+    """Open the store as ``open_store`` does, but as one whose checksums can be turned off."""
     parsed = parse_url(plan.url, plan.options)
     if parsed.scheme == "none":
         raise ConfigError(f"storage={plan.url!r} is no store to measure")
@@ -236,14 +237,15 @@ async def _open(plan: Plan) -> Switched:
     return store
 
 
-async def _rounds(plan: Plan, tell: Tell) -> Figures:
-    """All rounds; each variant's figures by operation, and the ratios to the raw client's. Cancelling it closes all."""
+async def _rounds(plan: Measurement, tell: Tell) -> Figures:
+    """Measure all rounds. Returns each variant's figures by operation, and the ratios to the raw client's rates.
+    Cancelling closes the store and the raw client."""
     store = await _open(plan)
     wrong = 0
     try:
         without_raw = None if plan.raw is None else await Pass(plan, "raw", tell).refused()
         variants = [variant for variant in plan.variants if without_raw is None or variant != RAW]
-        found: dict[str, list[dict[str, Meter]]] = {variant: [] for variant in variants}
+        found: dict[str, list[dict[str, PassMeter]]] = {variant: [] for variant in variants}
         for n in range(plan.rounds):
             for i in range(len(variants)):
                 variant = variants[(n + i) % len(variants)]
@@ -260,14 +262,15 @@ async def _rounds(plan: Plan, tell: Tell) -> Figures:
 
 
 class Pass(NamedTuple):
-    """One variant in one round."""
+    """One variant in one round. ``name``: what the progress says of it."""
 
-    plan: Plan
+    plan: Measurement
     name: str
     tell: Tell
 
     async def refused(self) -> str | None:
-        """Try the raw client once, with one call; why it cannot be used. Cancelling it closes the client."""
+        """Try the raw client with one put and one get. Returns why it cannot be used; None if it can. Cancelling closes
+        the client."""
         assert self.plan.raw is not None
         load = self.plan.load
         keys = _fresh_keys(len(load.source[: load.batch]))
@@ -278,12 +281,12 @@ class Pass(NamedTuple):
                 await client.get(keys, load.target[: load.batch])
             finally:
                 await client.aclose()
-        except Exception as error:                     # whatever it may be, the store itself can be measured
+        except Exception as error:                     # whatever fails in the client, the store can still be measured
             return f"{type(error).__name__}: {error}"
         return None
 
-    async def raw(self) -> dict[str, Meter]:
-        """Put and get by the raw client. Cancelling it closes the client."""
+    async def raw(self) -> dict[str, PassMeter]:
+        """Measure put and get of the raw client. Cancelling closes the client."""
         assert self.plan.raw is not None
         load, keys = self.plan.load, _fresh_keys(self.plan.load.pages)
         client = await self.plan.raw()
@@ -298,8 +301,8 @@ class Pass(NamedTuple):
         finally:
             await client.aclose()
 
-    async def ours(self, store: Switched, checks: bool) -> dict[str, Meter]:
-        """All operations of the store. Cancelling it deletes what was put."""
+    async def ours(self, store: Switched, checks: bool) -> dict[str, PassMeter]:
+        """Measure all operations of the store. Cancelling deletes what was put."""
         store.checks = checks
         load, keys = self.plan.load, [PageKey(POOL, key) for key in _fresh_keys(self.plan.load.pages)]
 
@@ -328,10 +331,10 @@ class Pass(NamedTuple):
 
     async def _drive(
         self, name: str, call: Callable[[list[int]], Awaitable[None]], order: Sequence[int] | None = None
-    ) -> Meter:
-        """Make all calls, as many at a time as planned."""
+    ) -> PassMeter:
+        """Make the calls for all pages, ``concurrency`` calls at a time; returns what they took."""
         load = self.plan.load
-        meter = Meter(load.pages, load.page_bytes)
+        meter = PassMeter(load.pages, load.page_bytes)
         left = load.batches(range(load.pages) if order is None else order)
         batches = iter(left)
 
@@ -347,7 +350,7 @@ class Pass(NamedTuple):
 
 
 async def _remove(store: CheckedStore, keys: Sequence[PageKey], batch: int) -> None:
-    """Leave the store as it was."""
+    """Delete what was put, so that the store is as it was."""
     for at in range(0, len(keys), batch):
         await store.delete(keys[at : at + batch])
     if isinstance(store.backend, Collectable):
@@ -360,11 +363,11 @@ def _fresh_keys(count: int) -> list[bytes]:
 
 def _insist(results: Sequence[Result], store: CheckedStore) -> None:
     if failed := len(results) - results.count(Result.HIT):
-        raise BackendError(f"the store failed {failed} of {len(results)} pages; it says: {store.last_error!r}")
+        raise BackendError(f"the store failed for {failed} of {len(results)} pages; its error: {store.last_error!r}")
 
 
-def _ratios(found: dict[str, list[dict[str, Meter]]]) -> Figures:
-    """By variant and operation, the median of what each round's rate is of its raw client's."""
+def _ratios(found: dict[str, list[dict[str, PassMeter]]]) -> Figures:
+    """By variant and operation: the median over the rounds of the store's rate divided by the raw client's."""
     if RAW not in found:
         return {}
     return {
@@ -373,12 +376,13 @@ def _ratios(found: dict[str, list[dict[str, Meter]]]) -> Figures:
     }
 
 
-def _rates(raw: list[dict[str, Meter]], ours: list[dict[str, Meter]], op: str) -> list[float]:
+def _rates(raw: list[dict[str, PassMeter]], ours: list[dict[str, PassMeter]], op: str) -> list[float]:
     return [theirs[op].wall / own[op].wall for theirs, own in zip(raw, ours, strict=True)]
 
 
 def _compare(figures: Figures, checksum: float) -> None:
-    """Add what our own code costs a page: beside the raw client's, and with checksums beside theirs, too."""
+    """Add the CPU time that our own code costs for each page: the store's minus the raw client's, and with checksums
+    also minus that of the ``checksum`` (µs)."""
     for variant in (OFF, ON):
         for op in ("put", "get"):
             if RAW in figures and variant in figures:

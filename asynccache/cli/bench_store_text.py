@@ -1,4 +1,4 @@
-"""The figures of ``asynccache bench store`` for a person, at most 80 columns. Pure functions."""
+"""The figures of ``asynccache bench store`` as a table of at most 80 columns. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Report = Mapping[str, Any]
 
 
 def table(report: Report) -> str:
-    """All of it; ``raw`` is the bare client, ``CPU`` and ``own`` are µs a page, p50 and so on ms a call."""
+    """The whole table. ``raw`` is the raw client; ``CPU`` and ``own`` are in µs for each page, p50 to p99.9 in ms for
+    each call."""
     settings = report.get("settings")
     if settings is None:
         return ""

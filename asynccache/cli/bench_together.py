@@ -1,10 +1,11 @@
-"""The second table of ``asynccache bench ttft``: many requests at once, by transformers' continuous batching alone and
-on the cache's pages (``asynccache_hf.ContinuousBatching``), cold and with most of each prompt cached.
+"""The second table of ``asynccache bench ttft``: many requests at once, with transformers' continuous batching.
 
-Two figures each: seconds until all requests have their first token, and new tokens per second of the process's CPU
-time, in which prompts are computed, too. Both ways are given the same prompts, compute at most as much in a step, and
-have room for all that a round computes, so neither evicts. A round opens both anew, and lets each compute something
-before it is timed. Ways that make different tokens, and a hit that is none, are no figure.
+It is measured in two ways, by transformers alone and on the cache's pages (``asynccache_hf.ContinuousBatching``), cold
+and with most of each prompt cached. Each way has two figures: seconds until all requests have their first token, and
+new tokens per second of the process's CPU time, which includes computing the prompts. Both ways get the same prompts,
+compute at most the same number of tokens in a step, and have room for everything that a round computes, so neither
+evicts. A round opens both anew and lets each compute something before it is timed. It is an error if the two make
+different tokens, or if not exactly the expected tokens are cached.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ WHO = ("transformers alone", "ContinuousBatching")
 
 Tokens = list[list[int]]
 Serve = Callable[[Tokens, int], Tokens]
-"""Continues each prompt by so many tokens; returns these."""
+"""A function that continues each prompt by a number of tokens, and returns these."""
 
 
 class Load(NamedTuple):
-    """So many requests at once, of so many tokens each, and their new ones."""
+    """What is served: ``requests`` at once, with ``prompt`` tokens and ``new`` new tokens each."""
 
     requests: int
     prompt: int
@@ -41,29 +42,31 @@ class Load(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """Tokens of a prompt that are cached where any are: seven eighths, in whole pages."""
+        """How many tokens of a prompt are cached in the runs with hits: seven eighths, in whole pages."""
         return self.prompt * 7 // 8 // PAGE * PAGE
 
     @property
     def ways(self) -> dict[str, list[str]]:
-        """Who is measured, with nothing cached and then with something."""
+        """The names of the ways that are measured, with nothing cached and with hits."""
         hits = f"{round(100 * self.cached / self.prompt)} % cached"
         return {what: [f"{who}, {what}" for who in WHO] for what in ("cold", hits)}
 
 
 class Times(NamedTuple):
-    """By way, one of each round: seconds until all have their first token, and new tokens per CPU second."""
+    """For each way, a value of each round: seconds until all requests have their first token, and new tokens per CPU
+    second."""
 
     first: dict[str, list[float]]
     speed: dict[str, list[float]]
 
 
 def measure(model: Any, load: Load, rounds: int, took: Callable[[str, float], None]) -> Times:
-    """``took`` is told each way's seconds until the first tokens, as they are known.
+    """Measure all ways in ``rounds`` rounds. ``took`` is called with the name of a way and its seconds until all
+    requests have their first token, as soon as they are known.
 
     Raises:
-        ConfigError: the model, or this version of transformers, cannot be served like this.
-        RuntimeError: two ways made different tokens, or not so much was cached as should have been.
+        ConfigError: the model, or this version of transformers, cannot be served in this way.
+        RuntimeError: two ways made different tokens, or other tokens were cached than should have been.
     """
     names = [way for both in load.ways.values() for way in both]
     times = Times({way: [] for way in names}, {way: [] for way in names})
@@ -85,7 +88,7 @@ def measure(model: Any, load: Load, rounds: int, took: Callable[[str, float], No
 
 
 def _compared(texts: Tokens, new: int, serves: dict[str, Serve]) -> dict[str, tuple[float, float]]:
-    """Seconds of wall and of CPU time by way."""
+    """Serve the same prompts in each way; returns seconds of wall and of CPU time by way."""
     took, made = {}, []
     for way, serve in serves.items():
         wall, cpu = time.perf_counter(), time.process_time()
@@ -97,7 +100,7 @@ def _compared(texts: Tokens, new: int, serves: dict[str, Serve]) -> dict[str, tu
 
 
 class _Prompts:
-    """Random ones, the same in each run."""
+    """Makes random prompts, the same ones in each run."""
 
     def __init__(self, load: Load, vocabulary: int) -> None:
         self._load = load
@@ -108,7 +111,7 @@ class _Prompts:
         return [self._tokens(self._load.prompt) for _ in range(self._load.requests)]
 
     def like(self, known: Tokens) -> Tokens:
-        """Each as one of ``known``, as far as it is to be cached."""
+        """Prompts that begin as those of ``known``, as far as they are to be cached."""
         cached = self._load.cached
         return [[*tokens[:cached], *self._tokens(self._load.prompt - cached)] for tokens in known]
 
@@ -117,7 +120,7 @@ class _Prompts:
 
 
 def _room(load: Load) -> int:
-    """Pages for all that a round computes."""
+    """How many pages hold everything that a round computes."""
     return 5 * load.requests * -(-(load.prompt + load.new) // PAGE)
 
 
@@ -126,7 +129,11 @@ def _generation(load: Load) -> Any:
 
 
 def continued(manager: Any, texts: Tokens, new: int) -> Tokens:
-    """What transformers' own ``manager`` makes of each prompt. Raises RuntimeError if it ends meanwhile."""
+    """The tokens that transformers' own ``manager`` generates after each prompt.
+
+    Raises:
+        RuntimeError: the manager has ended before that.
+    """
     ids = manager.add_requests(inputs=texts, max_new_tokens=new)
     found: dict[str, list[int]] = {}
     while len(found) < len(texts):
@@ -141,7 +148,7 @@ def continued(manager: Any, texts: Tokens, new: int) -> Tokens:
 @contextmanager
 def _alone(model: Any, load: Load) -> Iterator[Serve]:
     blocks = ContinuousBatchingConfig(page_size=PAGE, num_blocks=_room(load), max_batch_tokens=STEP)
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it says what psutil would be good for
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it recommends psutil
     manager = model.init_continuous_batching(generation_config=_generation(load), continuous_batching_config=blocks)
 
     manager.start()
@@ -165,7 +172,7 @@ def _on_pages(model: Any, load: Load) -> Iterator[Serve]:
             made = [request.result() for request in done]
             hits = sum(request.hits.device for request in done if request.hits is not None)
             if hits != expected:
-                raise RuntimeError(f"this is no such hit: {hits} tokens, not {expected}")
+                raise RuntimeError(f"not the expected hit: {hits} tokens, not {expected}")
             return made
 
         yield serve

@@ -1,10 +1,10 @@
-"""``asynccache bench tree``: what the core's calls cost, alone: no runtime, no bytes, no other thread.
+"""``asynccache bench tree``: what the calls of the core cost by themselves, without runtime, bytes or other threads.
 
-Two workloads, to be laid beside other systems. *shared*: 200 prompts of 2,048 tokens with 20 continuations of 512 each,
-shuffled. *turns*: 40 conversations of 40 turns of 64 tokens, a path of 40 nodes each. Every operation is timed alone,
-wall and CPU; what lies between two timings (completing backups, making keys) is not in any figure. Hashes are given, as
-the runtime gives them. Imports no torch. Where the compiled core runs, the same is measured with the pure one, too, in
-a process of its own.
+There are two workloads, which can be compared with other systems. *shared*: 200 prompts of 2,048 tokens with 20
+continuations of 512 tokens each, shuffled. *turns*: 40 conversations of 40 turns of 64 tokens; each is a path of 40
+nodes. The wall and CPU time of every operation is taken by itself. What happens between two timings (completing
+backups, making keys) is in no figure. The hashes of pages are made before, because the runtime makes them. Imports no
+torch. If the compiled core runs, the pure one is measured as well, in a process of its own.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ COMPILED_GOALS = {
     "full": {"match": 5, "insert": 18, "pin": 1, "match_path": 20, "pin_path": 2.5, "evict": 60},
     "all": {"match": 10, "insert": 30, "pin": 3.2, "match_path": 28, "pin_path": 5, "evict": 110},
 }
-"""Of the compiled core, for p50; of ``GOALS``, which are the pure one's, for the mean."""
+"""Goals in µs of CPU time. ``GOALS`` are for the mean of the pure core, ``COMPILED_GOALS`` for the p50 of the compiled
+one."""
 SHAPES = {"full p16": ("full", 16), "full,swa,mamba p64": ("all", 64), "full,swa,mamba p16": ("all", 16)}
 
 
 @dataclass(slots=True)
 class Timer:
-    """Wall and CPU nanoseconds of every call of one operation, less ``own``: what the timing of nothing costs."""
+    """Wall and CPU nanoseconds of every call of one operation, minus ``own``: those that timing an empty call takes."""
 
     own: tuple[int, int] = (0, 0)
     wall: array[int] = field(default_factory=lambda: array("q"))
@@ -87,7 +88,7 @@ class Timer:
         return result
 
     def figures(self) -> Figures:
-        """In microseconds."""
+        """The figures in microseconds."""
         return {"calls": len(self.wall)} | {
             name: {"mean": _us(sum(values) / len(values)), "p50": _us(_at(values, 50)), "p99": _us(_at(values, 99)),
                    "max": _us(max(values))}
@@ -96,7 +97,7 @@ class Timer:
 
 
 def timer() -> Timer:
-    """A timer that knows what it costs itself."""
+    """A timer that subtracts its own cost, which is measured on the first call."""
     if not _own:
         bare = Timer()
         for _ in range(4000):
@@ -109,7 +110,7 @@ _own: list[tuple[int, int]] = []
 
 
 def _nothing() -> None:
-    """Timed to learn what timing costs."""
+    """The empty call that is timed to measure the cost of timing."""
 
 
 def _us(nanoseconds: float) -> float:
@@ -122,7 +123,7 @@ def _at(values: array[int], percent: int) -> int:
 
 
 class Bed:
-    """One core under test. Backups are completed between timings, so that what is timed never waits."""
+    """A core that is measured. Backups are completed between the timings, so that a timed call never waits."""
 
     def __init__(
         self, kind: str, page: int, tokens: int, *, host: bool = True, states: int = 0, slice_steps: int = 1 << 30,
@@ -143,8 +144,8 @@ class Bed:
         self._frozen = 0
         self._now = 0.0
 
-    def settle(self, plan: Plan) -> None:
-        """Answer every effect, and those that follow."""
+    def complete(self, plan: Plan) -> None:
+        """Apply a successful outcome for every effect of ``plan``, and for the effects that follow from that."""
         while plan.effects:
             ops = [effect.op for effect in plan.effects if not isinstance(effect, (Publish, Cleared))]
             plan = self.core.complete([Outcome(op, Status.DONE) for op in ops])
@@ -156,9 +157,9 @@ class Bed:
         tokens = len(key) // 4
         ask = Ask(SPACE, key, tokens, tokens, tokens, 3 if self.kind == "all" else 0)
         while isinstance(answer := self.core.lease(ask), (More, Wait)):
-            self.settle(answer.plan)
+            self.complete(answer.plan)
         assert isinstance(answer, Grant)
-        self.settle(answer.plan)
+        self.complete(answer.plan)
         return answer.lease
 
     def commit(self, lease: Lease, key: bytes) -> Plan:
@@ -170,14 +171,15 @@ class Bed:
         return answer.plan
 
     def insert(self, key: bytes) -> None:
-        """A whole request, untimed."""
+        """Serve a whole request without timing it: lease, commit and release."""
         lease = self.lease(key)
-        self.settle(self.commit(lease, key))
-        self.settle(self.core.release(lease))
+        self.complete(self.commit(lease, key))
+        self.complete(self.core.release(lease))
         self.freeze()
 
     def freeze(self) -> None:
-        """What the runtime does: the collector's old generation never grows by more than a few thousand nodes."""
+        """Freeze the garbage collector's objects now and then, as the runtime does, so that its old generation never
+        has more than a few thousand nodes."""
         nodes = self.core.statistics().nodes
         if nodes - self._frozen >= FREEZE_EVERY:
             gc.freeze()
@@ -202,7 +204,7 @@ def shared(seed: int = 0) -> list[bytes]:
 
 
 def turns(seed: int = 0) -> Iterator[bytes]:
-    """The keys of *turns*: every conversation after each of its turns, one after the other in rounds."""
+    """The keys of *turns*: in each round every conversation gets one turn longer, one after the other."""
     random = Random(seed)
     conversations = [b""] * CONVERSATIONS
     for _ in range(TURNS):
@@ -215,7 +217,7 @@ def turns(seed: int = 0) -> Iterator[bytes]:
 
 
 def measure_shared(kind: str, page: int, eviction: str) -> dict[str, Timer]:
-    """Insert, match and pin on *shared*."""
+    """Time insert, match and pin on *shared*."""
     keys = shared()
     bed = Bed(kind, page, (PROMPTS * PROMPT + len(keys) * CONTINUATION) * 5 // 4, eviction=eviction)
     timers = {name: timer() for name in ("insert", "match", "pin")}
@@ -223,16 +225,16 @@ def measure_shared(kind: str, page: int, eviction: str) -> dict[str, Timer]:
         lease = bed.lease(key)
         insert = timers["insert"] if lease.cached == PROMPT else timer()
         if not lease.cached:
-            bed.settle(bed.commit(lease, key[: PROMPT * 4]))
-        bed.settle(insert.call(partial(bed.commit, lease, key)))
-        bed.settle(bed.core.release(lease))
+            bed.complete(bed.commit(lease, key[: PROMPT * 4]))
+        bed.complete(insert.call(partial(bed.commit, lease, key)))
+        bed.complete(bed.core.release(lease))
         bed.freeze()
     time_hits(bed, keys[:2000], timers["match"], timers["pin"])
     return timers
 
 
 def measure_turns(kind: str, page: int, eviction: str) -> dict[str, Timer]:
-    """Match and pin on 40-node paths."""
+    """Time match and pin on the paths of 40 nodes of *turns*."""
     bed = Bed(kind, page, CONVERSATIONS * TURNS * TURN * 3, eviction=eviction)
     keys = list(turns())
     for key in keys:
@@ -243,14 +245,14 @@ def measure_turns(kind: str, page: int, eviction: str) -> dict[str, Timer]:
 
 
 def time_hits(bed: Bed, keys: Sequence[bytes], match: Timer, pin: Timer) -> None:
-    """A match and the page tables of what it found; the pin of that path, which nobody else pins, and its undoing. The
-    first round warms up."""
+    """For each key, time a match with the page tables of what it found, and then pinning and unpinning that path, which
+    has no other pins. The first round warms up and is not counted."""
     for timers in ((timer(), timer()), (match, pin)):
         for key in keys:
             lease = bed.lease(key)
             timers[0].call(partial(_match_with_pages, bed, lease, key))
             end = lease.hold.end
-            bed.settle(bed.core.release(lease))
+            bed.complete(bed.core.release(lease))
             timers[1].call(partial(_pin_and_unpin, bed, end))
 
 
@@ -266,7 +268,7 @@ def _pin_and_unpin(bed: Bed, end: Node) -> None:
 
 
 def measure_evict(kind: str, page: int, eviction: str, calls: int = 60) -> dict[str, Timer]:
-    """Leases that find the device full, each of 8,192 tokens: what one of them evicts goes in one call."""
+    """Time leases of 8,192 tokens on a full device; each evicts all that it needs in one call."""
     keys = shared()
     bed = Bed(kind, page, PROMPTS * PROMPT + len(keys) * CONTINUATION, host=False, states=PROMPTS * CONTINUATIONS + 4,
               eviction=eviction)  # fmt: skip
@@ -303,10 +305,13 @@ def measure_shape(kind: str, page: int, eviction: str) -> Figures:
 
 
 def measure_metrics(rounds: int, progress: Progress) -> Figures:
-    """What counting adds to all calls together, and to an eviction: two trees side by side, one without, one with it,
-    that are called in turns, so that whatever else the machine does meets both. Most of what metrics show is always
-    counted; what a cache that runs has in addition is a memory of evicted nodes, so that a miss has a reason. An
-    operation counts as often as it is called, each time with its median."""
+    """How much counting for metrics adds to all calls together and to an eviction.
+
+    Two trees, one with and one without it, are called in turns, so that other work of the machine slows both alike.
+    Most of the metrics are always counted; what a running cache has in addition is a memory of evicted nodes, from
+    which it knows the reason of a miss. In the sum over all calls each operation counts with its median, as often as it
+    is called.
+    """
     both: list[dict[str, Timer]] = [{name: timer() for name in ("insert", "match", "pin", "evict")} for _ in range(2)]
     for number in range(rounds):
         progress(f"metrics off and on, round {number + 1} of {rounds}")
@@ -321,7 +326,7 @@ def measure_metrics(rounds: int, progress: Progress) -> Figures:
 
 
 def _side_by_side(both: Sequence[dict[str, Timer]]) -> None:
-    """*shared* on two trees: all keys inserted, some looked up, then evictions."""
+    """Run *shared* on both trees in turns: insert all keys, look some of them up, then evict."""
     keys = shared()
     size = PROMPTS * PROMPT + len(keys) * CONTINUATION
     beds = [Bed("full", 16, size, host=False, remember=remember) for remember in (0, REMEMBERED)]
@@ -329,8 +334,8 @@ def _side_by_side(both: Sequence[dict[str, Timer]]) -> None:
     for number, key in enumerate(keys):
         for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
             lease = bed.lease(key)
-            bed.settle(timers["insert"].call(partial(bed.commit, lease, key)))
-            bed.settle(bed.core.release(lease))
+            bed.complete(timers["insert"].call(partial(bed.commit, lease, key)))
+            bed.complete(bed.core.release(lease))
     for number, key in enumerate(keys[:500]):
         for bed, timers in pairs[:: 1 - 2 * (number % 2)]:
             time_hits(bed, [key], timers["match"], timers["pin"])
@@ -376,13 +381,13 @@ class Forest:
         return self._random.sample(self.keys, min(count, len(self.keys)))
 
     def grow(self, nodes: int) -> None:
-        """Insert until there are so many nodes."""
+        """Insert keys until the tree has ``nodes`` nodes."""
         while self.bed.core.statistics().nodes < nodes:
             self.bed.insert(self.key())
 
 
 def measure_growth(kind: str, sizes: Sequence[int], eviction: str, progress: Progress) -> list[Figures]:
-    """Match, pin, insert, release and evict in trees of different sizes."""
+    """Time match, pin, insert, release and evict in trees of different sizes."""
     rows = []
     for size in sizes:
         progress(f"{kind}: a tree of {size:,} nodes")
@@ -414,35 +419,36 @@ Answer = Grant | Wait | More
 
 
 def _evict_in_slices(bed: Bed, ask: Ask, call: Callable[[Callable[[], Answer]], Answer]) -> None:
-    """A lease that has to evict, in as many calls as the core makes of it."""
+    """Ask for a lease that has to evict, in as many calls as the core divides that into."""
     while isinstance(answer := call(lambda: bed.core.lease(ask)), More):
-        bed.settle(answer.plan)
+        bed.complete(answer.plan)
     assert isinstance(answer, Grant)
 
 
 def _timed_insert(bed: Bed, key: bytes, timers: dict[str, Timer], worst: Worst) -> None:
     lease = worst.call("lease", lambda: bed.lease(key))
     plan = timers["insert"].call(lambda: worst.call("commit", lambda: bed.commit(lease, key)))
-    worst.call("settle", lambda: bed.settle(plan))
-    bed.settle(timers["release"].call(lambda: worst.call("release", lambda: bed.core.release(lease))))
+    worst.call("complete", lambda: bed.complete(plan))
+    bed.complete(timers["release"].call(lambda: worst.call("release", lambda: bed.core.release(lease))))
     worst.call("freeze", bed.freeze)
 
 
 def _fill(bed: Bed) -> None:
-    """Leave no free slot."""
+    """Take all free slots of the device."""
     free = bed.core.statistics().device[0].free * bed.page
     swa = bed.core.statistics().device[1].free * bed.page if bed.kind == "all" else free
     assert isinstance(bed.core.lease(Ask(SPACE, b"", 0, free, swa, 0)), Grant)
 
 
 class Worst:
-    """The longest single call, garbage collection included. Where wall is far beyond CPU, the machine was busy."""
+    """The longest single call of each kind, with garbage collection. If the wall time is far above the CPU time, the
+    machine was busy."""
 
     def __init__(self) -> None:
         self._worst: dict[str, tuple[int, int]] = {}
 
     def call(self, name: str, work: Callable[[], _T]) -> _T:
-        """Note how long it took."""
+        """Call ``work`` and note how long it took; returns its result."""
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
         result = work()
         cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
@@ -451,7 +457,7 @@ class Worst:
         return result
 
     def figures(self) -> Figures:
-        """In milliseconds."""
+        """The figures in milliseconds."""
         return {
             name: {"cpu_ms": round(cpu / 1e6, 3), "wall_ms": round(wall / 1e6, 3)}
             for name, (cpu, wall) in sorted(self._worst.items())
@@ -462,8 +468,8 @@ class Worst:
 
 
 def measure_memory(kind: str, eviction: str) -> Figures:
-    """Bytes per node besides tokens (4 each), slots (4 per page and tier) and hashes (32 a page); before anything was
-    evicted, so without what a policy remembers of nodes that left."""
+    """Bytes of memory per node besides its tokens (4 bytes each), slots (4 for each page and tier) and hashes (32 for
+    each page). Measured before anything is evicted, so without what a policy remembers of evicted nodes."""
     random = Random(1)
     nodes = MEMORY_NODES
     bed = Bed(kind, GROWTH_PAGE, 3 * nodes * GROWTH_PAGES * GROWTH_PAGE, host=True, states=2 * nodes,
@@ -483,8 +489,8 @@ def measure_memory(kind: str, eviction: str) -> Figures:
 
 
 def measure_ghosts(eviction: str) -> Figures | None:
-    """Bytes per node when every node has replaced one that was evicted, and per node that left and is remembered; None
-    for a policy that remembers none. ``most``: how many it may remember at this size."""
+    """Bytes of memory for each evicted node that the policy remembers; None for a policy that remembers none. ``most``:
+    how many nodes it may remember at this size."""
     random, nodes = Random(2), MEMORY_NODES // 8
     bed = Bed("full", GROWTH_PAGE, nodes * GROWTH_PAGES * GROWTH_PAGE, host=False, eviction=eviction)
     if bed.core.learned() is None:
@@ -512,32 +518,33 @@ def _payload(node: Node) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--nodes", default="1000,10000,100000,1000000", metavar="N,N",
-                        help="sizes of tree whose growth is measured; empty: none (default: %(default)s)")
+                        help="numbers of nodes of the trees that are measured; empty: none (default: %(default)s)")
     parser.add_argument("--shapes", default=",".join(f"{i}" for i in range(len(SHAPES))), metavar="I,I",
-                        help="which of " + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
+                        help="shapes to measure (default: all): "
+                             + "; ".join(f"{i}: {name}" for i, name in enumerate(SHAPES)))
     parser.add_argument("--eviction", default="lru", choices=("lru", "p2c"),
                         help="the eviction policy (default: %(default)s)")
     parser.add_argument("--metrics", type=int, default=0, metavar="N",
-                        help="measure what counting for metrics adds instead, in N rounds with and without it")
+                        help="instead of all else, measure in N rounds how much counting for metrics adds")
     parser.add_argument("--this-core", action="store_true",
-                        help="measure the core that runs, and not the pure one as well where that is the compiled one")
+                        help="if the compiled core runs, do not measure the pure one as well")
     parser.add_argument("--quiet", action="store_true", help="print no progress and no table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the table, return the figures (microseconds unless the name says otherwise). ``pure``: those of
-    the pure core, where this is the compiled one.
+    """Measure, print the table, and return the figures, in microseconds unless a name says otherwise. ``pure`` among
+    them: the figures of the pure core, if the compiled one runs.
 
     Raises:
-        ConfigError: a list of numbers is none.
+        ConfigError: ``--nodes`` or ``--shapes`` cannot be used.
     """
     sizes, chosen = _numbers("nodes", args.nodes), _numbers("shapes", args.shapes)
     if any(not 0 <= index < len(SHAPES) for index in chosen):
-        raise ConfigError(f"shapes: {args.shapes!r} names more than the {len(SHAPES)} there are")
+        raise ConfigError(f"shapes: {args.shapes!r} must be numbers from 0 to {len(SHAPES) - 1}")
     if any(size < 1 for size in sizes):
-        raise ConfigError(f"nodes: {args.nodes!r} must be numbers from 1 on")
+        raise ConfigError(f"nodes: {args.nodes!r} must be numbers of at least 1")
     progress: Progress = (lambda text: None) if args.quiet else (lambda text: print(text, file=sys.stderr, flush=True))
     if args.metrics > 0:
         found = measure_metrics(args.metrics, progress)
@@ -563,7 +570,7 @@ def run(args: argparse.Namespace) -> Figures:
 
 
 def _measured_pure(args: argparse.Namespace) -> Figures:
-    """The figures of the pure core."""
+    """The figures of the pure core, measured in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "tree.json")
         command = [sys.executable, "-m", "asynccache.cli", "bench", "tree", "--nodes", args.nodes, "--shapes",
@@ -582,7 +589,8 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def lines(shapes: Figures, pure: Figures | None = None) -> Iterator[str]:
-    """CPU against the goals, those of the compiled core for p50. ``pure``: the rows of the pure one, beside it."""
+    """The table: CPU times beside the goals, which are for p50 with the compiled core and for the mean with the pure
+    one. ``pure``: figures of the pure core, to be shown beside them."""
     judged = "p50" if compiled.CORE == "compiled" else "mean"
     for name, rows in shapes.items():
         yield f"{name + ', ' + compiled.CORE:<29} CPU µs: mean    p50    p99   goal{'   pure p50' if pure else ''}"

@@ -1,10 +1,11 @@
 """``asynccache bench ttft``: the time to first token of a prompt with a shared prefix, by the tier that has the prefix.
 
-A random model of about 50 million parameters (Qwen3's architecture, float32) runs on the CPU under the scheduler shim;
-time counts from ``submit`` to the first token. Each request has the prefix and some tokens of its own. A round measures
-every way once, so all meet the same machine; for L3 the cache is a new one on the store that another has filled. What
-a request found is checked: a figure of L2 is one of a whole hit in L2. "No cache" is transformers alone, in chunks as
-large. Every thread that computes has computed something before it is timed.
+A random model of about 50 million parameters (Qwen3's architecture, float32) runs on the CPU under the scheduler shim.
+The time counts from ``submit`` to the first token. Each request has the shared prefix and some tokens of its own. A
+round measures every way once, so that other work of the machine slows all alike. For L3 the cache is a new one, on a
+store that another cache has filled. It is checked that the whole prefix was a hit in the tier that is measured. "No
+cache" is transformers alone, which computes in chunks of the same size. Every thread that computes has computed
+something before it is timed.
 
 A second table has many requests at once, by transformers' continuous batching alone and on the cache's pages:
 ``bench_together``.
@@ -54,30 +55,31 @@ Figures = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the options of this benchmark to ``parser``."""
     parser.add_argument("--prefix", type=int, default=4096, metavar="N",
-                        help=f"shared tokens, a multiple of {PAGE} (default: %(default)s)")
+                        help=f"tokens of the shared prefix, a multiple of {PAGE} (default: %(default)s)")
     parser.add_argument("--own", type=int, default=32, metavar="N",
-                        help="tokens of its own that each prompt ends with (default: %(default)s)")
+                        help="tokens of its own at the end of each prompt (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=8, metavar="N",
-                        help="of the second table, at once (default: %(default)s)")
+                        help="requests at once in the second table (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, metavar="N",
-                        help="tokens of each of them (default: %(default)s)")
+                        help="tokens of a prompt in the second table (default: %(default)s)")
     parser.add_argument("--new", type=int, default=24, metavar="N",
-                        help="tokens that each of them gets (default: %(default)s)")
+                        help="new tokens of a request in the second table (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="of the model (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers of the model (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512, metavar="N",
-                        help="of the model, a multiple of 64 (default: %(default)s)")
-    parser.add_argument("--storage", metavar="URL", help="default: a file store in a temporary folder")
+                        help="hidden size of the model, a multiple of 64 (default: %(default)s)")
+    parser.add_argument("--storage", metavar="URL", help="L3 (default: a file store in a temporary folder)")
     parser.add_argument("--quiet", action="store_true", help="print neither progress nor the table")
 
 
 def run(args: argparse.Namespace) -> Figures:
-    """Measure, print the tables, return the figures.
+    """Measure, print the tables, and return the figures.
 
     Raises:
-        ConfigError: an option is unusable. Unavailable: the store cannot be opened.
+        ConfigError: an option cannot be used.
+        Unavailable: the store cannot be opened.
     """
     if args.prefix < PAGE or args.prefix % PAGE or min(args.own, args.repeats, args.layers) < 1:
         raise ConfigError(f"--prefix must be a multiple of {PAGE}; --own, --repeats and --layers at least 1")
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> Figures:
 
 
 def _together(load: Load, times: bench_together.Times) -> Figures:
-    """As plain values; the medians make the table."""
+    """The figures of the second table as plain values; the medians are shown."""
     milliseconds = {way: [round(s * 1e3, 1) for s in seconds] for way, seconds in times.first.items()}
     speeds = {way: [round(speed, 1) for speed in each] for way, each in times.speed.items()}
     return {
@@ -110,7 +112,7 @@ def _together(load: Load, times: bench_together.Times) -> Figures:
 
 
 def make_model(layers: int, width: int, context: int) -> Any:
-    """Random weights, the same each time."""
+    """A model with random weights, the same ones each time."""
     transformers.logging.set_verbosity_error()
     config = transformers.Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
@@ -123,7 +125,7 @@ def make_model(layers: int, width: int, context: int) -> Any:
 
 
 def _store_bytes(args: argparse.Namespace) -> int:
-    """Room for the prefix, and for what each round misses."""
+    """Bytes of a store that has room for the prefix and for the prompts that miss in each round."""
     heads = max(1, int(args.width) // 128)
     token = 2 * 4 * 64 * heads * int(args.layers)
     return 2 * int(args.repeats + 2) * int(args.prefix + args.own) * token + (256 << 20)
@@ -138,7 +140,7 @@ class Served:
 
 
 class Bench:
-    """One model, one store."""
+    """Measures one model with one store."""
 
     def __init__(self, args: argparse.Namespace, storage: str) -> None:
         self._args = args
@@ -164,7 +166,7 @@ class Bench:
         return self._prefix + self._tokens(self._args.own)
 
     def _config(self) -> CacheConfig:
-        """A device for two prompts, a host for four."""
+        """The cache's configuration: a device with room for two prompts and a host with room for four."""
         device = 2 * (-(-self._length // PAGE) + 1) * PAGE
         return self._layout.cache_config(
             device_tokens=device, host_tokens=2 * device, storage=self._storage, prefetch_threshold=PAGE,
@@ -182,7 +184,7 @@ class Bench:
     # measuring
 
     async def measure(self, say: _Nothing) -> dict[str, list[float]]:
-        """Seconds by way, one of each round. Cancelling it closes what is open."""
+        """Measure all rounds; returns the seconds of each round by way. Cancelling closes everything that is open."""
         times: dict[str, list[float]] = {way: [] for way in WAYS}
 
         def took(way: str, seconds: float) -> None:
@@ -200,7 +202,8 @@ class Bench:
         return times
 
     async def _round(self, unknown: str, took: Callable[[str, float], None]) -> None:
-        """``unknown``: a namespace that nobody has used. Nothing moves in the background while a time is taken."""
+        """Measure each way once. ``unknown``: a namespace that was not used before. No page is moved in the background
+        while a time is taken."""
         shared = self._args.prefix
         async with self._served() as served:
             took("L3", await self._first_token(served, (0, 0, shared)))
@@ -215,19 +218,19 @@ class Bench:
         await served.scheduler.submit(request).next_token(0)
         seconds = time.perf_counter() - start
         if request.hits != expected:
-            raise RuntimeError(f"this is no such hit: {request.hits}, not {expected}")
+            raise RuntimeError(f"not the expected hit: {request.hits}, not {expected}")
         await served.cache.flush()
         return seconds
 
     async def _empty_device(self, cache: AsyncCache) -> None:
-        """Take every page for a moment."""
+        """Evict everything from the device, by taking every page for a moment."""
         pages = cache.statistics().device["full"].capacity
         async with cache.lease([0], new_tokens=pages * PAGE - 1, extra_key="filler"):
             pass
 
     @torch.inference_mode()
     def _without(self) -> float:
-        """The model alone, with a cache of transformers that lives as long as the request."""
+        """The time to first token with the model alone; its cache is transformers' own and ends with the request."""
         ids, state = torch.tensor([self._prompt()]), transformers.DynamicCache(config=self._model.config)
         start = time.perf_counter()
         for at in range(0, self._length, CHUNK):
@@ -237,7 +240,7 @@ class Bench:
         return time.perf_counter() - start
 
     def figures(self, times: dict[str, list[float]]) -> Figures:
-        """As plain values; the medians make the table."""
+        """The figures of the first table as plain values; the medians are shown."""
         return {
             "bench": "ttft",
             "parameters": sum(p.numel() for p in self._model.parameters()),
@@ -252,7 +255,7 @@ class Bench:
 
 
 class _Nothing:
-    """Says nothing."""
+    """Shows nothing."""
 
     def filling(self) -> None: ...
     def took(self, way: str, seconds: float) -> None: ...
@@ -260,7 +263,7 @@ class _Nothing:
 
 
 class _Progress(_Nothing):
-    """Says on stderr how far it is, and in the end what came of it."""
+    """Shows the progress and, in the end, the tables on standard error."""
 
     def __init__(self, rounds: int) -> None:
         self._total = rounds * (len(WAYS) + 4)

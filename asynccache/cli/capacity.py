@@ -1,8 +1,8 @@
-"""What a run's requests would have got out of caches of other sizes, beside what its tiers gave.
+"""The hit ratios that caches of other sizes would have had with a run's requests, beside those that its tiers had.
 
-Under ``replay`` the requests are the trace's, in blocks; under ``stress`` those that were served, in pages, in the
-order in which their prompts were complete. Every ratio here is ``text.HIT_RATIO``: pages that hit, times the tokens of
-one, over all prompt tokens; what a prompt has beyond its last whole page never hits, whatever the cache.
+Under ``replay`` the requests are the trace's, in blocks. Under ``stress`` they are the requests that were served, in
+pages, in the order in which their prompts became complete. Every ratio here is ``text.HIT_RATIO``: pages that hit,
+times the tokens of a page, over all prompt tokens. Tokens after the last whole page of a prompt never hit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asynccache.cli import policies
-from asynccache.cli.curve import Curve, Request, blocks, curve, points
+from asynccache.cli.curve import Curve, PagePath, blocks, curve, points
 from asynccache.cli.optimum import next_uses, optimum
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
@@ -26,7 +26,7 @@ _COMPARED = 7
 
 
 class _Ratios(NamedTuple):
-    """Turns pages that were found into a hit ratio. ``tokens``: of all prompts."""
+    """Turns numbers of pages that hit into hit ratios. ``unit``: tokens of a page; ``tokens``: those of all prompts."""
 
     unit: int
     tokens: int
@@ -36,11 +36,15 @@ class _Ratios(NamedTuple):
 
 
 def capacity(
-    settings: Settings, trace: Sequence[TraceRequest] | None, tally: Tally, facts: Mapping[str, Any], *, compare: bool
+    settings: RunSettings, trace: Sequence[TraceRequest] | None, tally: Tally, facts: Mapping[str, Any], *, compare:
+    bool
 ) -> dict[str, Any]:
-    """The curve as plain values, with the sizes of the tiers on it. ``facts``: what the cache says about itself.
-    ``compare``: some sizes under the policy in use and with the whole future known, too; that takes a while. Without a
-    trace nothing tells when prompts came, which policies but LRU go by: then these are not compared."""
+    """The hit ratio of an LRU of every size, as plain values, with the sizes of the run's tiers among them.
+
+    ``trace``: the trace under ``replay``, None under ``stress``. ``facts``: the cache's own figures. With ``compare``,
+    some sizes are also computed under the policy in use and with the whole future known; that takes a while. Policies
+    other than LRU go by the time at which prompts came, which only a trace tells; without one they are not compared.
+    """
     unit = settings.page_size if trace is None else BLOCK_TOKENS
     requests = list(_numbered(tally.paths) if trace is None else blocks(trace))
     found = curve(requests)
@@ -68,16 +72,19 @@ def capacity(
 
 
 def _evenly(shown: Sequence[int], i: int) -> int:
-    """One of a few sizes from a three-hundredth of the largest that is shown up to it."""
+    """The ``i``-th of ``_COMPARED`` sizes: evenly spaced on a logarithmic scale, from the largest size of ``shown``
+    down to a three-hundredth of it."""
     return max(1, int(shown[-1] / 300.0 ** (i / (_COMPARED - 1))))
 
 
 def compared(
-    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+    requests: Sequence[PagePath], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> Iterator[dict[str, int]]:
-    """For each of ``sizes``: pages that are found by ``lru``, by the ``policy`` in use and by the ``optimum``. LRU is
-    the curve's, also where it is the policy in use: one figure for one thing. ``times``: seconds at which the requests
-    come."""
+    """For each of ``sizes``: how many lookups ``lru``, the ``policy`` in use and the ``optimum`` answer, in pages.
+
+    ``found``: the curve of the same requests, which LRU's figures are from, also where LRU is the policy in use.
+    ``times``: the seconds at which the requests come.
+    """
     uses = next_uses(requests)
     for size in sizes:
         lru = found.found(size)
@@ -86,16 +93,17 @@ def compared(
         yield {"lru": lru, "policy": policy, "optimum": optimum(requests, uses, size)}
 
 
-def _numbered(paths: Iterable[Request]) -> Iterator[Request]:
-    """The same paths with small numbers for keys, in the order in which they appear."""
+def _numbered(paths: Iterable[PagePath]) -> Iterator[PagePath]:
+    """The same paths with small numbers as keys, counted in the order in which the keys appear."""
     known: dict[int, int] = {}
     for path, looked_up in paths:
-        yield Request([known.setdefault(key, len(known)) for key in path], looked_up)
+        yield PagePath([known.setdefault(key, len(known)) for key in path], looked_up)
 
 
 def _tiers(found: Curve, ratios: _Ratios, tally: Tally, tokens: Mapping[str, float]) -> list[dict[str, Any]]:
-    """``units``: what this tier and those above it have room for together: device and host hold different pages, and
-    storage has all that they have. ``hit_ratio``: of an LRU of that size; ``measured``: what these tiers gave."""
+    """A row for each tier whose room is known. ``units``: different pages that this tier and the tiers above it have
+    room for together; device and host hold different pages, and storage also holds all that they hold. ``hit_ratio``:
+    that of an LRU of this size; ``measured``: that of this tier and the tiers above it in the run."""
     rows, hit, units = [], 0, 0
     for short, name in TIERS:
         hit += getattr(tally, name)
@@ -107,8 +115,8 @@ def _tiers(found: Curve, ratios: _Ratios, tally: Tally, tokens: Mapping[str, flo
     return rows
 
 
-def _tokens(settings: Settings, facts: Mapping[str, Any]) -> dict[str, float]:
-    """Room in tokens of each tier whose room is known."""
+def _tokens(settings: RunSettings, facts: Mapping[str, Any]) -> dict[str, float]:
+    """The room of each tier in tokens, for the tiers whose room is known."""
     tiers = facts.get("tiers", {})
     rooms = {name: tiers[name]["full"]["capacity"] * settings.page_size for name in ("device", "host")
              if tiers.get(name, {}).get("full", {}).get("capacity")}
@@ -120,7 +128,8 @@ def _tokens(settings: Settings, facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def storage_bytes(storage: str | tuple[str, ...] | None, statistics: Mapping[str, float]) -> float:
-    """Room in the stores: what the only one says, else what the URLs say; 0 if that of one is not known."""
+    """The room of all stores in bytes: what the store reports if there is only one, otherwise what the URLs say. 0 if
+    the room of one of them is not known."""
     if storage is None:
         return 0.0
     if isinstance(storage, str):

@@ -1,7 +1,7 @@
-"""``asynccache config show|check|schema``: what would hold and why, whether a file can be used, what a file may say.
+"""``asynccache config show|check|schema``: prints the settings that hold, checks a file, prints the schema of files.
 
-``show`` prints a file that can be loaded again. ``check`` ends with 1 and a sentence for everything that is wrong.
-Imports no torch.
+``show`` prints each setting with where it came from, in a form that can be loaded again. ``check`` prints a sentence
+for everything that is wrong with a file, and its exit status is 1 then. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from asynccache.cli.options import OPTIONS, Option, Settings, settle
+from asynccache.cli.options import OPTIONS, Option, RunSettings, resolve_options
 from asynccache.cli.runfile import SECTIONS
 from asynccache.config import CacheConfig
 from asynccache.configuration import Loaded, as_toml, describes_cache, read_config, read_file, schema
@@ -24,26 +24,26 @@ from asynccache.errors import ConfigError
 from asynccache.redaction import shown
 
 ACTIONS = {
-    "show": "every setting as it holds, with where it came from",
-    "check": "whether a file can be used, and everything that is wrong with it",
-    "schema": "what a file may say, as a JSON Schema",
+    "show": "print every setting that holds, and where it came from",
+    "check": "say whether a file can be used, and everything that is wrong with it",
+    "schema": "print what a file may say, as a JSON Schema",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command can be told."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("action", choices=list(ACTIONS), metavar="|".join(ACTIONS),
                         help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
     parser.add_argument("file", metavar="FILE", nargs="?",
                         help="a TOML file (default: the one that ASYNCCACHE_CONFIG names)")
-    parser.add_argument("--json", action="store_true", help="show: as JSON")
+    parser.add_argument("--json", action="store_true", help="show: print JSON instead of TOML")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Do it; the exit status.
+    """Run the command; returns its exit status.
 
     Raises:
-        ConfigError: there is no file to look at.
+        ConfigError: ``check`` was given no file.
     """
     if options.action == "schema":
         print(json.dumps(whole_schema(), indent=2))
@@ -76,7 +76,8 @@ def _plain(values: Iterable[Effective]) -> list[dict[str, object]]:
 
 
 def _of_runs(name: str) -> Iterator[Effective]:
-    """The options of each run that a file without a cache has settings for, as they hold."""
+    """The options that hold for each command that a file without a cache has a section for; ``stress`` if it has
+    none."""
     file = read_file(name)
     for section in [each for each in SECTIONS if each in file.table] or ["stress"]:
         given: dict[str, tuple[Any, str]] = {}
@@ -129,7 +130,7 @@ def _problems(name: str) -> Iterator[str]:
 
 def _run_problems(section: str, name: str) -> Iterator[str]:
     try:
-        settings = settle("stress" if section == "stress" else "replay", {"config": name, "trace": "-"})
+        settings = resolve_options("stress" if section == "stress" else "replay", {"config": name, "trace": "-"})
         config = settings.cache or _pages_of(settings)
     except ConfigError as error:
         yield from str(error).split("\n")
@@ -140,7 +141,7 @@ def _run_problems(section: str, name: str) -> Iterator[str]:
 
 
 def _storage_problems(loaded: Loaded) -> Iterator[str]:
-    """What opening the stores would refuse, with where the setting came from that it speaks of."""
+    """What opening the stores would refuse; each error names where the setting that it is about came from."""
     if loaded.config is None:
         return
     origins = {path: f"{'.'.join(path)}: {origin}" for path, _, origin in loaded.values}
@@ -158,16 +159,16 @@ def _wrong_stores(config: CacheConfig) -> list[ConfigError]:
     return check_stores(config.stores, store_layout(config.pools()), config.storage_options)
 
 
-def _pages_of(settings: Settings) -> CacheConfig:
-    """The cache of a run, but for how many pages it has: that may be for the trace to say."""
-    from asynccache.cli.sizing import configure  # loads what reads traces
+def _pages_of(settings: RunSettings) -> CacheConfig:
+    """The cache of a run with a few pages in each tier, because the real number may depend on the trace."""
+    from asynccache.cli.sizing import configure  # here, because it imports what reads traces
 
     tokens = 16 * settings.page_size
     return configure(replace(settings, device_tokens=tokens, host_tokens=tokens))
 
 
 def whole_schema() -> dict[str, Any]:
-    """With the sections of runs."""
+    """The JSON Schema of a file, with the sections ``[stress]`` and ``[replay]``."""
     return schema({section: _section(section) for section in SECTIONS})
 
 

@@ -1,11 +1,13 @@
 """The hit ratio of an LRU cache of every size, from one pass over the requests.
 
 Mattson et al., "Evaluation techniques for storage hierarchies" (IBM Systems Journal 9/2, 1970): LRU is a stack
-algorithm, so a cache of C pages holds the C that were touched last, and a page is a hit in every cache at least as
-large as its place in that stack. A page's place is one more than the number of pages touched since it was.
+algorithm, so a cache of C pages holds the C pages that were touched last. Order the pages by their last touch. A page
+is a hit in every cache that has at least as many pages as its place in that order; its place is 1 plus the number of
+pages that were touched after it.
 
-A request looks its whole path up first and then touches it, leaf first, as the radix tree does: no page outlives the
-one before it, so what is found is always a prefix. Exact for LRU over whole pages, served one request at a time.
+A request looks up its whole path first and then touches it, leaf first, as the radix tree does. So no page stays longer
+than the page before it, and what is found is always a prefix. The result is exact for LRU over whole pages when
+requests are served one at a time.
 """
 
 from __future__ import annotations
@@ -24,30 +26,31 @@ _CHUNK = 4096
 
 
 class Curve(NamedTuple):
-    """``hits[c]``: lookups that a cache of c pages answers, of ``lookups`` in all. The last entry holds for every
-    larger cache, too. ``pages``: how many different ones there are."""
+    """``hits[c]``: how many lookups a cache of c pages answers; the last entry holds for every larger cache as well.
+    ``lookups``: how many there are in all. ``pages``: how many different pages the requests have."""
 
     hits: npt.NDArray[np.int64]
     lookups: int
     pages: int
 
     def found(self, capacity: float) -> int:
-        """Lookups that ``capacity`` pages answer."""
+        """How many lookups a cache of ``capacity`` pages answers."""
         return int(self.hits[min(len(self.hits) - 1, max(0, int(capacity)))])
 
 
-class Request(NamedTuple):
-    """``path``: a key for each page, root first, that stands for all up to it. The first ``looked_up`` are looked
-    up; all are touched."""
+class PagePath(NamedTuple):
+    """The pages of one request. ``keys``: one for each page, root first; a key stands for the page and all pages before
+    it. The first ``looked_up`` pages are looked up, and all pages are touched."""
 
-    path: Sequence[int]
+    keys: Sequence[int]
     looked_up: int
 
 
 class Stack:
-    """The pages in the order in which they were touched last, as marks on a line of time.
+    """The pages in the order of their last touch: each page is a mark at the moment when it was touched.
 
-    Whoever asks for a place counts the marks behind its own: whole chunks by their sums, one chunk by its marks.
+    The place of a page is the number of marks from its own to the latest: those of its own chunk are counted one by
+    one, and those of the chunks after it are added up from the chunks' sums.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class Stack:
         return len(self._last)
 
     def places(self, path: Sequence[int]) -> Iterator[int]:
-        """For each page that was touched before: its place, from 1 on."""
+        """The place of each page of ``path`` that was touched before, in the path's order; 1 is the latest."""
         before, place = -1, 0
         for key in path:
             time = self._last.get(key, -1)
@@ -71,7 +74,7 @@ class Stack:
             yield place
 
     def touch(self, path: Sequence[int]) -> None:
-        """The leaf first, so that the root is on top."""
+        """Touch the pages of ``path``, the leaf first, so that the root is the latest."""
         self._grow(self._now + len(path))
         old = np.array([self._last[key] for key in path if key in self._last], dtype=np.int64)
         new = np.arange(self._now, self._now + len(path))
@@ -96,8 +99,8 @@ class Stack:
             self._sums = np.concatenate([self._sums, np.zeros(more // _CHUNK, dtype=np.int64)])
 
 
-def curve(requests: Iterable[Request]) -> Curve:
-    """One pass."""
+def curve(requests: Iterable[PagePath]) -> Curve:
+    """The curve of ``requests``, from one pass over them."""
     stack, places, lookups = Stack(), array("q"), 0
     for path, looked_up in requests:
         places.extend(stack.places(path[:looked_up]))
@@ -106,18 +109,19 @@ def curve(requests: Iterable[Request]) -> Curve:
     return Curve(np.bincount(np.asarray(places, dtype=np.int64), minlength=1).cumsum(), lookups, len(stack))
 
 
-def blocks(trace: Sequence[TraceRequest]) -> Iterator[Request]:
-    """The full blocks of every prompt of a trace. A block's key is a number for it and all before it."""
+def blocks(trace: Sequence[TraceRequest]) -> Iterator[PagePath]:
+    """The full blocks of each prompt of a trace, all of them looked up. Equal blocks after equal blocks get one key."""
     known: dict[tuple[int, int], int] = {}
     for request in trace:
         path, parent = [], -1
         for block in request.blocks[: request.input_length // BLOCK_TOKENS]:
             parent = known.setdefault((parent, block), len(known))
             path.append(parent)
-        yield Request(path, len(path))
+        yield PagePath(path, len(path))
 
 
 def points(found: Curve, count: int = 60) -> list[int]:
-    """Capacities at which to show a curve: evenly spaced on a logarithmic scale, up to the first that has it all."""
+    """At most ``count`` capacities at which to show a curve: evenly spaced on a logarithmic scale, up to the smallest
+    that answers as many lookups as any larger one."""
     last = max(1, len(found.hits) - 1)
     return sorted({round(last ** (i / (count - 1))) for i in range(count)})

@@ -1,4 +1,4 @@
-"""The device that a run is on: ``cpu``, or a GPU by its name. torch and cupy come when one is made."""
+"""The device of a run: ``cpu``, or a GPU by its name. torch and cupy are only imported when a device is made."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 
 
 class GatedDevice(Device, Protocol):
-    """A device with events that the stand-in engine fires by hand."""
+    """A device that also makes events which the stand-in engine fires itself."""
 
-    def gate(self) -> Gate: ...
+    def gate(self) -> Gate:
+        """A new event of this kind."""
+        ...
 
 
 def check_device(text: str) -> str:
-    """``text``, if it can be the name of a device.
+    """``text``, if it can be the name of a device; whether there is such a device is not looked at.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be one.
     """
     parse_device(text)
     return text
@@ -41,7 +43,7 @@ def gpu(text: str) -> str:
 
 
 def make_device(name: str, faults: Faults) -> GatedDevice:
-    """A new one, which the caller closes.
+    """A new device with these faults, which the caller closes.
 
     Raises:
         ConfigError: there is no such GPU, or what it needs is not installed.

@@ -1,7 +1,7 @@
-"""What is to be seen while a run lasts: a live panel on a terminal, a line now and then anywhere else.
+"""The display of a run while it lasts: a live panel on a terminal, or a line every few seconds anywhere else.
 
-Everything goes to standard error, so ``--json -`` stays clean. The panel is drawn from a snapshot in a thread: the
-loop, whose lateness is being measured, does not wait for it.
+Everything goes to standard error, so that standard output is left to ``--json -``. The panel is drawn in a thread, from
+a snapshot, because the loop's lateness is being measured and drawing must not add to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ _NARROW = 72
 
 
 class Snapshot(NamedTuple):
-    """A run at one moment. ``progress``: the share of it that is done, None where nobody knows. ``tiers``: name and
-    share of the pages in use. ``stages``: name, bytes moved so far and operations in flight."""
+    """A run at one moment.
+
+    title, clock, note: texts, see ``watch``. progress: the share of the run that is done, None if it is not known.
+    rate: requests served per second. tokens, hits: prompt tokens, and those that hit on device, host and storage.
+    tiers: name and share of the pages in use. stages: name and bytes per second.
+    lag: p99 and maximum of the loop's lateness in milliseconds. memory: bytes.
+    """
 
     title: str
     clock: str
@@ -55,10 +60,10 @@ class Display(Protocol):
 
 
 def choose(quiet: bool, stream: TextIO | None = None) -> Display:
-    """The display that fits: none, a panel, or lines where there is no terminal.
+    """The display for ``stream`` (default: standard error): none if ``quiet``, a panel on a terminal, else lines.
 
     Raises:
-        ConfigError: a panel is due and rich is not installed.
+        ConfigError: ``stream`` is a terminal and rich is not installed.
     """
     stream = stream or sys.stderr
     if quiet:
@@ -68,7 +73,7 @@ def choose(quiet: bool, stream: TextIO | None = None) -> Display:
     try:
         import rich.live
         import rich.table
-        import rich.text  # noqa: F401  all of it now, not while the loop's lateness is measured
+        import rich.text  # noqa: F401  imported now, because later the loop's lateness is measured
         from rich.console import Console
     except ImportError:
         raise ConfigError(f"the live display needs rich: {install('cli')}, or use --quiet") from None
@@ -83,14 +88,14 @@ class Silence:
 
 
 class Lines:
-    """One line every few seconds, for logs."""
+    """Shows one line every few seconds, for logs."""
 
     def __init__(self, stream: TextIO, every: float = _LINE_EVERY) -> None:
         self._stream = stream
         self._every = every
 
     async def show(self, take: Callable[[], Snapshot]) -> None:
-        """Until it is cancelled."""
+        """Show lines until cancelled."""
         while True:
             await asyncio.sleep(self._every)
             self._stream.write(line(take()) + "\n")
@@ -98,14 +103,14 @@ class Lines:
 
 
 class Panel:
-    """A panel that is redrawn in place."""
+    """Shows a panel that is redrawn in place."""
 
     def __init__(self, console: Console, every: float = _PANEL_EVERY) -> None:
         self._console = console
         self._every = every
 
     async def show(self, take: Callable[[], Snapshot]) -> None:
-        """Until it is cancelled; the panel goes and leaves its place to the summary."""
+        """Show the panel until cancelled; then it is erased, and the summary takes its place."""
         from rich.live import Live
 
         live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -128,7 +133,7 @@ def _draw(live: Live, now: Snapshot, width: int) -> None:
 
 
 def line(now: Snapshot) -> str:
-    """A snapshot on one line."""
+    """A snapshot as one line of text."""
     share = "" if now.progress is None else f" {100 * now.progress:3.0f} %"
     return (f"{now.clock}{share} · {number(now.served)} served · {now.running} running · {now.rate:.1f}/s · "
             f"hits {percent(sum(now.hits), now.tokens)} of tokens · {number(now.verified)} pages verified · "
@@ -136,7 +141,7 @@ def line(now: Snapshot) -> str:
 
 
 def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
-    """A snapshot as a block of at most ``width`` columns, and never more than 80."""
+    """A snapshot as a block of at most ``width`` columns and never more than 80."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -162,7 +167,7 @@ def panel(now: Snapshot, width: int = _WIDTH) -> RenderableType:
 
 
 def rows(now: Snapshot) -> list[tuple[str, str]]:
-    """Name and text of each line of the panel."""
+    """Name and text of each line of a panel of 72 columns or more."""
     tiers = "   ".join(f"{name} {bar(share, 8):<8} {100 * share:3.0f} %" for name, share in now.tiers)
     moves = " · ".join(f"{name} {rate / (1 << 20):.1f}" for name, rate in now.stages) + " MiB/s"
     wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
@@ -180,7 +185,7 @@ def rows(now: Snapshot) -> list[tuple[str, str]]:
 
 
 def narrow_rows(now: Snapshot) -> list[tuple[str, str]]:
-    """The same for few columns: shorter words, and a line for each tier and stage."""
+    """Name and text of each line of a narrow panel: shorter words, and a line for each tier and stage."""
     wrong = "all right" if not now.mismatches else f"{number(now.mismatches)} WRONG"
     ended = ((now.cancelled, "cancelled"), (now.failed, "failed"))
     gone = [f"{number(count)} {name}" for count, name in ended if count]

@@ -1,9 +1,9 @@
-"""The stand-in for an inference engine: it reads and writes KV where a real one would, on the device.
+"""The stand-in for an inference engine: it writes and reads KV on the device, where a real engine would.
 
-Writing follows ``pattern``; reading compares with it. All of it is done in threads, in calls that let go of the GIL (on
-the loop's thread such a call would wait to get it back), so a request's work is truly in flight while its task waits,
-and goes on when that task is cancelled: whoever releases the lease then passes the work's event, as for a kernel on a
-stream.
+It writes the bytes that ``pattern`` defines, and reading compares the pages with those bytes. The work is done in
+threads, in calls that release the GIL; on the loop's thread such a call would have to wait until it gets the GIL back.
+So a request's work is in flight while its task waits, and it goes on when that task is cancelled. The request then
+names the work's event when it releases its lease, as a real engine names the event of a kernel on a stream.
 """
 
 from __future__ import annotations
@@ -29,26 +29,31 @@ if TYPE_CHECKING:
 
 CALL_BYTES = 1 << 20
 THREADS = 2
-TELLING = 0.01
-"""Seconds of CPU time after which the engine's own pace says something of the machine."""
+ENOUGH_CPU = 0.01
+"""Seconds of CPU time that the jobs must have taken before ``slowdown`` is computed from them."""
 
 Ids = npt.NDArray[np.int32]
 
 
 class Layers(Protocol):
-    """A pool on the device."""
+    """The layers of one pool on the device."""
 
     def layer(self, i: int) -> torch.Tensor: ...
 
 
 class Gate(Event, Protocol):
-    """An event of the device that whoever holds it fires, from any thread."""
+    """An event of the device that the program fires itself, by ``open``, from any thread."""
 
     def open(self) -> None: ...
 
 
 class Piece(NamedTuple):
-    """Pages of one component: ``first`` is the position of the first in its sequence, for messages."""
+    """Pages of one component of one sequence.
+
+    ids: the page's slot on the device; -1: the lease has no page there.
+    values: what defines the bytes of each page, see ``pattern``.
+    first: the position of the first page in its sequence, in pages; for messages.
+    """
 
     component: ComponentKind
     ids: Ids
@@ -57,16 +62,20 @@ class Piece(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """``wrong``: pages that are missing or hold other bytes; ``what`` describes the first few."""
+    """What came out of a comparison. ``pages``: how many were compared. ``wrong``: how many of them are missing or
+    hold other bytes. ``what``: a description of the first few of those."""
 
     pages: int
     wrong: int
     what: tuple[str, ...] = ()
 
 
-class Engine:
-    """Owns the threads and the patterns. One per cache, closed with it. ``threads`` 1: jobs run in order, like kernels
-    on a stream."""
+class StandInEngine:
+    """Owns the threads that fill and compare pages. One per cache, to be closed with it.
+
+    ``specs``: the cache's pools; ``pools``: their layers by the pool's name; ``gate`` makes an event that can be fired
+    by hand. With ``threads=1`` the jobs run in order, like kernels on one stream.
+    """
 
     def __init__(
         self, specs: Sequence[PoolSpec], pools: Mapping[str, Layers], gate: Callable[[], Gate], threads: int = THREADS
@@ -82,23 +91,27 @@ class Engine:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long a busy machine has made its jobs so far: the CPU time that they took and the time that
-        they waited for a core, over the former. 1.0 before that can be told, where the kernel does not count it, and
-        where the pages are a GPU's, which a busy machine does not make slower."""
-        if self._cpu < TELLING or any(pool.is_cuda for pools in self._pools.values() for pool in pools):
+        """How many times as long the jobs took because the machine was busy: (CPU time + time waiting for a core) / CPU
+        time, over all jobs so far.
+
+        1.0 until the jobs have taken ``ENOUGH_CPU``, where the kernel does not count the wait, and where the pages are
+        on a GPU, which a busy machine does not slow down.
+        """
+        if self._cpu < ENOUGH_CPU or any(pool.is_cuda for pools in self._pools.values() for pool in pools):
             return 1.0
         return 1.0 + self._queued / self._cpu
 
-    def lane(self) -> Lane:
-        """For one request."""
-        return Lane(self)
+    def stream(self) -> StandInStream:
+        """A stream for the work of one request."""
+        return StandInStream(self)
 
     def close(self) -> None:
-        """Wait for the work in flight."""
+        """Wait for the jobs in flight, and end the threads. Blocking."""
         self._threads.shutdown()
 
     def submit(self, job: Callable[[], None]) -> tuple[Future[None], Event]:
-        """Start a job; the event fires when the threads have let go of its pages, also if it never begins."""
+        """Queue ``job``. Returns its future and an event that fires when the job has ended, failed, or been dropped
+        before it began: from then on no thread touches its pages."""
         gate = self._gate()
         future = self._threads.submit(self._timed, job)
         future.add_done_callback(lambda _: gate.open())
@@ -115,13 +128,13 @@ class Engine:
                 self._queued += queued
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Blocking."""
+        """Fill the pages of ``pieces`` in every pool of their components. Blocking."""
         for piece in pieces:
             for pool in self._pools[piece.component]:
                 pool.write(piece)
 
     def verify(self, pieces: Sequence[Piece]) -> Verdict:
-        """Blocking."""
+        """Compare the pages of ``pieces`` with what they must hold, in every pool of their components. Blocking."""
         pages, wrong, what = 0, 0, []
         for piece in pieces:
             for pool in self._pools[piece.component]:
@@ -132,24 +145,26 @@ class Engine:
         return Verdict(pages, wrong, tuple(what))
 
 
-class Lane:
-    """The work of one request, one job at a time. ``work`` ends with the last one, for whoever gives the pages back."""
+class StandInStream:
+    """The work of one request, one job at a time. ``work``: the event of the latest job, which the request names when
+    it gives its pages back; None: there was no job yet."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StandInEngine) -> None:
         self._engine = engine
         self.work: Event | None = None
 
     def begin(self, pieces: Sequence[Piece]) -> None:
-        """Have these pages filled; nobody waits, and what goes wrong shows in the bytes."""
+        """Queue a job that fills these pages, and return at once. If the job fails, its pages hold wrong bytes."""
         if any(len(piece.ids) for piece in pieces):
             _, self.work = self._engine.submit(lambda: self._engine.write(pieces))
 
     async def write(self, pieces: Sequence[Piece]) -> None:
-        """Fill these pages. Cancelling leaves the job running: ``work`` tells when it is over."""
+        """Fill these pages and return when they are filled. Cancelling leaves the job running; ``work`` fires when it
+        has ended."""
         await self._run(pieces, lambda: self._engine.write(pieces))
 
     async def verify(self, pieces: Sequence[Piece]) -> Verdict:
-        """Compare these pages with what they must hold. Cancelling is as for ``write``."""
+        """Compare these pages with what they must hold. Cancelling leaves the job running, as for ``write``."""
         verdicts = [Verdict(0, 0)]
         await self._run(pieces, lambda: verdicts.append(self._engine.verify(pieces)))
         return verdicts[-1]
@@ -162,12 +177,13 @@ class Lane:
 
 
 def _part(spec: PoolSpec) -> str:
-    """What sets a pool's bytes apart: those of another rank are wrong."""
+    """The name that a pool's pattern is made from: different for each rank's share, since another rank's bytes are
+    wrong bytes."""
     return spec.name if spec.shard == "replicated" else f"{spec.name}/{spec.shard}"
 
 
 class _Pool:
-    """One pool with a pattern per layer."""
+    """One pool, with the pattern of each of its layers."""
 
     def __init__(self, spec: PoolSpec, layers: Layers) -> None:
         self.name = spec.name
@@ -184,13 +200,13 @@ class _Pool:
         for ids, values, _ in self._slices(piece):
             for layer, pattern in zip(self._layers, self._patterns, strict=True):
                 pattern.write(layer, ids, values)
-        if self.is_cuda:  # whoever opens the event says that it is written
+        if self.is_cuda:  # the event that fires after this call says that the pages are written
             import torch
 
             torch.cuda.current_stream(self._layers[0].device).synchronize()
 
     def verify(self, piece: Piece) -> list[str]:
-        """One line for each page that is wrong, however many of its layers are."""
+        """One line for each wrong page; of several wrong layers of a page the first is named."""
         wrong = {piece.first + int(i): "has no slot" for i in np.flatnonzero(piece.ids < 0)}
         present = piece.ids >= 0
         positions = piece.first + np.flatnonzero(present)

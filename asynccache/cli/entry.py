@@ -1,8 +1,9 @@
-"""Where the command begins and ends: Ctrl-C and SIGTERM are quiet while its modules are loaded and after its last word.
+"""The command's entry point: it handles Ctrl-C and SIGTERM from the first import to the end of the process.
 
-Law: SIGTERM does what Ctrl-C would do at that moment, because its handler calls the handler that SIGINT has then. A
-command that either of them ended has its own exit status for each. A second SIGTERM ends the process at once: the first
-one gives the signal back to the kernel, which asks nobody.
+While modules are loaded and after the command has ended, both signals end it without a traceback. Law: SIGTERM does
+what Ctrl-C would do at that moment, because its handler calls the handler that SIGINT has then. The exit status is 130
+after Ctrl-C and 143 after SIGTERM. A second SIGTERM ends the process at once, because the first one restores the
+kernel's default action.
 """
 
 import signal
@@ -12,16 +13,17 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 class Termination:
-    """A handler of SIGTERM. ``came``: whether there was one."""
+    """A handler of SIGTERM. ``came``: whether the signal has come."""
 
     def __init__(self) -> None:
         self.came = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Do what Ctrl-C does now; where SIGINT is ignored, as in a shell's background job, do what it does by default.
+        """Call the present handler of SIGINT. Where SIGINT is ignored, as in a shell's background job, raise
+        KeyboardInterrupt.
 
         Raises:
-            KeyboardInterrupt: that is what Ctrl-C does now.
+            KeyboardInterrupt: the handler of SIGINT raises it, or SIGINT is ignored.
         """
         self.came = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -30,11 +32,11 @@ class Termination:
 
 
 def main() -> int:
-    """The command, from ``sys.argv``; the exit status."""
+    """Run the command with the process's arguments; returns its exit status."""
     termination = Termination()
     signal.signal(signal.SIGTERM, termination)
     try:
-        from asynccache.cli.main import main as command  # within: this takes longer than all else before it
+        from asynccache.cli.main import main as command  # here, because a signal may come while this is imported
 
         status = command()
     except KeyboardInterrupt:
@@ -45,6 +47,6 @@ def main() -> int:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 break
-            except KeyboardInterrupt:                    # only the interpreter's own end is left to interrupt
+            except KeyboardInterrupt:                    # the command is over, so there is nothing left to interrupt
                 continue
     return TERMINATED if status == INTERRUPTED and termination.came else status

@@ -1,6 +1,6 @@
-"""``asynccache explain URL --tokens ...``: asks a running cache where a prompt is, and why it is no longer hit.
+"""``asynccache explain URL --tokens ...``: asks a running cache where a prompt's pages are and what ends its match.
 
-``URL`` is where ``--serve`` said, or where an embedder serves ``asynccache.metrics.Exposed``.
+``URL`` is the address that ``--serve`` printed, or that of ``asynccache.metrics.Exposed`` in a program of one's own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ TIMEOUT = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command can be told."""
+    """Add the command's arguments to ``parser``."""
     parser.add_argument("url", metavar="URL", help="where the cache is served, such as http://127.0.0.1:9090")
     parser.add_argument("--tokens", required=True, metavar="LIST|@FILE",
-                        help="the prompt's token ids, separated by commas or blanks, or a file that has them")
+                        help="the prompt's token ids, separated by commas or blanks; or @ and a file that has them")
     parser.add_argument("--extra-key", metavar="TEXT", help="the namespace (default: the one without a name)")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Ask and print; the exit status.
+    """Ask the cache and print its answer; returns the exit status.
 
     Raises:
         ConfigError: the tokens cannot be read, or the cache cannot be asked.
@@ -41,10 +41,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def tokens(text: str) -> list[int]:
-    """Token ids out of ``1,2 3`` or ``@file``.
+    """The token ids in ``text``: numbers such as ``1,2 3``, or ``@file`` for a file with numbers.
 
     Raises:
-        ConfigError: there is no such file, or something in it is no integer.
+        ConfigError: the file cannot be read, or something is no integer.
     """
     if text.startswith("@"):
         try:
@@ -60,10 +60,11 @@ def tokens(text: str) -> list[int]:
 
 
 def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
-    """The answer of the cache that is served at ``url``.
+    """The answer of the cache that is served at ``url``, about the tokens ``prompt`` in the namespace ``extra_key``.
 
     Raises:
-        ConfigError: nobody answers there, or what answers is no cache, or it refuses.
+        ConfigError: nothing answers at ``url``, or the answer is not that of a cache, or the cache refuses the
+        question.
     """
     base = _base(url)
     body = json.dumps({"tokens": prompt, "extra_key": extra_key}).encode()
@@ -78,7 +79,7 @@ def ask(url: str, prompt: list[int], extra_key: str | None) -> dict[str, Any]:
         hint = "is a run with --serve PORT, or a program with asynccache.metrics.Exposed, listening there?"
         raise ConfigError(f"{url} does not answer: {_cause(error)}; {hint}") from None
     if not isinstance(found, dict) or "spans" not in found:
-        raise ConfigError(f"{url} answers, but is no cache")
+        raise ConfigError(f"{url} answers, but not as a cache does")
     return found
 
 
@@ -93,7 +94,7 @@ def _base(url: str) -> str:
         if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port) \
                 and not any(c.isspace() or not c.isprintable() for c in parts.netloc):
             return f"{parts.scheme}://{parts.netloc}"
-    except ValueError:  # brackets or a port that are none
+    except ValueError:  # malformed brackets or a port that is no number
         pass
     raise ConfigError(f"{url!r} is no address of a cache: give one such as http://127.0.0.1:9090")
 

@@ -1,4 +1,4 @@
-"""What ``--faults`` does to a device and to the stores of a run."""
+"""The faults that ``--faults`` adds to the device and to the stores of a run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def device_faults(share: float, seed: int) -> Faults:
-    """Of all copies."""
-    from asynccache.memory.faults import Faults  # torch comes with it
+    """Faults for a device: of all copies, ``share / 2`` are delayed and ``share / 4`` fail."""
+    from asynccache.memory.faults import Faults  # here, because it imports torch
 
     return Faults(seed=seed, delayed=share / 2, failing=share / 4)
 
 
 @contextmanager
 def faulty_stores(share: float, seed: int) -> Iterator[None]:
-    """Stores that are opened meanwhile fail now and then, the first with this seed, each other with the next one.
-    ``share``: of their calls; 0: they do not."""
+    """Give faults to all stores that are opened while this lasts. ``share``: of their calls, see ``FaultyBackend``; 0:
+    no faults. The first store draws its faults with ``seed``, and each further one with the next number."""
     known, seeds = opening.backend_class, iter(range(seed, seed + (1 << 30)))
     if share:
         opening.backend_class = lambda scheme: _Faulty(known(scheme), share, next(seeds))
@@ -34,7 +34,7 @@ def faulty_stores(share: float, seed: int) -> Iterator[None]:
 
 
 class _Faulty:
-    """A backend class of which every backend has faults."""
+    """Stands for a backend class, and gives faults to every backend that it opens."""
 
     def __init__(self, kind: opening.BackendClass, share: float, seed: int) -> None:
         self._kind = kind
@@ -42,5 +42,5 @@ class _Faulty:
         self._seed = seed
 
     async def open(self, url: ParsedUrl, layout: StoreLayout) -> StorageBackend:
-        """As the class does."""
+        """Open a backend as the class does. Cancelling is as for the class."""
         return FaultyBackend(await self._kind.open(url, layout), self._share, self._seed)

@@ -1,4 +1,4 @@
-"""What is left of a run in the core when nothing should be: slots that nobody has, and pins that nobody holds."""
+"""Finds leaks in the core after a run: slots that are neither free nor in the tree, and pins that were not removed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from asynccache.core.slots import SLOT_BYTES
 from asynccache.core.tree import Node
 
 
-class Left(NamedTuple):
-    """``device_pages`` and ``host_pages``: slots neither free nor in the tree, all components."""
+class Leaks(NamedTuple):
+    """What a run has left that should be gone.
 
-    device_pages: int
-    host_pages: int
-    pins: int
+    device_pages, host_pages: slots of all components that are neither free nor in the tree.
+    pins: leases that are still open, and pins that the tree still counts.
+    tasks: tasks of asyncio that run after the cache was closed.
+    """
+
+    device_pages: int = 0
+    host_pages: int = 0
+    pins: int = 0
+    tasks: int = 0
 
 
-def look(core: CacheCore) -> Left:
-    """Walks the whole tree."""
+def look(core: CacheCore) -> Leaks:
+    """Count the pages and pins that leaked. To be called when all requests have ended and no operation is in flight; it
+    walks the whole tree."""
     statistics = core.statistics()
     shelves = (*statistics.device, *statistics.host)
     missing = [shelf.capacity - shelf.free for shelf in shelves]
@@ -29,11 +36,11 @@ def look(core: CacheCore) -> Left:
             missing[place] -= len(slots) // SLOT_BYTES
         pins += sum(node.pins)
     device = len(statistics.device)
-    return Left(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
+    return Leaks(sum(map(abs, missing[:device])), sum(map(abs, missing[device:])), pins)
 
 
 def nodes(core: CacheCore) -> Iterator[Node]:
-    """All of them, in an order that is the same for trees that grew the same way."""
+    """All nodes of the tree, in an order that is the same for trees that grew in the same way."""
     stack: list[Node] = [*core.world.roots.values(), *core.world.dead_roots]
     while stack:
         node = stack.pop()

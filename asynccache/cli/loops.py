@@ -9,10 +9,11 @@ from asynccache.errors import ConfigError
 
 
 def loop_factory(name: str | None) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Of the loop that ``--loop`` names; None: asyncio's own.
+    """What makes the event loop that ``--loop`` names. With None it is uvloop's if that is installed; if it is not, the
+    result is None, which stands for asyncio's default.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the loop is not installed.
     """
     if name == "asyncio":
         return asyncio.SelectorEventLoop

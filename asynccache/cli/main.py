@@ -1,8 +1,8 @@
-"""The command ``asynccache``: finds out what is wanted, and says in a sentence what cannot be done.
+"""The command ``asynccache``: runs the subcommand, and turns an error into one sentence and an exit status.
 
-Exit status: 0 all was well, 1 something was wrong with the cache or the run, 2 the input could not be used, 3 a bug in
-asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where), 130 interrupted by Ctrl-C. SIGTERM does the same,
-and ``entry`` makes that 143.
+Exit status: 0 all was well; 1 something was wrong with the cache or the run; 2 the input could not be used; 3 a bug in
+asynccache (``--debug``, or ``ASYNCCACHE_DEBUG=1``, shows where); 130 the command was interrupted by Ctrl-C. SIGTERM
+interrupts it as well, and ``entry`` turns that status into 143.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from typing import Any, Literal, NoReturn
 
 from asynccache import __version__, compiled
 from asynccache.cli.entry import INTERRUPTED
-from asynccache.cli.options import add_arguments, settle, suggest
+from asynccache.cli.options import add_arguments, resolve_options, suggest
 from asynccache.cli.output import debugging
 from asynccache.cli.presses import Presses
 from asynccache.errors import AsyncCacheError, ConfigError
 
 BENCHES = {
-    "store": "the storage tier: CPU and bandwidth per page",
-    "tree": "the core: time and memory per operation",
+    "store": "CPU time and bandwidth per page of a store",
+    "tree": "time and memory of each operation of the core",
     "runtime": "what an await adds to a call of the core",
     "ranks": "operations on their way to workers and back, beside a bare TCP echo of the same bytes",
     "cuda": "the CUDA device: copies by fragment, wake-ups, submitting, and what copies cost a computation",
     "ttft": "time to first token of a real model, by the tier that has the prefix",
 }
-STORE = "look at what a store holds: how much it is, and whether every page is undamaged"
-PLAN = "what each GiB of host memory or disk would save, from one pass over a recorded trace"
-EXPLAIN = "ask a cache that is served where a prompt's pages are, and what ends its match"
-DOCTOR = "what there is for a GPU on this machine, how fast it is, and what will be used and why"
-CONFIG = "which settings hold and where they come from; whether a file can be used; what a file may say"
 BUG = 3
+_TOOLS = {
+    "store": ("look at what a store holds: how much it is, and whether every page is undamaged", True),
+    "config": ("which settings hold and where they come from; whether a file can be used; what a file may say", True),
+    "plan": ("what each GiB of host memory or disk would save, from one pass over a recorded trace", True),
+    "explain": ("ask a cache that is being served where a prompt's pages are, and what ends its match", True),
+    "doctor": ("what this machine has for a GPU, how fast it is, and what the cache will use and why", False),
+}
+"""Commands that are one module each: the help text, and whether the command needs arguments."""
 _COMMANDS: dict[Literal["replay", "stress"], str] = {
     "replay": "serve the requests of a recorded trace, and verify every page",
     "stress": "serve made-up conversations, with faults and cancellations if wanted, and verify every page",
@@ -43,18 +46,18 @@ _COMMANDS: dict[Literal["replay", "stress"], str] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers what it cannot use with one sentence."""
+    """A parser that answers wrong arguments with one sentence and the way to ``--help``."""
 
     def error(self, message: str) -> NoReturn:
         words = self.prog.split()
         hint = ""
         if message.startswith("unrecognized arguments: -") and words[-1] in _COMMANDS:
             hint = suggest(words[-1], message.split()[2])
-        self.exit(2, f"{self.prog}: {message}{hint}\n{self.prog} --help lists what there is\n")
+        self.exit(2, f"{self.prog}: {message}{hint}\n{self.prog} --help shows what can be given\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command; returns its exit status. ``argv``: the arguments (default: the process's own)."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = [argument for argument in given if argument != "--debug"]
     if len(arguments) < len(given):
@@ -79,39 +82,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _have_streams() -> None:
-    """Who has closed its standard output or error wants to hear nothing."""
+    """Where standard output or error is closed, discard what is written to it."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for as long as the process lives
 
 
 def _refused(sentence: str, debug: bool) -> int:
-    """A sentence and a hint for everything that is wrong, and nothing else unless it is asked for."""
+    """Print what is wrong, with the traceback if ``debug``; returns exit status 2."""
     if debug:
         traceback.print_exc()
-    for line in sentence.split("\n"):  # a file can be wrong in several places
+    for line in sentence.split("\n"):  # a settings file can have several problems
         print(f"asynccache: {line}", file=sys.stderr)
     return 2
 
 
+def _sentence(text: str) -> str:
+    """A help text as a sentence of its own."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def _see(arguments: list[str]) -> str:
-    command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, "store", "config", "plan", "explain") else ""
+    command = arguments[0] if arguments and arguments[0] in (*_COMMANDS, *_TOOLS) else ""
     return f"; see asynccache {command} --help" if command else ""
 
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
-    if arguments[:1] == ["store"]:
-        return _store(arguments[1:])
-    if arguments[:1] == ["doctor"]:
-        return _doctor(arguments[1:])
-    if arguments[:1] == ["config"]:
-        return _config(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        return _plan(arguments[1:])
-    if arguments[:1] == ["explain"]:
-        return _explain(arguments[1:])
+    if arguments[:1] and arguments[0] in _TOOLS:
+        return _tool(arguments[0], arguments[1:])
     if arguments[:1] and arguments[0] in _COMMANDS:
         return _run(arguments)
     _parser().parse_args(arguments or ["--help"])
@@ -125,11 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, text in _COMMANDS.items():
         _fill(commands.add_parser(name, help=text, description=text), name)
-    commands.add_parser("store", help=STORE, add_help=False)
-    commands.add_parser("config", help=CONFIG, add_help=False)
-    commands.add_parser("plan", help=PLAN, add_help=False)
-    commands.add_parser("explain", help=EXPLAIN, add_help=False)
-    commands.add_parser("doctor", help=DOCTOR, add_help=False)
+    for tool, (text, _) in _TOOLS.items():
+        commands.add_parser(tool, help=text, add_help=False)
     commands.add_parser("bench", help="measure: " + ", ".join(BENCHES), add_help=False)
     return parser
 
@@ -142,71 +139,42 @@ def _fill(parser: argparse.ArgumentParser, command: str) -> None:
 
 def _run(arguments: list[str]) -> int:
     name: Literal["replay", "stress"] = "replay" if arguments[0] == "replay" else "stress"
-    parser = _Parser(prog=f"asynccache {name}", description=_COMMANDS[name] + ".")
+    parser = _Parser(prog=f"asynccache {name}", description=_sentence(_COMMANDS[name]))
     _fill(parser, name)
-    settings = settle(name, vars(parser.parse_args(arguments[1:])))
+    settings = resolve_options(name, vars(parser.parse_args(arguments[1:])))
     with Presses() as presses:
-        from asynccache.cli.session import execute  # torch, which --help and bad input need not wait for
+        from asynccache.cli.session import execute  # imports torch: --help and wrong input need not wait for that
 
         return execute(settings, presses)
 
 
-def _config(arguments: list[str]) -> int:
-    from asynccache.cli import config
-
-    parser = _Parser(prog="asynccache config", description=CONFIG[0].upper() + CONFIG[1:] + ".")
-    config.add_arguments(parser)
-    return config.execute(parser.parse_args(arguments or ["--help"]))
-
-
-def _doctor(arguments: list[str]) -> int:
-    from asynccache.cli import doctor
-
-    parser = _Parser(prog="asynccache doctor", description=DOCTOR[0].upper() + DOCTOR[1:] + ".")
-    doctor.add_arguments(parser)
-    return doctor.execute(parser.parse_args(arguments))
-
-
-def _store(arguments: list[str]) -> int:
-    from asynccache.cli import store
-
-    parser = _Parser(prog="asynccache store", description=STORE[0].upper() + STORE[1:] + ".")
-    store.add_arguments(parser)
-    return store.execute(parser.parse_args(arguments or ["--help"]))
-
-
-def _plan(arguments: list[str]) -> int:
-    from asynccache.cli import plan
-
-    parser = _Parser(prog="asynccache plan", description=PLAN[0].upper() + PLAN[1:] + ".")
-    plan.add_arguments(parser)
-    return plan.execute(parser.parse_args(arguments or ["--help"]))
-
-
-def _explain(arguments: list[str]) -> int:
-    from asynccache.cli import explain
-
-    parser = _Parser(prog="asynccache explain", description=EXPLAIN[0].upper() + EXPLAIN[1:] + ".")
-    explain.add_arguments(parser)
-    return explain.execute(parser.parse_args(arguments or ["--help"]))
+def _tool(name: str, arguments: list[str]) -> int:
+    """Run one of ``_TOOLS``: a module of its own, which is imported only when its command runs."""
+    module: Any = import_module(f"asynccache.cli.{name}")
+    help_, needs_arguments = _TOOLS[name]
+    parser = _Parser(prog=f"asynccache {name}", description=_sentence(help_))
+    module.add_arguments(parser)
+    status: int = module.execute(parser.parse_args(arguments or (["--help"] if needs_arguments else [])))
+    return status
 
 
 def _bench(arguments: list[str]) -> int:
-    """Each benchmark is a module of its own, imported when it is asked for."""
+    """Run one benchmark: a module of its own, which is imported only when it runs."""
     parser = _Parser(prog="asynccache bench", description="Measure a part of the cache.")
     parser.add_argument("bench", choices=list(BENCHES), metavar="|".join(BENCHES),
                         help="; ".join(f"{name}: {text}" for name, text in BENCHES.items()))
     chosen: str = parser.parse_args(arguments[:1] or ["--help"]).bench
     module: Any = import_module(f"asynccache.cli.bench_{chosen}")
-    own = _Parser(prog=f"asynccache bench {chosen}", description=BENCHES[chosen] + ".", conflict_handler="resolve")
+    own = _Parser(prog=f"asynccache bench {chosen}", description=_sentence(BENCHES[chosen]),
+                  conflict_handler="resolve")  # fmt: skip
     own.add_argument("--json", metavar="PATH|-", nargs="?", const="-", default="-",
                      help="where the figures go (default: -)")
-    own.add_argument("--report", metavar="FILE.html", help="write them as one page with plots, too")
+    own.add_argument("--report", metavar="FILE.html", help="also write the figures as one page with plots")
     module.add_arguments(own)
     options = own.parse_args(arguments[1:])
     from asynccache.cli.output import check_writable, dump, write_page
 
-    table = getattr(module, "table", None)             # for a person, where JSON is not asked for
+    table = getattr(module, "table", None)             # a table for people, printed unless JSON goes to standard output
     path = options.json or ("-" if table is None else None)
     if path is not None:
         check_writable(path)

@@ -1,10 +1,11 @@
-"""How the process is doing while it runs: lateness of the loop, the wait for a core, CPU time, memory.
+"""Measures the process while it runs: how late the event loop is, how long it waits for a core, CPU time and memory.
 
-What is measured again and again goes into ``Samples``, so that a run of days needs as much memory as one of minutes.
+Numbers that come again and again go into ``Samples``, so a run of days needs no more memory than one of minutes.
 
-Lateness is that of a timer of 5 ms, taken with the clock, not with ``loop.time()``, which uvloop rounds to the
-millisecond. The run-queue delay of the loop's thread stands beside it: time in which the thread could have run and the
-kernel ran something else. A late timer without it is this program's fault.
+The loop's lateness ("lag") is that of a timer that is due every 5 ms. It is taken from the clock and not from
+``loop.time()``, which uvloop rounds to the millisecond. Beside it stands the run-queue delay of the loop's thread: the
+time in which the thread could have run but the kernel ran something else. If the timer is late and the thread did not
+wait for a core, then this program held up the loop.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _RECENT = 200
 
 
 class Spread(NamedTuple):
-    """Percentiles of something."""
+    """Percentiles and the maximum of some numbers."""
 
     p50: float
     p99: float
@@ -33,7 +34,7 @@ class Spread(NamedTuple):
 
 
 def spread(samples: Sequence[float], scale: float = 1.0) -> Spread:
-    """Percentiles of ``samples`` times ``scale``; zeros where there is nothing."""
+    """The spread of ``samples``, each times ``scale``; zeros if there are no samples."""
     if not samples:
         return Spread(0.0, 0.0, 0.0, 0.0)
     ordered = sorted(samples)
@@ -43,9 +44,12 @@ def spread(samples: Sequence[float], scale: float = 1.0) -> Spread:
 
 
 class Samples:
-    """Numbers in the order in which they came. All of them are kept until they are ``LIMIT``; then every other one is
-    left out, and from there on only every second one is kept, and so on. ``count``, ``mean`` and the maximum of
-    ``spread`` are of all numbers; percentiles are of those that are kept, which are at least half of ``LIMIT``."""
+    """Numbers in the order in which they came, at most ``LIMIT`` of them.
+
+    When there are more, every other number is dropped, and from then on only every second new number is kept; the next
+    time only every fourth, and so on. ``count``, ``mean`` and the maximum of ``spread`` are of all numbers. Percentiles
+    and iteration are of those that are kept, which are at least half of ``LIMIT`` once there were that many.
+    """
 
     LIMIT = 1 << 16
 
@@ -68,7 +72,7 @@ class Samples:
         return iter(self._kept)
 
     def append(self, number: float) -> None:
-        """One more."""
+        """Add one number."""
         if self.count % self._every == 0:
             self._kept.append(number)
             if len(self._kept) > self.LIMIT:
@@ -79,16 +83,16 @@ class Samples:
         self.count += 1
 
     def mean(self) -> float:
-        """The average; 0 of nothing."""
+        """The average of all numbers; 0 if there are none."""
         return self._sum / self.count if self.count else 0.0
 
     def spread(self, scale: float = 1.0) -> Spread:
-        """Percentiles times ``scale``; zeros where there is nothing."""
+        """The spread of the numbers, each times ``scale``; zeros if there are none."""
         return spread(self._kept, scale)._replace(max=self._most * scale)
 
 
 class Meter:
-    """Ticks on the running loop from ``start`` to ``stop``. Belongs to the loop's thread."""
+    """Measures the running loop and the process from ``start`` to ``stop``. To be used in the loop's thread only."""
 
     def __init__(self) -> None:
         self._lag = Samples()
@@ -103,13 +107,13 @@ class Meter:
         self._cpu = self._cpu_end = 0.0
 
     def start(self) -> None:
-        """Begin to tick. To be called on the loop."""
+        """Begin to measure. To be called while the loop runs."""
         self._began, self._cpu = time.monotonic(), time.process_time()
         self._waited = run_delay()
         self._arm()
 
     def stop(self) -> None:
-        """Tick no more. Calling it twice is fine."""
+        """End measuring. A second call does nothing."""
         if self._timer is None:
             return
         self._timer.cancel()
@@ -117,32 +121,33 @@ class Meter:
         self._ended, self._cpu_end = time.monotonic(), time.process_time()
 
     def lag_ms(self) -> Spread:
-        """Lateness of the timer."""
+        """How late the timer was, in milliseconds."""
         return self._lag.spread(1e3)
 
     def lag_histogram(self) -> list[int]:
-        """How many ticks were late by up to each of ``LAGS_MS`` and more than by the one before; the last: by more."""
+        """How many ticks were late by at most each bound of ``LAGS_MS`` and by more than the bound before it. The last
+        number is of ticks that were later than all bounds."""
         return list(self._counts)
 
     def worst_lag(self) -> float:
-        """The largest lateness since this was asked last, in seconds; 0 if there was no tick."""
+        """The largest lateness since the last call, in seconds; 0 if there was no tick since."""
         worst, self._worst = self._worst, 0.0
         return worst
 
     def recent(self) -> Sequence[float]:
-        """Lateness during the last second or so, in seconds."""
+        """How late the latest 200 ticks were (about the last second), in seconds."""
         return self._recent
 
     def run_queue_ms(self) -> Spread:
-        """How long the loop's thread waited for a core, per tick."""
+        """How long the loop's thread waited for a core between two ticks, in milliseconds."""
         return self._queued.spread(1e3)
 
     def elapsed(self) -> float:
-        """Seconds from start to stop, or until now."""
+        """Seconds from ``start`` to ``stop``, or until now."""
         return (self._ended if self._timer is None else time.monotonic()) - self._began
 
     def cpu(self) -> float:
-        """CPU seconds of the process, all threads, from start to stop, or until now."""
+        """CPU seconds of all threads of the process from ``start`` to ``stop``, or until now."""
         return (self._cpu_end if self._timer is None else time.process_time()) - self._cpu
 
     def _arm(self) -> None:
@@ -162,7 +167,7 @@ class Meter:
 
 
 def run_delay() -> float:
-    """Seconds that the thread which asks has waited for a core so far; 0 where the kernel does not count it."""
+    """Seconds that the calling thread has waited for a core since it began; 0 if the kernel does not count them."""
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
             return int(file.read().split()[1]) * 1e-9

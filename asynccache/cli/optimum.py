@@ -1,20 +1,20 @@
-"""The most that any cache of a given size could find, with the whole future known.
+"""The most lookups that any cache of a given size could answer, with the whole future known.
 
 The rule is Belady's ("A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5/2,
-1966), on the blocks of a prefix tree: whenever more is held than fits, the leaf goes whose next use is farthest.
+1966), on the blocks of a prefix tree: whenever more blocks are held than fit, drop the leaf whose next use is farthest.
 
-Why nothing finds more. To find a block means to have held it from its use before until now: an interval of requests
-that takes one place. A cache of ``capacity`` blocks is a choice of intervals of which at most ``capacity`` cross any
-gap between two requests, and it finds as many blocks as it chose. Going from left to right and giving up, where there
-are too many, the one that ends last chooses the most: all that cross the gap are alike to what came before it, and
-whoever ends last stands in the way of every later gap that the others stand in the way of.
+Why no cache answers more. A block can only be found if it was held from its previous use until now. That is an interval
+of requests, in which the block takes one place. So a cache of ``capacity`` blocks chooses intervals of which at most
+``capacity`` cross any gap between two requests, and it answers one lookup for each interval it chose. Go through the
+gaps from left to right; where too many intervals cross, drop the one that ends last. This chooses the most: to the gaps
+before, all the crossing intervals are alike, and the one that ends last crosses every later gap that the others cross.
 
-Why that is a cache of prefixes. Whoever uses a block uses all before it, so no block's next use comes before its
-parent's. Of blocks with the same next use the deepest goes first, so a parent is never given up while a child of it is
-held, what goes is always a leaf, and what is found is always a prefix.
+Why that is a cache of prefixes. A request that uses a block also uses all blocks before it, so a block's next use never
+comes before its parent's. Of blocks with the same next use the deepest is dropped first. So a parent is never dropped
+while one of its children is held: what is dropped is always a leaf, and what is found is always a prefix.
 
-The cache that this describes may also refuse to keep a block that was just used; that one must hold what it is
-computing makes real caches find a little less where paths are as long as the cache is large.
+This cache may refuse to keep a block that was just used. A real cache must hold what it is computing, so it answers a
+little less where paths are as long as the cache is large.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from asynccache.cli.curve import Request
+from asynccache.cli.curve import PagePath
 
 NEVER = -1
 
 
-def next_uses(requests: Sequence[Request]) -> list[list[int]]:
-    """For each block of each path: the number of the next request that looks it up, or ``NEVER`` if none does before
-    it is gone, for it is of no use to hold it until then."""
+def next_uses(requests: Sequence[PagePath]) -> list[list[int]]:
+    """For each block of each path: the number of the next request that looks the block up. ``NEVER`` if no request
+    does, or if a request touches the block before that without looking it up, because then holding it until that moment
+    answers no lookup."""
     upcoming: dict[int, int] = {}
     found: list[list[int]] = []
     for number in range(len(requests) - 1, -1, -1):
@@ -44,9 +45,10 @@ def next_uses(requests: Sequence[Request]) -> list[list[int]]:
     return found
 
 
-def optimum(requests: Sequence[Request], uses: Sequence[Sequence[int]], capacity: int) -> int:
-    """Lookups that the best cache of ``capacity`` blocks answers, one request at a time. ``uses``: of ``next_uses``,
-    which is the same for every capacity. O(n log n) in the number of blocks of all paths."""
+def optimum(requests: Sequence[PagePath], uses: Sequence[Sequence[int]], capacity: int) -> int:
+    """How many lookups the best cache of ``capacity`` blocks answers, when requests are served one at a time. ``uses``:
+    the result of ``next_uses``, which is the same for every capacity. O(n log n) in the number of blocks of all
+    paths."""
     held: dict[int, int] = {}
     farthest: list[tuple[int, int, int]] = []
     hits = 0

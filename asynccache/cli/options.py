@@ -1,9 +1,9 @@
-"""What ``replay`` and ``stress`` can be told, on the command line or in a TOML file, as one table.
+"""The options of ``replay`` and ``stress`` as one table, and the settings of a run made from it.
 
-A row says how an option is written, what its text means and what holds where it is not given; the parser, the reader
-of ``--config`` and the checks all come from the table. The command line wins over the environment, that over the
-file, the file over the defaults. What cannot be used is refused here, with the option and the value, before anything
-starts.
+A row of the table says how an option is written, how its text is parsed and what its default is. The command line's
+parser, the reader of ``--config`` and the checks all come from the table. The command line wins over the environment,
+the environment over the file, the file over the defaults. An option that cannot be used is refused here, by its name
+and value, before anything starts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ Size = int | Literal["all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Everything a run is made from. ``trace``, ``speed`` and ``limit`` are None under ``stress``.
+class RunSettings:
+    """All settings of one run, with defaults filled in; the options of the same names are described in ``OPTIONS``.
 
-    ``cache``: the one that a file describes; the options about it then only repeat what it says.
+    ``trace``, ``speed`` and ``limit`` are None under ``stress``; ``workload``, ``duration`` and ``requests`` are None
+    under ``replay``. ``cache``: the cache that the file of ``--config`` describes, None if it describes none; if there
+    is one, the settings about the cache repeat what it says.
     """
 
     command: Literal["replay", "stress"]
@@ -88,18 +90,23 @@ class Settings:
 
     @property
     def ranks(self) -> int:
-        """How many there are; each is a process, where there are several."""
+        """How many ranks there are. If there are several, each one is a process."""
         return self.tp * self.cp * self.pp
 
     def plain(self) -> dict[str, object]:
-        """As plain values, for the JSON: without secrets."""
+        """The settings as plain values for the JSON report, without secrets."""
         values: dict[str, object] = json.loads(json.dumps(asdict(self), default=lambda member: member.value))
         return {name: shown(name, value) for name, value in values.items()}
 
 
 class Option(NamedTuple):
-    """One row. ``parse`` turns text into the value; None: a switch. ``defaults`` by command; a command that is not
-    there does not have the option. ``several``: it may be given more than once."""
+    """One row of the table.
+
+    parse: turns the text into the value, or raises a ConfigError without the option's name; None: the option is a
+        switch, on or off.
+    defaults: the default by command; a command that is not a key does not have the option.
+    several: the option may be given more than once.
+    """
 
     name: str
     parse: Callable[[str], Any] | None
@@ -147,7 +154,7 @@ def _share(text: str) -> float:
 
 
 def _not_negative(text: str) -> float:
-    return _real(text, "a number from 0 on", 0.0, 1e15)
+    return _real(text, "a number, 0 or more", 0.0, 1e15)
 
 
 def _positive(text: str) -> float:
@@ -163,7 +170,7 @@ def _choice(*names: str) -> Callable[[str], str]:
 
 
 def _size(none: bool) -> Callable[[str], Size]:
-    words = "a number of tokens, 'all' or 'none'" if none else "a number of tokens from 1 on, or 'all'"
+    words = "a number of tokens, 'all' or 'none'" if none else "a number of tokens, at least 1, or 'all'"
 
     def parse(text: str) -> Size:
         if text == "all":
@@ -186,7 +193,7 @@ def _components(text: str) -> tuple[str, ...]:
         if name not in COMPONENTS:
             raise ConfigError(f"{name!r} is no component: one of {', '.join(COMPONENTS)}{_nearest(name, COMPONENTS)}")
     if names[0] != "full" or len(set(names)) < len(names):
-        raise ConfigError("must be full, then at most swa and mamba, each once")
+        raise ConfigError("must begin with full; swa and mamba may follow, each once")
     return tuple(name for name in COMPONENTS if name in names)
 
 
@@ -199,9 +206,6 @@ def _storage(text: str) -> str | tuple[str, ...] | None:
     return urls[0] if len(urls) == 1 else urls
 
 
-def _text(text: str) -> str:
-    return text
-
 
 def _both(value: Any) -> Mapping[str, Any]:
     return {"replay": value, "stress": value}
@@ -212,67 +216,74 @@ def _each(replay: Any, stress: Any) -> Mapping[str, Any]:
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option("speed", _not_negative, {"replay": 0.0}, "X", "timestamps divided by X; 0: as fast as it goes"),
-    Option("limit", _integer(1), {"replay": None}, "N", "the first N requests only"),
+    Option("speed", _not_negative, {"replay": 0.0}, "X",
+           "replay by the trace's clock, X times as fast; 0: as fast as the cache serves"),
+    Option("limit", _integer(1), {"replay": None}, "N", "serve the first N requests only"),
     Option("workload", _choice(*WORKLOADS), {"stress": "mixed"}, "NAME", "mixed, chat, shared, agent or random"),
     Option("duration", _positive, {"stress": None}, "SECONDS",
-           "no new request after this; 20 where --requests is not given"),
+           "admit requests for so long; 20 if --requests is not given"),
     Option("requests", _integer(1), {"stress": None}, "N", "stop after N requests"),
-    Option("rate", _not_negative, {"stress": 40.0}, "R", "requests that arrive per second; 0: as fast as it goes"),
-    Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests cancelled at a random await"),
+    Option("rate", _not_negative, {"stress": 40.0}, "R",
+           "requests that arrive per second on average; 0: as fast as the cache serves"),
+    Option("cancel-rate", _share, {"stress": 0.0}, "P", "share of requests that are cancelled at a random await"),
     Option("faults", _share, {"stress": 0.0}, "P",
-           "of all copies and backend calls P/2 are delayed by 1-50 ms, P/4 fail; P/4 of the backend's corrupt bytes"),
-    Option("components", _components, _each(("full",), COMPONENTS), "LIST", "full,swa,mamba or a part of it"),
-    Option("window", _integer(1), _each(1024, 512), "TOKENS", "the sliding window of swa"),
+           "of all copies and backend calls, P/2 are delayed by 1-50 ms and P/4 fail; P/4 of the backend calls corrupt "
+           "bytes"),
+    Option("components", _components, _each(("full",), COMPONENTS), "LIST", "full, or full with swa, mamba or both"),
+    Option("window", _integer(1), _each(1024, 512), "TOKENS", "sliding window of swa"),
     Option("page-size", _integer(1), _each(512, 16), "TOKENS", "tokens in a page"),
-    Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES", "KV of one token, all layers, full and swa each"),
+    Option("bytes-per-token", _integer(1), _each(16, 512), "BYTES",
+           "KV of one token in all layers, of full and of swa each"),
     Option("layers", _integer(1), _each(1, 4), "N", "layers in every pool"),
-    Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state, all layers"),
+    Option("mamba-bytes", _integer(1), _each(65536, 65536), "BYTES", "one recurrent state in all layers"),
     Option("sidecars", check_sidecars, _both(""), "LIST",
-           f"pools that hang on others, as NAME:FROM:BYTES_PER_TOKEN,..., or {PRESET}: full without bytes of its own, "
-           "compressed KV on it, compressor states on swa; none: none"),
+           f"pools that use another pool's slots, as NAME:FROM:BYTES_PER_TOKEN,...; {PRESET}: compressed KV on full, "
+           "which has no bytes of its own then, and compressor states on swa; none: no sidecars"),
     Option("device-tokens", _size(none=False), _each(1 << 20, 49152), "N|all",
-           "room in L1; all: as much as is needed (replay)"),
-    Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none", "room in L2, the same way"),
-    Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of that for full"),
+           "room in L1; all (replay only): so much that nothing is evicted"),
+    Option("host-tokens", _size(none=True), _each(1 << 23, 98304), "N|all|none",
+           "room in L2, as for L1; none: no host tier"),
+    Option("swa-ratio", _share, _both(0.5), "R", "room for swa as a share of the room for full"),
     Option("storage", _storage, _each(None, "memory:?capacity=1GiB"), "URL",
            "L3: none, file:PATH?capacity=10GiB, memory:, redis://HOST, rediss://HOST, s3://BUCKET/PREFIX, gs://..., "
            "az://..., mooncake://HOST:PORT; given again: a farther store", several=True),
     Option("concurrency", _integer(1), _each(16, 32), "N", "requests that run at the same time"),
     Option("decode-tokens", _integer(0), _both(256), "N", "decode at most N tokens of each output"),
-    Option("insert-outputs", None, _each(False, True), "", "commit what was decoded, too"),
-    Option("end-hints", _share, _each(0.0, 0.5), "P", "share of conversations whose last request says that it is"),
+    Option("insert-outputs", None, _each(False, True), "", "commit the decoded tokens as well"),
+    Option("end-hints", _share, _each(0.0, 0.5), "P",
+           "share of conversations whose last request tells the cache that it is the last"),
     Option("shared-hints", None, {"replay": False}, "",
-           "those requests say, too, how much of their prompt later ones have"),
-    Option("prefill-tokens-per-s", _positive, _both(8000.0), "X", "the compute model behind time to first token"),
+           "those last requests also tell how much of their prompt later requests share"),
+    Option("prefill-tokens-per-s", _positive, _both(8000.0), "X",
+           "tokens that the modelled engine computes per second, for time to first token"),
     Option("write-policy", _choice(*(p.value for p in WritePolicy)), _both("write_through"), "NAME",
            ", ".join(p.value for p in WritePolicy)),
     Option("prefetch-policy", _choice(*(p.value for p in PrefetchPolicy)), _each("wait_complete", "timeout"), "NAME",
            ", ".join(p.value for p in PrefetchPolicy)),
     Option("eviction", _choice(*EVICTION_POLICIES), _both("lru"), "NAME", ", ".join(EVICTION_POLICIES)),
-    Option("device", check_device, _both("cpu"), "cpu|cuda:N", "where L1 is; asynccache doctor tells of GPUs"),
-    Option("seed", _integer(0), _both(0), "N", "of everything drawn at random"),
-    Option("loop", _choice(*LOOPS), _both(None), "NAME", "uvloop (default where installed) or asyncio"),
-    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks: a process and a part of each page each"),
-    Option("cp", _integer(1), _both(1), "N", "context parallel ranks, the same way"),
-    Option("pp", _integer(1), _both(1), "N", "pipeline stages: each rank has its stage's layers"),
+    Option("device", check_device, _both("cpu"), "cpu|cuda:N", "where L1 is; asynccache doctor describes the GPUs"),
+    Option("seed", _integer(0), _both(0), "N", "seed of everything that is drawn at random"),
+    Option("loop", _choice(*LOOPS), _both(None), "NAME", "event loop: uvloop (default if installed) or asyncio"),
+    Option("tp", _integer(1), _both(1), "N", "tensor parallel ranks; each is a process and holds a part of each page"),
+    Option("cp", _integer(1), _both(1), "N", "context parallel ranks; as for --tp"),
+    Option("pp", _integer(1), _both(1), "N", "pipeline stages; each rank holds the layers of its stage"),
     Option("replicated", check_replicas, _both(""), "LIST",
-           "pools that ranks hold whole instead of a part each, as NAME, NAME:tp or NAME:cp; where the store is shared "
-           "one of them writes"),
-    Option("rank-timeout", _positive, _both(30.0), "SECONDS", "a rank that is silent for so long is gone"),
+           "pools that every rank holds whole, as NAME, NAME:tp or NAME:cp; one of the ranks writes them if the store "
+           "is shared"),
+    Option("rank-timeout", _positive, _both(30.0), "SECONDS", "a rank that is silent for so long has failed"),
     Option("rank-delay", _not_negative, _both(0.0), "MS",
-           "each rank dawdles up to MS milliseconds before each batch, by a seed of its own"),
+           "each rank waits a random time, up to MS milliseconds, before each batch"),
     Option("serve", _port, _both(None), "PORT",
-           "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT while it runs; 0: any port"),
-    Option("config", _text, _both(None), "FILE", "a TOML file with these options by name"),
-    Option("json", _text, _both(None), "PATH|-", "write the report as JSON"),
-    Option("report", _text, _both(None), "FILE.html", "write the report as one page with plots"),
-    Option("quiet", None, _both(False), "", "no display, no summary"),
+           "serve /metrics, /healthz, /statistics and /explain at 127.0.0.1:PORT during the run; 0: any free port"),
+    Option("config", str, _both(None), "FILE", "a TOML file with these options by name"),
+    Option("json", str, _both(None), "PATH|-", "write the report as JSON"),
+    Option("report", str, _both(None), "FILE.html", "write the report as one page with plots"),
+    Option("quiet", None, _both(False), "", "neither a live display nor a summary"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The options of ``command``; values stay text until ``settle``."""
+    """Add the options of ``command`` to ``parser``. Their values stay text until ``resolve_options``."""
     for option in OPTIONS:
         if command not in option.defaults:
             continue
@@ -293,11 +304,13 @@ def _written(value: object) -> str:
     return ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def settle(
+def resolve_options(
     command: Literal["replay", "stress"], given: Mapping[str, object], env: Mapping[str, str] | None = None
-) -> Settings:
-    """The settings of a run from what the command line ``given`` says (None: nothing), the environment and the file
-    that ``--config`` names, which may describe the cache as well.
+) -> RunSettings:
+    """The settings of a run.
+
+    ``given``: the command line's options by field, as text; None: not given. ``env``: the environment (default: the
+    process's own). A file that ``--config`` names is read as well; it may also describe the cache.
 
     Raises:
         ConfigError: an option, or a setting in the file, is unknown or cannot be used.
@@ -310,13 +323,14 @@ def settle(
     values["write_policy"] = WritePolicy(values["write_policy"])
     values["prefetch_policy"] = PrefetchPolicy(values["prefetch_policy"])
     trace = given.get("trace")
-    return _checked(Settings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
+    return _checked(RunSettings(command=command, trace=None if trace is None else str(trace), cache=cache, **values))
 
 
 def _told(
     command: str, given: Mapping[str, object], env: Mapping[str, str], options: Mapping[str, Option]
 ) -> tuple[dict[str, Any], CacheConfig | None]:
-    """What is said by anyone, the strongest last; and the cache that the file describes."""
+    """The values that the file, the environment and the command line give, where a later one of these wins; and the
+    cache that the file describes, None if it describes none."""
     names = {o.name: o.field for o in options.values() if o.name != "config"}
     path = given.get("config")
     file = read_file(str(path), f"--config={path}") if path else None
@@ -362,12 +376,12 @@ def _nearest(name: str, names: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def suggest(command: str, word: str) -> str:
-    """A hint for an option that ``command`` does not have."""
+    """For an option that ``command`` does not have: "; did you mean ...", or nothing if no option is like it."""
     names = [f"--{o.name}" for o in OPTIONS if command in o.defaults]
     return _nearest(word.split("=")[0], names)
 
 
-def _checked(settings: Settings) -> Settings:
+def _checked(settings: RunSettings) -> RunSettings:
     if settings.command == "stress":
         for name in ("device_tokens", "host_tokens"):
             if getattr(settings, name) == "all":
@@ -381,7 +395,7 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
-def _check_ranks(settings: Settings) -> None:
+def _check_ranks(settings: RunSettings) -> None:
     count = f"there are {settings.ranks} ranks, --tp {settings.tp} --cp {settings.cp} --pp {settings.pp}"
     if settings.ranks > MOST_RANKS:
         raise ConfigError(f"{count}: this command runs {MOST_RANKS} at most")

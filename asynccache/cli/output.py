@@ -1,4 +1,5 @@
-"""Where a report goes: JSON to a file or standard output, the page with plots to a file. Imports nothing of a run."""
+"""Writes reports: JSON to a file or standard output, the page with plots to a file. Imports nothing that a run
+needs."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from asynccache.errors import ConfigError
 
 
 def debugging() -> bool:
-    """Whether whoever started us wants to see tracebacks: ``ASYNCCACHE_DEBUG``, which ``--debug`` sets."""
+    """Whether tracebacks are to be printed: ``ASYNCCACHE_DEBUG`` in the environment, which ``--debug`` sets."""
     return os.environ.get("ASYNCCACHE_DEBUG", "0") not in ("", "0")
 
 
 def check_writable(path: str, option: str = "--json") -> None:
-    """Find out before a run whether its report can be written to ``path``.
+    """Find out before a run whether its report can be written to ``path``; the file is made if it does not exist.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     if path != "-":
         _write(path, "", "a", option)
-    elif option != "--json":  # standard output has the summary or the JSON
+    elif option != "--json":  # standard output is for the summary or the JSON
         raise ConfigError(f"{option}=-: the page goes to a file only, for example {option} run.html")
 
 
 def dump(report: Mapping[str, Any], path: str) -> None:
-    """Write JSON to ``path``, or to standard output for ``-``. Blocking: for when the loop is gone.
+    """Write JSON to ``path``, or to standard output for ``-``. Blocking, so to be called when no loop runs any more.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -1,9 +1,10 @@
-"""What stands in for KV: bytes that are a function of the tokens up to a page's end, the pool and the layer.
+"""The bytes that stand in for KV: a function of the tokens up to the end of a page, of the pool and of the layer.
 
-A page's *value* is 64 bits that depend on every token from the first to the page's last, and on the namespace. It is
-this tool's own chain, not the cache's: a fault in the cache's hashing shows as wrong bytes. Word w of the page in a
-pool's layer is ``value ^ salt[pool, layer][w]`` with salts drawn at random, so a page in the wrong place, layer or
-pool, half a copy, and stale bytes all differ. One operation per 8 bytes.
+A page's *value* is 64 bits that depend on the namespace and on every token from the first of the prompt to the last of
+the page. This chain is the tool's own and not the cache's, so a fault in the cache's hashing shows as wrong bytes. Word
+w of a page in a pool's layer is ``value ^ salt[pool, layer][w]``, with salts drawn at random. So a page in the wrong
+slot, layer or pool, a page that is copied by half, and stale bytes all differ from what is expected. It costs one
+operation per 8 bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _A, _B, _C = _U64(0x9E3779B97F4A7C15), _U64(0xBF58476D1CE4E5B9), _U64(0x94D049BB
 
 
 def page_values(tokens: Tokens, page_size: int, extra_key: str | None = None) -> Values:
-    """One value for each whole page of ``tokens``."""
+    """The value of each whole page of ``tokens``, in the namespace ``extra_key``."""
     pages = len(tokens) // page_size
     words = tokens[: pages * page_size].astype(_U64)
     words += np.arange(1, len(words) + 1, dtype=_U64) * _A
@@ -48,10 +49,11 @@ def _namespace(extra_key: str | None) -> int:
 
 
 class Pattern:
-    """The bytes of one layer of one pool."""
+    """Writes and compares the bytes of one layer of one pool. ``page_bytes``: those of a page in this layer;
+    ``device``: where the layer is."""
 
     def __init__(self, pool: str, layer: int, page_bytes: int, device: torch.device | None = None) -> None:
-        import torch  # not before there is a device: the head of several ranks has none
+        import torch  # here, because the head of several ranks has no device and needs no torch
 
         self._torch = torch
         seed = hashlib.blake2b(f"{pool}/{layer}".encode(), digest_size=8).digest()
@@ -62,11 +64,13 @@ class Pattern:
         self._bytes = page_bytes
 
     def write(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> None:
-        """Page ``pages[i]`` of ``layer`` (uint8, ``[pages, page_bytes]``) becomes the page of ``values[i]``."""
+        """Write the bytes that ``values[i]`` stands for to page ``pages[i]`` of ``layer`` (uint8, shape
+        ``[pages, page_bytes]``)."""
         self._words(layer).index_copy_(0, pages, self._expand(values))
 
     def mismatches(self, layer: torch.Tensor, pages: torch.Tensor, values: torch.Tensor) -> Sequence[int]:
-        """The positions i at which page ``pages[i]`` of ``layer`` is not the page of ``values[i]``."""
+        """The positions i at which page ``pages[i]`` of ``layer`` does not hold the bytes that ``values[i]`` stands
+        for."""
         found, expected = self._words(layer).index_select(0, pages), self._expand(values)
         if self._torch.equal(found, expected):
             return ()
@@ -78,7 +82,8 @@ class Pattern:
         return rows if self._whole_words() else rows.view(self._torch.uint8)[:, : self._bytes]
 
     def _words(self, layer: torch.Tensor) -> torch.Tensor:
-        """The layer as 64-bit words where that works: gathers of single bytes are ten times slower."""
+        """The layer as 64-bit words if its pages are whole words, because gathering single bytes is ten times
+        slower."""
         return layer.view(self._torch.int64) if self._whole_words() else layer
 
     def _whole_words(self) -> bool:

@@ -1,11 +1,11 @@
-"""``asynccache plan TRACE``: what hit ratio, and how much prefill, each GiB of host memory or disk would save.
+"""``asynccache plan TRACE``: how many hits, and how much prefill saved, each GiB of host memory or disk would bring.
 
-The trace is played through the core once for each size, with the eviction policy in use; one pass gives the hit ratio
-of an LRU of every size, and another one for each size what the best cache of it would find. Device and host are taken
-to hold different pages, and storage to hold theirs, too, as far as it has room. A token that hits saves its prefill and
-costs the time to load it: from the host over one link, from storage over two. Nothing is served and nothing overlaps,
-so a real run loads in less time than is counted here; how near it comes to the hit ratios, ``replay --report`` shows.
-Imports no torch.
+For each size the trace goes through the core once, with the eviction policy in use. One more pass gives the hit ratio
+of an LRU of every size, and one pass for each size gives that of the best possible cache. The model: device and host
+hold different pages, and storage also holds theirs, as far as it has room. A token that hits saves its prefill and
+costs the time to load it, from the host over one link and from storage over two. Nothing overlaps in this model, so a
+real run loads in less time than is counted here. ``replay --report`` shows how near a real run comes to these hit
+ratios. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from asynccache.cli.capacity import compared
-from asynccache.cli.curve import Curve, Request, blocks, curve
+from asynccache.cli.curve import Curve, PagePath, blocks, curve
 from asynccache.cli.output import check_writable, dump
 from asynccache.cli.progress import Progress
 from asynccache.cli.request import BLOCK_TOKENS
@@ -33,7 +33,7 @@ Report = dict[str, Any]
 
 
 class Model(NamedTuple):
-    """What a token takes, in bytes and in seconds."""
+    """What a token costs: its bytes, and the rates at which it is computed and loaded."""
 
     bytes_per_token: int
     prefill_tokens_per_s: float
@@ -41,11 +41,12 @@ class Model(NamedTuple):
     storage_gb_per_s: float
 
     def tokens(self, gib: float) -> int:
-        """Tokens that fit."""
+        """How many tokens fit into ``gib`` GiB."""
         return int(gib * GIB // self.bytes_per_token)
 
     def saves(self, tier: str) -> float:
-        """Seconds that a token saves which is found in ``tier``: below 0 where computing it is faster."""
+        """Seconds saved by a token that is found in ``tier`` (device, host or storage); negative if computing the token
+        takes less time than loading it."""
         host = self.bytes_per_token / (self.host_gb_per_s * 1e9)
         storage = self.bytes_per_token / (self.storage_gb_per_s * 1e9)
         load = {"device": 0.0, "host": host, "storage": host + storage}[tier]
@@ -53,8 +54,8 @@ class Model(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One size of one tier, beside the tiers above it. ``gib``: of this tier; ``tokens``: what
-    these tiers have room for together."""
+    """One size of one tier. ``gib``: the room of this tier; ``tokens``: what this tier and the tiers above it have room
+    for together; ``price``: that of this tier."""
 
     tier: str
     gib: float
@@ -63,27 +64,32 @@ class Step(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace in the Mooncake format (JSON lines)")
-    add("--limit", type=int, metavar="N", help="the first N requests only")
+    add("--limit", type=int, metavar="N", help="use the first N requests only")
     add("--device-tokens", type=int, default=1 << 18, metavar="N", help="room in L1 (default: %(default)s)")
     add("--bytes-per-token", type=int, default=131_072, metavar="BYTES",
-        help="KV of one token, all layers; the default, %(default)s, is 32 layers of 8 heads of 128, 2 bytes each")
-    add("--prefill-tokens-per-s", type=float, default=8000.0, metavar="X", help="default: %(default)s")
+        help="KV of one token in all layers (default: %(default)s, which is keys and values of 32 layers with 8 heads "
+             "of 128 elements of 2 bytes)")
+    add("--prefill-tokens-per-s", type=float, default=8000.0, metavar="X",
+        help="tokens that the engine computes per second (default: %(default)s)")
     add("--host-gib", default="64,128,256,512", metavar="GIB,GIB", help="sizes of L2 (default: %(default)s)")
     add("--storage-gib", default="1024,2048,4096,8192", metavar="GIB,GIB",
-        help="sizes of L3, beside the largest L2; empty: none (default: %(default)s)")
-    add("--host-gb-per-s", type=float, default=25.0, metavar="X", help="host to device (default: %(default)s)")
-    add("--storage-gb-per-s", type=float, default=3.0, metavar="X", help="storage to host (default: %(default)s)")
-    add("--host-gib-price", type=float, default=0.0, metavar="X", help="of one GiB, in any currency, for any time")
-    add("--storage-gib-price", type=float, default=0.0, metavar="X", help="the same for storage")
+        help="sizes of L3, together with the largest L2; empty: no L3 (default: %(default)s)")
+    add("--host-gb-per-s", type=float, default=25.0, metavar="X",
+        help="GB/s from host to device (default: %(default)s)")
+    add("--storage-gb-per-s", type=float, default=3.0, metavar="X",
+        help="GB/s from storage to host (default: %(default)s)")
+    add("--host-gib-price", type=float, default=0.0, metavar="X",
+        help="price of a GiB of host memory, in any currency for any span of time")
+    add("--storage-gib-price", type=float, default=0.0, metavar="X", help="price of a GiB of storage, as for the host")
     add("--eviction", default=EVICTION, choices=EVICTION_POLICIES, help="the policy in use (default: %(default)s)")
     add("--json", metavar="PATH|-", help="the answer as JSON, to a file or (-) instead of the table")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Work it out and say it; the exit status.
+    """Compute the plan and print it; returns the exit status.
 
     Raises:
         AsyncCacheError: an option or the trace cannot be used.
@@ -100,10 +106,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be used.
+    """Refuse options that cannot be used.
 
     Raises:
-        ConfigError: names the option and its value.
+        ConfigError: one cannot be used; the message has the option and its value.
     """
     for name in ("limit", "bytes_per_token", "prefill_tokens_per_s", "host_gb_per_s", "storage_gb_per_s"):
         value = getattr(args, name)
@@ -118,10 +124,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def sizes(option: str, listed: str) -> list[float]:
-    """Sizes in GiB, ascending.
+    """The sizes in ``listed``, in GiB, ascending.
 
     Raises:
-        ConfigError: one is not a number above 0.
+        ConfigError: one is not a number above 0; the message begins with ``option``.
     """
     try:
         found = sorted(float(part) for part in listed.split(",") if part.strip())
@@ -133,7 +139,7 @@ def sizes(option: str, listed: str) -> list[float]:
 
 
 def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
-    """The answer as plain values."""
+    """The plan as plain values."""
     model = Model(args.bytes_per_token, args.prefill_tokens_per_s, args.host_gb_per_s, args.storage_gb_per_s)
     requests = list(blocks(trace))
     found = curve(requests)
@@ -155,9 +161,9 @@ def plan(args: argparse.Namespace, trace: Sequence[TraceRequest]) -> Report:
 
 
 def _hits(
-    requests: Sequence[Request], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
+    requests: Sequence[PagePath], found: Curve, sizes: Sequence[int], eviction: str, times: Sequence[float]
 ) -> dict[int, dict[str, int]]:
-    """What ``compared`` says of each size, in blocks; tells those who wait how far it is."""
+    """The result of ``compared`` for each of ``sizes``, in blocks. Shows its progress on standard error."""
     hits: dict[int, dict[str, int]] = {}
     progress = Progress(sys.stderr)
     try:
@@ -183,8 +189,9 @@ def _steps(args: argparse.Namespace, model: Model) -> Iterator[Step]:
 def _rows(
     steps: Sequence[Step], found: Mapping[int, Mapping[str, int]], model: Model, tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """``hit_ratio``: of the policy in use. ``saved_s``: prefill less loading, of all tiers together. What a GiB adds is
-    counted from the size before, and the first of a tier from going without."""
+    """The rows of the plan. ``hit_ratio``: under the policy in use. ``saved_s``: prefill saved minus time to load, in
+    seconds, of this tier and those above it. What a GiB adds is counted from the next smaller size of the same tier,
+    and for the smallest size from not having this tier."""
     above, hits_above, saved_above = "", 0, 0.0
     before = Step("", 0.0, 0, 0.0), 0.0
     last = before[0], 0, 0.0
@@ -206,7 +213,7 @@ def _rows(
 
 
 def text(report: Report) -> str:
-    """A table of 80 columns."""
+    """The plan as tables of at most 80 columns."""
     seconds = report["seconds"]
     time = f"{seconds / 3600:.2f} h" if seconds >= 360 else f"{number(seconds)} s"
     priced = any(row["price"] for row in report["rows"])
@@ -225,7 +232,7 @@ def text(report: Report) -> str:
 
 
 def _eviction(report: Report, names: Mapping[str, str]) -> Iterator[str]:
-    """What the same sizes find by policy, and what is left to be had."""
+    """The table of hit ratios by policy, beside that of the best possible cache."""
     policy = report["eviction"]
     middle = () if policy == "lru" else (policy,)
     yield "  " + f"{'hits with':<11}{'GiB':>8}{'LRU':>14}" + "".join(f"{name:>9}" for name in (*middle, "best"))
@@ -240,8 +247,8 @@ def _notes(report: Report) -> Iterator[str]:
            f"{report['highest_needs_gib']:,.0f} GiB.")
     yield f"hits: {HIT_RATIO}, full blocks only,"
     yield f"of all tiers together, under {report['eviction']}. best: no cache of this size finds more,"
-    yield "whatever it knows of the future. saved: prefill less loading, of all tiers."
-    yield "s per GiB: what this size adds to the one before."
+    yield "even if it knows the future. saved: prefill saved minus time to load, all tiers."
+    yield "s per GiB: what a GiB of this size adds to the next smaller size of the tier."
     model = Model(**report["model"])
     for tier, name in (("host", "L2"), ("storage", "L3")):
         if model.saves(tier) <= 0:

@@ -1,10 +1,11 @@
-"""What the device tier alone would find at a given size under the policy in use: by asking the core itself.
+"""How many lookups the device tier alone would answer at a given size under an eviction policy: the core itself is run.
 
-The core is served one request at a time, at the time that the trace says, with a page for each block, no host and no
-store, and moves no byte: so what is found is what the policy's own code finds, whatever it learns on the way. Hints of
-ended conversations are not given.
-Unlike ``optimum`` and ``curve``, this cache keeps every block that a request holds for as long as it runs, and a
-request whose path is longer than the cache only looks up what is there.
+The requests go through a core one at a time, at the times of the trace, with one page for each block, no host tier and
+no store. No byte is moved. So the answer is that of the policy's own code, with what it learns on the way. No hints
+about ended conversations are given.
+
+Unlike ``optimum`` and ``curve``, this cache keeps every block that a request holds while the request runs. A request
+whose path is longer than the cache only looks up what is there and leaves nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asynccache.cli.curve import Request
+from asynccache.cli.curve import PagePath
 from asynccache.cli.request import BLOCK_TOKENS
 from asynccache.core.cache import Ask, CacheCore, Grant, Wait
 from asynccache.core.settings import ComponentKind, ComponentSlots, CoreConfig
@@ -23,9 +24,9 @@ _SPACE = bytes(32)
 _UNSLICED = 1 << 30
 
 
-def found(requests: Sequence[Request], capacity: int, eviction: str, times: Sequence[float]) -> int:
-    """Lookups that a device of ``capacity`` blocks answers under ``eviction``, by name. ``times``: seconds at which the
-    requests come, ascending."""
+def found(requests: Sequence[PagePath], capacity: int, eviction: str, times: Sequence[float]) -> int:
+    """How many lookups a device of ``capacity`` blocks answers under the policy named ``eviction``. ``times``: the
+    seconds at which the requests come, ascending."""
     if capacity < 1:
         return 0
     core = CacheCore(CoreConfig(
@@ -39,8 +40,8 @@ def found(requests: Sequence[Request], capacity: int, eviction: str, times: Sequ
     return hits
 
 
-def _serve(core: CacheCore, request: Request, capacity: int) -> int:
-    """The lookups of one request that are answered."""
+def _serve(core: CacheCore, request: PagePath, capacity: int) -> int:
+    """Serve one request; returns how many of its lookups were answered."""
     path, looked_up = request
     key, length = np.repeat(np.asarray(path, dtype=np.int32), BLOCK_TOKENS).tobytes(), len(path) * BLOCK_TOKENS
     if len(path) > capacity:

@@ -1,7 +1,7 @@
-"""Ctrl-C, from the first moment of a run to its last: counted, and acted on where a run can be.
+"""Ctrl-C during a run: every press is counted, and the run is told of it.
 
-The first press ends a run early, the second cancels what runs; both still report. Whoever presses a third time wants
-out. Mutable state: how often it was pressed, and what the next press does.
+The first press ends the run early and the second cancels the requests that run; both still give a report. The third
+press ends the command by KeyboardInterrupt. Mutable state: how often Ctrl-C was pressed, and what the next press does.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ PATIENT = 3
 
 
 class Next(Enum):
-    """What a press does beside being counted."""
+    """What a press does besides being counted and told."""
 
-    NOTHING = "nothing, until there are too many"
-    SKIPS = "ends what is being done, by KeyboardInterrupt"
-    WAITS = "nothing at all"
+    NOTHING = "nothing, but the third press raises KeyboardInterrupt"
+    SKIPS = "raises KeyboardInterrupt, which ends the present step"
+    WAITS = "nothing, however often Ctrl-C is pressed"
 
 
 class Presses:
-    """``with Presses() as presses``: Ctrl-C is ours. In another than the main thread it is not, and nothing comes."""
+    """Counts Ctrl-C while its ``with`` block lasts. Outside of the main thread signals cannot be caught, and the count
+    stays 0."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,8 +46,8 @@ class Presses:
 
     @contextmanager
     def told_to(self, act: Callable[[int], object]) -> Iterator[None]:
-        """``act(count)`` at each press; at once, if there was one before. It runs between any two steps of the main
-        thread, so it had better be ``call_soon_threadsafe``."""
+        """Call ``act(count)`` at each press while this lasts, and at once if there was a press before. ``act`` runs as
+        a signal handler, between any two steps of the main thread, so it should only use ``call_soon_threadsafe``."""
         self._act = act
         try:
             if self.count:
@@ -57,7 +58,7 @@ class Presses:
 
     @contextmanager
     def meaning(self, what: Next) -> Iterator[None]:
-        """For as long as this lasts."""
+        """Have presses do ``what`` while this lasts."""
         self._next = what
         try:
             yield

@@ -1,5 +1,5 @@
-"""How far a command has come, for those who wait: nothing for two seconds, then one line on standard error that is
-written again on a terminal, and a line now and then elsewhere."""
+"""Shows how far a command has come. For the first two seconds it shows nothing. Then it shows one line on standard
+error, which is written over again on a terminal; elsewhere, a new line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY = 0.5
 
 
 class Progress:
-    """``tell`` as often as you like, ``end`` once."""
+    """Shows lines of progress on ``stream``. Call ``tell`` as often as there is news, and ``end`` once."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -22,7 +22,7 @@ class Progress:
         self._shown = False
 
     def tell(self, line: str) -> None:
-        """Show it, if it is time to."""
+        """Show ``line`` if the last one has been shown for long enough."""
         now = self._clock()
         if now < self._next:
             return
@@ -32,7 +32,7 @@ class Progress:
         self._stream.flush()
 
     def end(self) -> None:
-        """Leave no half line behind."""
+        """On a terminal, erase the line that is shown."""
         if self._shown and self._again:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

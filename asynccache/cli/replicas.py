@@ -1,4 +1,4 @@
-"""``--replicated``: which pools ranks hold whole, as text."""
+"""Reads ``--replicated``: the pools that every rank holds whole instead of a part."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _OVER = [one.value for one in Replicated if one.over]
 
 
 def check_replicas(text: str) -> str:
-    """``text`` as it is, if it can be read; 'none' is nothing.
+    """``text`` unchanged, if it can be read; an empty text for 'none'.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be read.
     """
     return "" if text == "none" or not _read(text) else text
 
 
 def replicate(config: CacheConfig, text: str) -> CacheConfig:
-    """``config`` with these pools replicated.
+    """``config`` with the pools that ``text`` names marked as replicated.
 
     Raises:
-        ConfigError: there is no pool of this name.
+        ConfigError: ``text`` names a pool that ``config`` does not have.
     """
     named = _read(text)
     names = [spec.name for spec in config.pools()]
@@ -47,7 +47,7 @@ def _name(part: Component) -> str:
 
 
 def _read(text: str) -> dict[str, Replicated]:
-    """Pool by pool, over what: several directions have a plus between them."""
+    """For each pool that ``text`` names, the dimensions over which it is replicated: tp, cp, or tp+cp (the default)."""
     found: dict[str, Replicated] = {}
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, colon, over = entry.partition(":")

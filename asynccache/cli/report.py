@@ -1,13 +1,14 @@
-"""The report of a run as plain values: what ``--json`` writes, and what the summary is made from."""
+"""The report of a run as plain values: ``--json`` writes it, and the summary and the page are made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from asynccache import compiled
+from asynccache.cli.leaks import Leaks
 from asynccache.cli.meter import Meter, Samples, Spread, peak_rss
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.samples import percentiles
 from asynccache.cli.tally import Tally
 from asynccache.cli.text import HIT_RATIO
@@ -15,17 +16,8 @@ from asynccache.cli.text import HIT_RATIO
 Report = dict[str, Any]
 
 
-class Leaks(NamedTuple):
-    """What is left when nothing should be."""
-
-    device_pages: int
-    host_pages: int
-    pins: int
-    tasks: int
-
-
-def build(settings: Settings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
-    """``cache``: what the cache says about itself (``stages``, ``evicted``, ``lost_pages``, ...), as plain values."""
+def build(settings: RunSettings, tally: Tally, meter: Meter, cache: Mapping[str, Any], leaks: Leaks) -> Report:
+    """The report. ``cache``: the cache's own figures (``stages``, ``evicted``, ``lost_pages``, ...) as plain values."""
     report: Report = {
         "command": settings.command,
         "core": compiled.CORE,

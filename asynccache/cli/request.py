@@ -1,4 +1,4 @@
-"""One request as the driver sees it, and where requests come from. Values and a protocol, nothing that runs."""
+"""One request of a run, and where a run's requests come from. Values and a protocol; nothing here runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 
 BLOCK_TOKENS = 512
+"""Tokens in one block of a trace."""
 
 
-class Request(NamedTuple):
-    """``prompt`` and ``output`` make the tokens when they are needed: a trace holds more than fits in memory.
+class RunRequest(NamedTuple):
+    """One request that ``replay`` or ``stress`` serves.
 
-    ``at``: seconds after the start, for replays by the clock. ``ended``: what the caller tells the cache when it
-    releases, that this conversation will not come back. ``shared_blocks``: full blocks that earlier prompts of a
-    trace have, too. ``shared_tokens``: what the caller says that other conversations have, too; None: it does not say.
-    ``time``: seconds after the start of the trace, whatever the speed of the replay; None: it has no time of its own.
+    number: counts the requests of the run from 0.
+    length, output_length: tokens of the prompt and of the output.
+    prompt, output: make the tokens when they are called, because the tokens of a whole trace do not fit in memory.
+    at: when the request arrives, in seconds after the start of the run; used by replays with ``--speed``.
+    ended: the release tells the cache that this conversation will not go on.
+    extra_key: the namespace of the prompt.
+    shared_blocks: full blocks of the prompt that earlier prompts of the trace have as well.
+    shared_tokens: the lease tells the cache that other conversations share so many tokens of the prompt; None: the
+        lease does not say.
+    time: when the request arrived according to the trace, in seconds after the trace's start, whatever the speed of
+        the replay; None: the request is not from a trace.
     """
 
     number: int
@@ -36,14 +44,14 @@ class Request(NamedTuple):
 
 
 class Source(Protocol):
-    """Where requests come from. ``total`` is None when the source could go on for ever."""
+    """Where requests come from. ``total``: how many there will be; None if the source could go on for ever."""
 
     total: int | None
 
-    def next(self) -> Request | None:
-        """The request that arrives now; None when there will be no more."""
+    def next(self) -> RunRequest | None:
+        """The request that arrives next; None if no more will come."""
         ...
 
-    def done(self, request: Request) -> None:
-        """``request`` has ended, well or not: what follows it in its conversation may come."""
+    def done(self, request: RunRequest) -> None:
+        """Tell the source that ``request`` has ended, well or not, so that its conversation may go on."""
         ...

@@ -1,7 +1,8 @@
-"""What a file (``--config``) and the environment say about a run, and the cache that such a file may describe.
+"""Reads the options of a run from a file (``--config``) and from the environment, and the cache that a file describes.
 
-A file has sections ``[stress]`` and ``[replay]``. Beside them it describes a cache, as ``asynccache.load_config`` reads
-it, and then the run has that cache; or it has options at the top, which hold for both commands.
+A file may have the sections ``[stress]`` and ``[replay]``. Beside them it either describes a cache, as
+``asynccache.load_config`` reads it, and the run uses that cache. Or it has options at its top, which hold for both
+commands.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ Parse = Callable[[str, object, str], Any]
 
 
 class Told(NamedTuple):
-    """Options by field, and what is wrong with the others."""
+    """What a file or the environment says: the values of options by field, and a sentence for each wrong option."""
 
     values: dict[str, Any]
     problems: list[str]
 
 
 def from_file(file: File, command: str, names: Mapping[str, str], parse: Parse) -> Told:
-    """The options of ``command`` in ``file``. ``names``: field by option name; ``parse(field, value, where)``."""
+    """The options of ``command`` in ``file``. ``names``: the field of each option by its name. ``parse(field, value,
+    where)`` returns the parsed value or raises a ConfigError that begins with ``where``."""
     told = Told({}, [])
     own = file.table.get(command, {})
     if not isinstance(own, dict):
@@ -47,7 +49,7 @@ def _at_the_top(file: File) -> Iterator[tuple[str, object]]:
 
 
 def from_environment(env: Mapping[str, str], command: str, names: Mapping[str, str], parse: Parse) -> Told:
-    """``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
+    """The options of ``command`` in the environment: ``ASYNCCACHE_STRESS__DURATION=5`` is ``--duration 5``."""
     told, prefix = Told({}, []), f"ASYNCCACHE_{command.upper()}__"
     found = ((name.removeprefix(prefix).lower(), text, f"environment variable {name}")
              for name, text in env.items() if name.startswith(prefix))
@@ -74,22 +76,23 @@ def _take(
 
 
 def _unknown(command: str, key: str, value: object, names: Mapping[str, str]) -> str:
-    """What is wrong with a name that ``command`` does not know: tables are compared with tables, options with options,
-    and what a cache can be told is said to be that."""
+    """The sentence about a name that ``command`` does not know. Tables are compared with tables and options with
+    options; a setting of a cache is named as such."""
     if isinstance(value, Mapping):
         hint = nearest(key, TABLES)
         return f"there is no table [{key}]; {hint or 'there are ' + ', '.join(f'[{name}]' for name in TABLES)}"
     if key in {field.name for field in fields(CacheConfig)}:
-        return f"{key!r} is a setting of a cache, and this file describes none: it would name its model"
+        return f"{key!r} is a setting of a cache, but this file describes no cache: it does not name a model"
     hint = nearest(key.replace("_", "-"), names)
     return f"{command} has no setting {key!r}" + (f"; {hint}" if hint else "")
 
 
 def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> CacheConfig | None:
-    """The cache that ``file`` describes, if it does; what the run was ``told`` about it by other ways wins.
+    """The cache that ``file`` describes; None if it describes none. ``told``: the run's options, which win over the
+    file where a cache has the same setting.
 
     Raises:
-        ConfigError: it cannot be used, or the run was told what only the file can say.
+        ConfigError: the cache cannot be used, or ``told`` has an option that only the file may decide.
     """
     if not describes_cache(file.table):
         return None
@@ -104,7 +107,7 @@ def cache_of(file: File, env: Mapping[str, str], told: Mapping[str, Any]) -> Cac
 
 
 def options_of(config: CacheConfig) -> dict[str, Any]:
-    """The options that would say the same of the cache, as far as options can."""
+    """The values that the run's options would have for the cache ``config``, as far as options can describe it."""
     found: dict[str, Any] = {field: getattr(config, field) for field in SHARED}
     names = {Full: "full", SlidingWindow: "swa", Mamba: "mamba"}
     found["components"] = tuple(names[type(component)] for component in config.components)

@@ -1,8 +1,8 @@
-"""A run over time: what its counters said, a few hundred times at most, and how old what was evicted had become.
+"""Samples of a run's counters over time, a few hundred at most, and the ages of the pages that were evicted.
 
-Counters are kept as they stand, so that leaving out every other sample loses nothing but detail: that is done, and the
-time between samples doubled, whenever there are too many. A sample reads plain counters and costs the loop a fraction
-of a millisecond.
+A sample holds the counters' values and not their increases, so every other sample can be dropped without losing
+anything but detail. That is done, and the time between samples is doubled, whenever there are too many. Taking a sample
+costs the loop a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TIERS = ("device", "host")
 
 
 class Sample(NamedTuple):
-    """Counters since the start, but ``l1`` and ``l2``: shares of the pages in use now; ``lag_s``: the worst lateness of
-    the loop since the sample before."""
+    """Counters since the start of the run, at second ``t_s``. Three fields differ: ``l1`` and ``l2`` are the shares of
+    FULL's pages in use at that moment, and ``lag_s`` is the worst lateness of the loop since the sample before."""
 
     t_s: float
     tokens: int
@@ -48,10 +48,10 @@ class Sample(NamedTuple):
 
 
 class Ages:
-    """How long pages had not been used when they were evicted, in pages by seconds.
+    """A histogram of how long evicted pages had not been used, in seconds of the run.
 
-    The stamps of the core are by a clock of their own, that of a trace perhaps: ``mark`` notes both, and between two
-    marks time is taken to have passed evenly.
+    The core stamps pages with a clock of its own, which under ``replay`` is the trace's. So ``mark`` notes the core's
+    latest stamp beside the time; between two marks, time is taken to have passed evenly.
     """
 
     def __init__(self, recency: Recency, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,12 +63,13 @@ class Ages:
         self.mark()
 
     def mark(self) -> None:
-        """Note what the last stamp is."""
+        """Note the core's latest stamp and the time."""
         self._touches.append(self._recency.now)
         self._times.append(self._clock())
 
     def evicted(self, tier: int, touched: int, pages: int) -> None:
-        """The core evicts a node of ``pages`` pages that was touched last at ``touched``."""
+        """Count a node of ``pages`` pages that the core evicts from ``tier``; ``touched``: the stamp of its last
+        use."""
         age = self._clock() - self._time_of(touched)
         self.pages[tier][bisect_left(AGES_S, age)] += pages
 
@@ -83,12 +84,12 @@ class Ages:
         return self._times[after - 1] + share * (self._times[after] - self._times[after - 1])
 
     def report(self) -> dict[str, Any]:
-        """As plain values; the last count is of pages older than all bounds."""
+        """The histogram as plain values. The last count of each tier is of pages older than all bounds."""
         return {"bounds_s": list(AGES_S), **{name: list(self.pages[tier]) for tier, name in enumerate(TIERS)}}
 
 
 class Sampler:
-    """Looks at one run. Belongs to the loop."""
+    """Samples one run. To be used in the loop's thread only."""
 
     def __init__(self, cache: AsyncCache, tally: Tally, meter: Meter) -> None:
         self._cache = cache
@@ -102,13 +103,13 @@ class Sampler:
         world.on_evict = self._ages.evicted
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Take samples until cancelled."""
         while True:
             self.take()
             await asyncio.sleep(self._every)
 
     def take(self) -> None:
-        """One sample."""
+        """Take one sample now."""
         self._ages.mark()
         self._samples.append(self._look())
         if len(self._samples) > LIMIT:
@@ -116,7 +117,8 @@ class Sampler:
             self._every *= 2
 
     def report(self) -> dict[str, Any]:
-        """``series`` by column, ``eviction_age``, ``loop_lag_histogram``."""
+        """The parts of the report that are over time: ``series`` by column, ``eviction_age``,
+        ``loop_lag_histogram``."""
         return {
             "series": columns(self._samples, self._stages),
             "eviction_age": self._ages.report(),
@@ -136,13 +138,14 @@ class Sampler:
 
 
 def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """Every other one, from the first on; each has the worst lateness of the one before it, too, which is left out."""
+    """Every other sample, beginning with the first. Each one that is kept takes over the lateness of the dropped sample
+    before it if that is worse."""
     left_out = [0.0, *(sample.lag_s for sample in samples[1::2])]
     return [sample._replace(lag_s=max(sample.lag_s, lag)) for sample, lag in zip(samples[::2], left_out, strict=False)]
 
 
 def columns(samples: Sequence[Sample], stages: Sequence[str]) -> dict[str, Any]:
-    """One list a column; ``lag_max_ms`` is of the time since the sample before."""
+    """One list for each column; ``lag_max_ms`` is the worst lateness since the sample before, in milliseconds."""
     plain = [name for name in Sample._fields if name not in ("moved", "lag_s")]
     return {
         **{name: [getattr(sample, name) for sample in samples] for name in plain},
@@ -152,7 +155,7 @@ def columns(samples: Sequence[Sample], stages: Sequence[str]) -> dict[str, Any]:
 
 
 def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]:
-    """The 0th to the 100th of ``samples`` times ``scale``; nothing of nothing."""
+    """The 0th to the 100th percentile of ``samples``, each times ``scale``; an empty list if there are no samples."""
     if not samples:
         return []
     ordered = np.percentile(np.fromiter(samples, np.float64) * scale, range(101))
@@ -160,7 +163,8 @@ def percentiles(samples: Sequence[float] | Samples, scale: float) -> list[float]
 
 
 def memcpy_rate(size: int = 64 << 20, rounds: int = 3) -> float:
-    """Bytes per second that one thread of this machine copies right now: the best of a few rounds."""
+    """Bytes per second that one thread of this machine can copy now: the best of ``rounds`` copies of ``size``
+    bytes."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     best = float("inf")
     for _ in range(rounds):

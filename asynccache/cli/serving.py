@@ -1,8 +1,8 @@
-"""One request's life, as an async serving stack would lead it, with every page checked that the cache hands out.
+"""Serves one request as an async serving stack would, and verifies every page that the cache hands out.
 
-Prefetch, lease, wait until the pages are there, verify each page that is a hit, compute the rest in chunks and commit
-them, decode a little, release. The rarer calls (adopt, extend beyond the reservation, truncate, a last look at the
-whole table) depend on the request's number, so that a run makes all of them.
+The steps: prefetch, lease, wait until the pages are on the device, verify each page that is a hit, compute the rest in
+chunks and commit them, decode a little, release. Some requests, chosen by their number, also make the rarer calls:
+adopt, extend beyond the reservation, truncate, and a last look at the whole page table. So a run makes every call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from asynccache.cli.engine import Ids, Piece, Verdict
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.pattern import Values, page_values
-from asynccache.cli.request import Request, Tokens
+from asynccache.cli.request import RunRequest, Tokens
 from asynccache.cli.tally import Tally
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import CacheFull, LoadFailed
@@ -29,22 +29,26 @@ if TYPE_CHECKING:
     from asynccache.runtime.prefetch import PrefetchHandle
 
 ENTRIES = 32
+"""How often a request takes a lease again because a load has failed, before it fails itself."""
 _CHUNK = {"replay": 16384, "stress": 1024}
+"""Tokens that are computed between two commits, by command."""
 _DECODE_CALLS = 4
 _LONG = 16384
+"""Tokens of a prompt from which on its tokens are made in a thread, so that the loop is not held up."""
 
 
 class Text(NamedTuple):
-    """The prompt and what will be decoded of the output, with the value of every whole page of both."""
+    """The tokens of a request. ``tokens``: the prompt, then what will be decoded of the output; ``values``: the pattern
+    value of every whole page of them; ``prompt``: tokens of the prompt."""
 
     tokens: Tokens
     values: Values
     prompt: int
 
 
-class Lane(Protocol):
-    """One request's work on the engine. ``work``: what its last job ends with, for ``release``; None: there was
-    none."""
+class EngineStream(Protocol):
+    """One request's work on the engine, one job at a time. ``work``: an event or batch number that ends with the latest
+    job, to be named in ``release(after=...)``; None: there was no job yet."""
 
     @property
     def work(self) -> object: ...
@@ -55,19 +59,19 @@ class Lane(Protocol):
 
 
 class Engine(Protocol):
-    """What fills and verifies pages: this process's, or that of several ranks. ``slowdown``: by how much a busy machine
-    makes its work longer."""
+    """What fills and verifies pages: the stand-in engine of this process, or those of several ranks. ``slowdown``: how
+    many times as long its work takes because the machine is busy; 1.0 on an idle machine."""
 
     @property
     def slowdown(self) -> float: ...
 
-    def lane(self) -> Lane: ...
+    def stream(self) -> EngineStream: ...
 
 
 class Server:
-    """Serves requests from one cache. Holds nothing of a request between calls."""
+    """Serves requests from one cache. It keeps nothing of a request between calls."""
 
-    def __init__(self, cache: AsyncCache, engine: Engine, settings: Settings, tally: Tally) -> None:
+    def __init__(self, cache: AsyncCache, engine: Engine, settings: RunSettings, tally: Tally) -> None:
         self._cache = cache
         self._engine = engine
         self._tally = tally
@@ -81,44 +85,45 @@ class Server:
         self._rate = settings.prefill_tokens_per_s
         self._looks_twice = settings.command == "stress"
 
-    async def serve(self, request: Request, places: AbstractAsyncContextManager[object] | None = None) -> None:
-        """Return when the request has its output. ``places``: it has arrived, and enters when it gets one of these.
+    async def serve(self, request: RunRequest, places: AbstractAsyncContextManager[object] | None = None) -> None:
+        """Return when the request has its output.
 
-        Cancelling leaves the cache as if the request had never been.
+        With ``places`` the request prefetches at once and takes its lease when it has got one of these places. Without
+        them it takes its lease at once. Cancelling gives back all that the request held.
 
         Raises:
-            CacheFull: it cannot fit.
-            LoadFailed: its pages failed to arrive, ``ENTRIES`` times over.
+            CacheFull: the request cannot fit into the cache.
+            LoadFailed: its pages could not be loaded, ``ENTRIES`` times in a row.
         """
         text = await self._text(request)
         handle = self._prefetch(request, text) if places is not None else None
-        turn: AbstractAsyncContextManager[object] = nullcontext() if places is None else places
+        place: AbstractAsyncContextManager[object] = nullcontext() if places is None else places
         try:
-            async with turn:
+            async with place:
                 await self._enter(request, text, handle)
         finally:
             if handle is not None:
                 handle.cancel()
         self._tally.served += 1
 
-    async def _text(self, request: Request) -> Text:
+    async def _text(self, request: RunRequest) -> Text:
         if request.length < _LONG:
             return self._make_text(request)
         return await asyncio.get_running_loop().run_in_executor(None, self._make_text, request)
 
-    def _make_text(self, request: Request) -> Text:
+    def _make_text(self, request: RunRequest) -> Text:
         prompt, output = request.prompt(), request.output()[: self._decode]
         tokens = np.concatenate([prompt, output])
         return Text(tokens, page_values(tokens, self._page, request.extra_key), len(prompt))
 
-    def _prefetch(self, request: Request, text: Text) -> PrefetchHandle | None:
+    def _prefetch(self, request: RunRequest, text: Text) -> PrefetchHandle | None:
         if not self._prefetches:
             return None
         handle: PrefetchHandle = self._cache.prefetch(text.tokens[: text.prompt], extra_key=request.extra_key)
         return handle
 
-    async def _enter(self, request: Request, text: Text, handle: PrefetchHandle | None) -> None:
-        """Enter again, with a new match, when a load has failed."""
+    async def _enter(self, request: RunRequest, text: Text, handle: PrefetchHandle | None) -> None:
+        """Serve the request under a lease; when a load fails, do so again with a new lease and a new match."""
         for entry in range(1, ENTRIES + 1):
             handle = handle or self._prefetch(request, text)
             try:
@@ -133,30 +138,29 @@ class Server:
                     handle.cancel()
                 handle = None
 
-    async def _leased(self, request: Request, text: Text, handle: PrefetchHandle | None) -> None:
-        lane = self._engine.lane()
+    async def _leased(self, request: RunRequest, text: Text, handle: PrefetchHandle | None) -> None:
+        stream = self._engine.stream()
         decode = len(text.tokens) - text.prompt
         reserved = decode // 2 if request.number % 3 == 0 else decode
         began = time.monotonic()
         async with self._lease(request, text, reserved, handle) as lease:
             try:
-                await self._arrived(lease)
+                await lease.loaded()
                 wait = time.monotonic() - began
-                self._tally.verdict(request, await lane.verify(list(self._expected(lease, text, lease.cached))))
-                await self._prefill(request, text, lease, lane)
+                self._tally.verdict(request, await stream.verify(list(self._expected(lease, text, lease.cached))))
+                await self._prefill(request, text, lease, stream)
                 self._tally.prompt(request, lease.cached, lease.hits, wait, self._rate, self._engine.slowdown)
-                end = await self._decoded(request, text, lease, lane)
+                end = await self._decoded(request, text, lease, stream)
                 if self._looks_twice:
                     self._note_path(text, end)
-                if self._looks_twice:
-                    await self._look_again(request, text, lease, lane, end)
-                lease.release(after=lane.work, ended=request.ended)
+                    await self._look_again(request, text, lease, stream, end)
+                lease.release(after=stream.work, ended=request.ended)
             except BaseException:
-                lease.release(after=lane.work)
+                lease.release(after=stream.work)
                 raise
 
     def _lease(
-        self, request: Request, text: Text, new_tokens: int, handle: PrefetchHandle | None
+        self, request: RunRequest, text: Text, new_tokens: int, handle: PrefetchHandle | None
     ) -> AbstractAsyncContextManager[Lease]:
         lease: Lease = self._cache.lease(
             text.tokens[: text.prompt], new_tokens=new_tokens, extra_key=request.extra_key, prefetch=handle,
@@ -164,25 +168,22 @@ class Server:
         )
         return lease
 
-    async def _arrived(self, lease: Lease) -> None:
-        """Return when the pages are on the device."""
-        await lease.loaded()
 
-    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Piece]) -> object:
-        """Fill these pages; what ``commit`` must wait for if that is not over yet."""
-        await lane.write(pieces)
+    async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Piece]) -> object:
+        """Fill these pages. Returns what ``commit`` takes as ``ready``: an event or batch number if the pages are still
+        being filled, None if they are filled."""
+        await stream.write(pieces)
         return None
 
-    async def _iterate(self) -> None:
-        """Let others have their turn."""
-        await asyncio.sleep(0)
 
     def _note_path(self, text: Text, end: int) -> None:
         prompt = text.prompt // self._page
-        self._tally.path(text.values, prompt, end // self._page if self._insert_outputs else prompt, text.prompt)
+        pages = end // self._page if self._insert_outputs else prompt
+        self._tally.paths.add(text.values[:pages], prompt, text.prompt)
 
     def _expected(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
-        """What a lease with ``end`` cached tokens must hold: FULL all the way, SWA over the window, MAMBA's copy."""
+        """The pages that a lease with ``end`` cached tokens must hold: all of FULL, SWA over the window before ``end``,
+        and the lease's own copy of MAMBA's state."""
         last = end // self._page
         if not last:
             return
@@ -193,25 +194,25 @@ class Server:
         if self._mamba and end == lease.cached:
             yield Piece(ComponentKind.MAMBA, lease.states[:1], text.values[last - 1:last], last - 1)
 
-    async def _prefill(self, request: Request, text: Text, lease: Lease, lane: Lane) -> None:
-        """Compute the prompt from ``lease.cached`` on, chunk by chunk, and commit each."""
+    async def _prefill(self, request: RunRequest, text: Text, lease: Lease, stream: EngineStream) -> None:
+        """Compute the prompt from ``lease.cached`` on, chunk by chunk, and commit each chunk."""
         prompt, position = text.prompt, lease.cached
         whole = prompt // self._page * self._page
         for number, (end, due) in enumerate(self._chunks(lease, whole)):
             pieces = list(self._fresh(lease, text, position, end))
             if due:
                 pieces += self._states(lease, text, end)
-            ready = await self._compute(request, lane, pieces)
+            ready = await self._compute(request, stream, pieces)
             checkpoint = (end, int(lease.states[1])) if due else None
             await lease.commit(text.tokens[: prompt if end == whole else end], ready, checkpoint)
-            lease.advance(end, after=lane.work)
+            lease.advance(end, after=stream.work)
             if (request.number + number) % 2:
-                lease.adopt(after=lane.work)
+                lease.adopt(after=stream.work)
             position = end
 
     def _chunks(self, lease: Lease, whole: int) -> list[tuple[int, bool]]:
-        """(end, whether a MAMBA checkpoint is due there) up to ``whole``. One is due where FULL alone matched and at
-        the prompt's end."""
+        """The chunks up to token ``whole``, each as (its end, whether a MAMBA checkpoint is due there). Checkpoints are
+        due where FULL alone matched and at the end of the prompt."""
         ends = dict.fromkeys(range(lease.cached + self._chunk, whole, self._chunk), False)
         ends.update((p, self._mamba) for p in (lease.checkpoint_at, whole) if p > lease.cached)
         return sorted(ends.items())
@@ -226,13 +227,15 @@ class Server:
             yield _present(ComponentKind.SWA, lease.page_table("swa")[first:last], text.values[first:last], first)
 
     def _states(self, lease: Lease, text: Text, end: int) -> Iterator[Piece]:
-        """The state after ``end`` tokens: the working copy goes on from it, the first checkpoint slot keeps it."""
+        """MAMBA's state after ``end`` tokens, in two slots: the working copy, which decoding goes on from, and the
+        checkpoint slot, which the commit takes."""
         last = end // self._page
         for slot in (0, 1):
             yield Piece(ComponentKind.MAMBA, lease.states[slot:slot + 1], text.values[last - 1:last], last - 1)
 
-    async def _decoded(self, request: Request, text: Text, lease: Lease, lane: Lane) -> int:
-        """Decode in a few calls; the end reached, in tokens. Stops early when the cache has no room to go on."""
+    async def _decoded(self, request: RunRequest, text: Text, lease: Lease, stream: EngineStream) -> int:
+        """Decode in a few calls. Returns the end that was reached, in tokens; it is short of the whole output when the
+        cache has no room for more."""
         position, total = text.prompt, len(text.tokens)
         step = max(1, -(-(total - position) // _DECODE_CALLS))
         room = len(lease.pages) * self._page
@@ -242,18 +245,18 @@ class Server:
             if room < end:
                 self._tally.cut_short += 1
                 break
-            await self._iterate()
+            await asyncio.sleep(0)  # lets other requests run, as between two decoding steps
             lease.advance(end)
             position = end
         self._tally.output_tokens += position - text.prompt
-        ready = await self._compute(request, lane, list(self._fresh(lease, text, text.prompt, position)))
+        ready = await self._compute(request, stream, list(self._fresh(lease, text, text.prompt, position)))
         if self._insert_outputs and position > text.prompt:
             await lease.commit(text.tokens[:position], ready)
         return position
 
-    async def _room(self, request: Request, lease: Lease, room: int, end: int) -> int:
-        """How far the lease's pages reach, after asking for ``end`` if need be. Some requests speculate: they take two
-        pages more and give them back."""
+    async def _room(self, request: RunRequest, lease: Lease, room: int, end: int) -> int:
+        """Have the lease reach ``end`` if there is room for it; returns how far its pages reach, in tokens. Some
+        requests speculate: they take two pages more and give them back."""
         guess = 2 * self._page if request.number % 7 == 0 else 0
         if room >= end and not guess:
             return room
@@ -266,18 +269,19 @@ class Server:
             room = len(lease.pages) * self._page
         return room
 
-    async def _look_again(self, request: Request, text: Text, lease: Lease, lane: Lane, end: int) -> None:
-        """What the lease holds now, own pages and those it was given instead, must still be what was written."""
+    async def _look_again(self, request: RunRequest, text: Text, lease: Lease, stream: EngineStream, end: int) -> None:
+        """Verify that all pages of the lease still hold what was written: its own pages and those of the tree that
+        replaced duplicates."""
         done = end if self._insert_outputs else text.prompt
         pieces = [p for p in self._expected(lease, text, done // self._page * self._page)
                   if p.component is not ComponentKind.MAMBA]
         if self._window:
             pieces[1:] = [_present(p.component, p.ids, p.values, p.first) for p in pieces[1:]]
-        verdict: Verdict = await lane.verify(pieces)
+        verdict: Verdict = await stream.verify(pieces)
         self._tally.verdict(request, verdict)
 
 
 def _present(component: ComponentKind, ids: Ids, values: Values, first: int) -> Piece:
-    """The part of a table that has pages."""
+    """A piece of those entries of a page table that have a page."""
     held = np.flatnonzero(ids >= 0)
     return Piece(component, ids[held], values[held], first)

@@ -1,7 +1,7 @@
-"""One run from settings to exit status: build the cache, drive the workload, look for what is left, report.
+"""One run from settings to exit status: open the cache, serve the workload, look for leaks, report.
 
-The order at the end matters: all requests have ended, then the cache is flushed, then the core is counted and audited,
-then the cache is closed, and then only may no task be left.
+The order at the end matters. When all requests have ended, the cache is flushed, then the core is audited and its
+leaks are counted, then the cache is closed. Only after that must no task be left.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from asynccache.cli import leaks, output, report
 from asynccache.cli.capacity import capacity
 from asynccache.cli.devices import GatedDevice, make_device
 from asynccache.cli.display import Display, choose
-from asynccache.cli.driver import Driver
-from asynccache.cli.engine import Engine
+from asynccache.cli.engine import StandInEngine
 from asynccache.cli.entry import INTERRUPTED
 from asynccache.cli.faulty import device_faults, faulty_stores
 from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import Meter
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.presses import Next, Presses
 from asynccache.cli.request import Source
+from asynccache.cli.runner import RequestRunner
 from asynccache.cli.samples import Sampler, memcpy_rate
 from asynccache.cli.serving import Server
 from asynccache.cli.sizing import check_fits, configure
@@ -41,12 +41,14 @@ from asynccache.errors import BackendError, CacheClosed, InvariantViolation, Ran
 from asynccache.metrics import Exposed
 
 DURATION = 20.0
-_SESSIONS_PER_PLACE = 4
+"""Seconds of a ``stress`` run that was told neither ``--duration`` nor ``--requests``."""
+_CONVERSATIONS_PER_PLACE = 4
 _FLUSH_SECONDS = 60.0
 
 
-def execute(settings: Settings, presses: Presses | None = None) -> int:
-    """Run, print, write; the exit status. ``presses``: of Ctrl-C, if somebody counts them already.
+def execute(settings: RunSettings, presses: Presses | None = None) -> int:
+    """Run, print the summary, write the report; returns the exit status. ``presses``: the counter of Ctrl-C, if the
+    caller has one already.
 
     Raises:
         AsyncCacheError: something in the settings, the trace or the store cannot be used.
@@ -63,14 +65,14 @@ def execute(settings: Settings, presses: Presses | None = None) -> int:
     with asyncio.Runner(loop_factory=loop_factory(settings.loop)) as runner:
         result = runner.run(session.run())
     if settings.json is not None or settings.report is not None:
-        with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # who does not want to wait goes without it
+        with suppress(KeyboardInterrupt), presses.meaning(Next.SKIPS):  # Ctrl-C skips these figures
             result |= session.afterwards(result)
     with presses.meaning(Next.WAITS):
         result["interrupted"] = presses.count > 0
         return _told(settings, session, result)
 
 
-def _session(settings: Settings) -> type[Session]:
+def _session(settings: RunSettings) -> type[Session]:
     if settings.ranks == 1:
         return Session
     from asynccache.cli.ranked.session import RankedSession
@@ -78,14 +80,14 @@ def _session(settings: Settings) -> type[Session]:
     return RankedSession
 
 
-def _told(settings: Settings, session: Session, result: report.Report) -> int:
-    """Print and write the report; the exit status."""
+def _told(settings: RunSettings, session: Session, result: report.Report) -> int:
+    """Print and write the report; returns the exit status."""
     if not settings.quiet:
         out = sys.stderr if settings.json == "-" else sys.stdout
         print(summary(result, color=out.isatty()), file=out)
     if session.trace is not None:
         result["trace"] = session.trace
-        print(session.trace if output.debugging() else "asynccache: --debug shows where the error is from",
+        print(session.trace if output.debugging() else "asynccache: --debug shows where the error was raised",
               file=sys.stderr)
     if settings.json is not None:
         output.dump(result, settings.json)
@@ -98,19 +100,19 @@ def _told(settings: Settings, session: Session, result: report.Report) -> int:
     return INTERRUPTED if result["interrupted"] else 0
 
 
-def _interrupt(driver: Driver, watch: Watch, count: int) -> None:
-    """Once: no new requests. Twice: cancel those that run."""
+def _interrupt(runner: RequestRunner, watch: Watch, count: int) -> None:
+    """What Ctrl-C does: the first press admits no more requests, the second cancels those that run."""
     if count == 1:
-        driver.stop()
+        runner.stop()
         watch.note = "interrupted: finishing what runs; press Ctrl-C again to cancel it"
     else:
-        driver.abort()
+        runner.abort()
 
 
 class Session:
-    """One run. ``trace`` is the stack of an error that no run may meet."""
+    """One run. ``trace``: the stack of an error that no request may meet; None if there was none."""
 
-    def __init__(self, settings: Settings, display: Display, presses: Presses) -> None:
+    def __init__(self, settings: RunSettings, display: Display, presses: Presses) -> None:
         self.trace: str | None = None
         self._settings = settings
         self._display = display
@@ -122,14 +124,14 @@ class Session:
         self._requests: list[TraceRequest] | None = None
 
     def afterwards(self, result: report.Report) -> dict[str, Any]:
-        """What is worked out when the run is over: the limit that this machine sets, and what caches of other sizes
-        would have had."""
+        """Figures that are computed after the run: how fast this machine copies memory, and which hit ratios caches of
+        other sizes would have had."""
         return {"memcpy_bytes_per_s": round(memcpy_rate()),
                 "capacity": capacity(self._settings, self._requests, self._tally, result,
                                      compare=self._settings.report is not None)}
 
     async def run(self) -> report.Report:
-        """The report. Cancelling it cancels the requests that run, and closes the cache."""
+        """Run and return the report. Cancelling cancels the requests that run, and closes the cache."""
         before = asyncio.all_tasks()
         source, config = await self._prepare()
         device = make_device(self._settings.device, device_faults(self._settings.faults, self._settings.seed))
@@ -137,28 +139,28 @@ class Session:
             found = await self._serve(config, device, source)
         finally:
             await device.aclose()
-        left: leaks.Left = found.pop("left")
+        left: leaks.Leaks = found.pop("left")
         tasks = len(asyncio.all_tasks() - before)
-        return self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+        return self._report(found, left._replace(tasks=tasks))
 
     async def _serve(self, config: CacheConfig, device: GatedDevice, source: Source) -> dict[str, Any]:
-        """What is found in the cache when all requests have ended. That the cache closed itself is a problem, not an
-        error."""
-        import torch  # here, since the head of several ranks needs none
+        """Serve all requests; returns what is found in the cache when they have ended. If the cache closes itself, that
+        becomes a problem of the report and is not raised."""
+        import torch  # here, because the head of several ranks needs no torch
 
-        torch.set_num_threads(1)  # the engine's own threads are the parallel part
+        torch.set_num_threads(1)  # the engine has threads of its own
         cache, found = AsyncCache(config, device=device), dict[str, Any]()
         try:
             async with AsyncExitStack() as stack:
                 with faulty_stores(self._settings.faults, self._settings.seed):
                     await stack.enter_async_context(cache)
-                engine = Engine(cache.config.pools(), cache.pools, device.gate)
+                engine = StandInEngine(cache.config.pools(), cache.pools, device.gate)
                 try:
                     await self._drive(cache, Server(cache, engine, self._settings, self._tally), source)
                 finally:
                     self._meter.stop()
                     engine.close()
-                found = await self._settle(cache)
+                found = await self._finish(cache)
         except CacheClosed as error:
             self._tally.problem(f"the cache closed itself: {error.__cause__ or error!r}")
         return found
@@ -176,7 +178,7 @@ class Session:
         settings = self._settings
         return StressSource(
             settings.workload or "mixed", seed=settings.seed, requests=settings.requests, hints=settings.end_hints,
-            open_sessions=settings.concurrency * _SESSIONS_PER_PLACE, rate=settings.rate,
+            open_conversations=settings.concurrency * _CONVERSATIONS_PER_PLACE, rate=settings.rate,
         )
 
     def _replay(self, trace: list[TraceRequest], found: Survey) -> Source:
@@ -193,20 +195,20 @@ class Session:
 
     async def _drive(self, cache: AsyncCache, server: Server, source: Source) -> None:
         settings = self._settings
-        driver = Driver(server, source, settings, self._tally, self._by_the_trace(cache))
-        watch = Watch(settings, driver, self._meter, cache, self._duration())
+        runner = RequestRunner(server, source, settings, self._tally, self._trace_clock(cache))
+        watch = Watch(settings, runner, self._meter, cache, self._duration())
         loop = asyncio.get_running_loop()
         self._meter.start()
         sampler = Sampler(cache, self._tally, self._meter)
         sampling = asyncio.create_task(sampler.run())
         showing = asyncio.create_task(self._display.show(watch.take))
-        ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, driver.stop)
+        ending = None if self._duration() is None else loop.call_later(self._duration() or 0.0, runner.stop)
         try:
-            with self._presses.told_to(lambda count: loop.call_soon_threadsafe(_interrupt, driver, watch, count)):
+            with self._presses.told_to(lambda count: loop.call_soon_threadsafe(_interrupt, runner, watch, count)):
                 async with self._exposed(cache, watch):
-                    await driver.run()
+                    await runner.run()
         finally:
-            self.trace = driver.trace
+            self.trace = runner.trace
             if ending is not None:
                 ending.cancel()
             sampler.take()
@@ -216,8 +218,9 @@ class Session:
                 with suppress(asyncio.CancelledError):
                     await task
 
-    def _by_the_trace(self, cache: AsyncCache) -> TraceClock | None:
-        """In a replay ages are those of the trace, however fast it is replayed."""
+    def _trace_clock(self, cache: AsyncCache) -> TraceClock | None:
+        """Under ``replay``: a clock that tells the trace's time, which the cache takes ages of pages from, however fast
+        the trace is replayed. Under ``stress``: None."""
         if self._requests is None:
             return None
         clock = cache._opened().driver.clock = TraceClock()
@@ -225,7 +228,7 @@ class Session:
 
     @asynccontextmanager
     async def _exposed(self, cache: AsyncCache, watch: Watch) -> AsyncIterator[None]:
-        """Whoever wants to look in from outside may, if ``--serve`` says so."""
+        """Serve the cache's metrics over HTTP while this lasts, if ``--serve`` was given."""
         if self._settings.serve is None:
             yield
             return
@@ -240,10 +243,11 @@ class Session:
             return None
         return settings.duration or DURATION
 
-    async def _settle(self, cache: AsyncCache) -> dict[str, Any]:
-        """All requests are released: what does the core hold, and is it sound?"""
+    async def _finish(self, cache: AsyncCache) -> dict[str, Any]:
+        """To be called when all requests are released. Flushes the cache, audits the core and counts what is left;
+        returns that and the cache's own figures."""
         core, idle = cache.core, False
-        with suppress(CacheClosed, RankFailure):  # closing says why
+        with suppress(CacheClosed, RankFailure):  # closing the cache raises it again, with the reason
             await self._flush(cache)
             await self._idle(core)
             idle = True
@@ -251,7 +255,7 @@ class Session:
             audit.check(core, idle=idle)
         except InvariantViolation as error:
             self._tally.problem(f"a law of the core is broken: {error}")
-        left = leaks.look(core) if idle else leaks.Left(0, 0, 0)  # what is in flight for ever is no leak
+        left = leaks.look(core) if idle else leaks.Leaks()  # operations still in flight hold pages rightly
         return {"left": left, **facts(cache, self._settings.page_size)}
 
     async def _flush(self, cache: AsyncCache) -> None:
@@ -264,13 +268,13 @@ class Session:
                 self._tally.problem(f"the store could not be flushed: {error}")
 
     async def _idle(self, core: CacheCore) -> None:
-        """Fetches that nobody wants any more end on their own."""
+        """Return when no operation is in flight. Prefetches that nobody waits for end on their own."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_SECONDS):
-                while any(core.statistics().operations.values()):  # noqa: ASYNC110  nothing tells of the last one
+                while any(core.statistics().operations.values()):  # noqa: ASYNC110  there is no event to wait for
                     await asyncio.sleep(0.01)
 
-    def _report(self, found: dict[str, Any], left: report.Leaks) -> report.Report:
+    def _report(self, found: dict[str, Any], left: leaks.Leaks) -> report.Report:
         if any(left):
             self._tally.problem("left behind: " + ", ".join(f"{n} {name}" for name, n in left._asdict().items() if n))
         result = report.build(self._settings, self._tally, self._meter, found, left)

@@ -1,4 +1,5 @@
-"""``--sidecars``: pools that hang on others, as text. The engine fills and verifies them as it does every pool."""
+"""Reads ``--sidecars``: pools that use the slots of another pool. The engine fills and verifies them like every
+pool."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ PRESET = "deepseek-v4"
 _COARSE = 128
 
 
-class Hung(NamedTuple):
-    """One pool: ``share`` of the bytes that a token has in the sliding window, or so many bytes of its own."""
+class SidecarText(NamedTuple):
+    """One sidecar as the option describes it: its name and the pool whose slots it uses. Its size is
+    ``bytes_per_token``, or ``share`` of the run's ``--bytes-per-token`` where that is 0."""
 
     name: str
     source: str
@@ -21,27 +23,27 @@ class Hung(NamedTuple):
     share: float = 0.0
 
     def sidecar(self, page_size: int, bytes_per_token: int, layers: int) -> Sidecar:
-        """As a spec; in as many of the ``layers`` as its bytes divide into."""
+        """The sidecar for the configuration. It has ``layers`` layers, or as many as its bytes can be divided into."""
         layer = max(1, int(self.share * page_size * bytes_per_token / layers))
         page = page_size * self.bytes_per_token or layer * layers
         return Sidecar(name=self.name, indices_from=self.source, bytes_per_page=page, layers=gcd(page, layers))
 
 
 _DEEPSEEK = (
-    Hung("c4", "full", share=1 / 4),
-    Hung("c4_indexer", "full", share=1 / 16),
-    Hung("c128", "full", share=1 / _COARSE),
-    Hung("c4_state", "swa", share=1 / 4),
-    Hung("c4_indexer_state", "swa", share=1 / 16),
+    SidecarText("c4", "full", share=1 / 4),
+    SidecarText("c4_indexer", "full", share=1 / 16),
+    SidecarText("c128", "full", share=1 / _COARSE),
+    SidecarText("c4_state", "swa", share=1 / 4),
+    SidecarText("c4_indexer_state", "swa", share=1 / 16),
 )
-_COARSE_STATE = Hung("c128_state", "swa", share=1 / 4)
+_COARSE_STATE = SidecarText("c128_state", "swa", share=1 / 4)
 
 
 def check_sidecars(text: str) -> str:
-    """``text`` as it is, if it can be read; 'none' is nothing.
+    """``text`` unchanged, if it can be read; an empty text for 'none'.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be read.
     """
     if text == "none":
         return ""
@@ -49,27 +51,27 @@ def check_sidecars(text: str) -> str:
     return text
 
 
-def read_sidecars(text: str, page_size: int) -> tuple[Hung, ...]:
-    """``NAME:FROM:BYTES_PER_TOKEN``, or a preset, separated by commas.
+def read_sidecars(text: str, page_size: int) -> tuple[SidecarText, ...]:
+    """The sidecars in ``text``: entries with commas between them, each ``NAME:FROM:BYTES_PER_TOKEN`` or the preset.
 
     Raises:
         ConfigError: an entry is neither.
     """
     entries = [entry.strip() for entry in text.split(",")] if text else []
-    return tuple(hung for entry in entries for hung in (_preset(page_size) if entry == PRESET else (_entry(entry),)))
+    return tuple(one for entry in entries for one in (_preset(page_size) if entry == PRESET else (_entry(entry),)))
 
 
 def is_logical(text: str) -> bool:
-    """Whether FULL has no bytes of its own: all of its KV is in what hangs on it."""
+    """Whether FULL has no bytes of its own, because all of its KV is in sidecars."""
     return PRESET in (entry.strip() for entry in text.split(","))
 
 
-def _preset(page_size: int) -> tuple[Hung, ...]:
-    """A page that is no multiple of the coarse compressor's block needs its state, too."""
+def _preset(page_size: int) -> tuple[SidecarText, ...]:
+    """The preset's sidecars. Pages that are no multiple of the coarse compressor's block also need its state."""
     return _DEEPSEEK if page_size % _COARSE == 0 else (*_DEEPSEEK, _COARSE_STATE)
 
 
-def _entry(entry: str) -> Hung:
+def _entry(entry: str) -> SidecarText:
     name, *rest = entry.split(":")
     try:
         source, size = rest
@@ -77,5 +79,5 @@ def _entry(entry: str) -> Hung:
     except ValueError:
         raise ConfigError(f"{entry!r} must be NAME:FROM:BYTES_PER_TOKEN or {PRESET}") from None
     if count < 1:
-        raise ConfigError(f"{entry!r}: at least 1 byte per token")
-    return Hung(name, source, count)
+        raise ConfigError(f"{entry!r} must have at least 1 byte per token")
+    return SidecarText(name, source, count)

@@ -1,10 +1,10 @@
-"""From settings to a cache configuration: how many pages ``all`` means, and what SWA and MAMBA get beside FULL."""
+"""Makes the cache configuration of a run from its settings: how much room ``all`` means, and what SWA and MAMBA get."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asynccache.cli.options import Settings, Size
+from asynccache.cli.options import RunSettings, Size
 from asynccache.cli.replicas import replicate
 from asynccache.cli.sidecars import is_logical, read_sidecars
 from asynccache.cli.trace import Survey, TraceRequest
@@ -16,8 +16,8 @@ _TOKENS_PER_STATE = 512
 _STATES_PER_REQUEST = 4
 
 
-def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Survey | None = None) -> CacheConfig:
-    """The configuration of a run.
+def configure(settings: RunSettings, trace: Sequence[TraceRequest] = (), survey: Survey | None = None) -> CacheConfig:
+    """The configuration of a run's cache. ``trace`` and ``survey``: of the run, which sizes of ``all`` depend on.
 
     Raises:
         ConfigError: the settings do not fit together; the message names the field and the value.
@@ -26,7 +26,7 @@ def configure(settings: Settings, trace: Sequence[TraceRequest] = (), survey: Su
     return replicate(made, settings.replicated)
 
 
-def _made(settings: Settings, trace: Sequence[TraceRequest], survey: Survey | None) -> CacheConfig:
+def _made(settings: RunSettings, trace: Sequence[TraceRequest], survey: Survey | None) -> CacheConfig:
     needed = 0 if survey is None else tokens_needed(settings, trace, survey)
     device, host = (_tokens(settings, size, needed) for size in (settings.device_tokens, settings.host_tokens))
     logical = is_logical(settings.sidecars)
@@ -53,14 +53,17 @@ def _made(settings: Settings, trace: Sequence[TraceRequest], survey: Survey | No
     )
 
 
-def _sidecars(settings: Settings) -> tuple[Sidecar, ...]:
+def _sidecars(settings: RunSettings) -> tuple[Sidecar, ...]:
     page, size, layers = settings.page_size, settings.bytes_per_token, settings.layers
     return tuple(hung.sidecar(page, size, layers) for hung in read_sidecars(settings.sidecars, page))
 
 
-def tokens_needed(settings: Settings, trace: Sequence[TraceRequest], survey: Survey) -> int:
-    """Room for every page of the trace and for the requests that run: pages that no earlier prompt has, one more
-    where a prompt leaves a path inside a page, outputs if they are kept."""
+def tokens_needed(settings: RunSettings, trace: Sequence[TraceRequest], survey: Survey) -> int:
+    """Tokens of room with which nothing is evicted: for every page of the trace and for the requests that run.
+
+    Counted are the pages of each prompt that no earlier prompt has, one more page where a prompt may leave an earlier
+    one inside of a page, and the outputs if they are committed.
+    """
     page = settings.page_size
     kept = sum(-(-fresh // page) + 1 for fresh in survey.fresh_tokens)
     if settings.insert_outputs:
@@ -70,26 +73,26 @@ def tokens_needed(settings: Settings, trace: Sequence[TraceRequest], survey: Sur
     return (kept + running) * page
 
 
-def _tokens(settings: Settings, size: Size, needed: int) -> int:
+def _tokens(settings: RunSettings, size: Size, needed: int) -> int:
     return needed if size == "all" else size
 
 
-def _swa(settings: Settings, size: Size, tokens: int) -> int:
+def _swa(settings: RunSettings, size: Size, tokens: int) -> int:
     if size == "all" or not tokens:
         return tokens
     return max(1, int(tokens * settings.swa_ratio) // settings.page_size) * settings.page_size
 
 
-def _states(settings: Settings, size: Size, tokens: int, requests: int) -> int:
+def _states(settings: RunSettings, size: Size, tokens: int, requests: int) -> int:
     running = settings.concurrency * _STATES_PER_REQUEST
     return running + (2 * requests if size == "all" else tokens // _TOKENS_PER_STATE)
 
 
-def check_fits(settings: Settings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
-    """Refuse a trace whose longest request can never fit in L1.
+def check_fits(settings: RunSettings, config: CacheConfig, trace: Sequence[TraceRequest]) -> None:
+    """Refuse a trace whose longest request cannot fit into L1.
 
     Raises:
-        ConfigError: names the request's length and the room.
+        ConfigError: it cannot; the message has the request's length and the room.
     """
     full = config.components[0]
     assert isinstance(full, Full)

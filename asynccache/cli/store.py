@@ -1,7 +1,7 @@
-"""``asynccache store ls|stat|verify|gc|clear URL``: look at a store, and look after it.
+"""``asynccache store ls|stat|verify|gc|clear URL``: looks at a store, and looks after it.
 
-Progress goes to standard error and only if it takes longer than two seconds; a person's answer or the JSON to standard
-output. Here is what the command line says; ``store_actions`` does it. Imports no torch.
+The answer goes to standard output, as text or JSON. Progress goes to standard error if an action takes longer than two
+seconds. This module reads the command line; ``store_actions`` does what it asks for. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from contextlib import contextmanager
 
 from asynccache.cli.output import check_writable, dump
 from asynccache.cli.progress import Progress
-from asynccache.cli.store_actions import Wanted, perform
+from asynccache.cli.store_actions import StoreOptions, perform
 from asynccache.cli.store_text import line, text
 from asynccache.errors import ConfigError
 from asynccache.storage import Stored, parse_size
 
 ACTIONS = {
-    "ls": "every page's key, size and age",
-    "stat": "how much is stored, how old it is, and whether the store answers",
-    "verify": "read every stored page; drop, and count, what is damaged",
-    "gc": "remove what nobody can use, and pages older than --older-than",
-    "clear": "forget every page",
+    "ls": "list every page's key, size and age",
+    "stat": "say how much is stored, how old it is, and whether the store answers",
+    "verify": "read every stored page, drop and count the damaged ones",
+    "gc": "remove what cannot be used any more, and pages older than --older-than",
+    "clear": "remove every page",
 }
 TIMEOUT = 30.0
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
@@ -35,28 +35,31 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of all actions."""
+    """Add the arguments of all actions to ``parser``."""
     parser.add_argument("action", choices=list(ACTIONS), metavar="|".join(ACTIONS),
                         help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
     parser.add_argument("url", metavar="URL", help="the store, for example file:/var/kv")
-    parser.add_argument("--limit", type=int, metavar="N", help="ls: no more than N pages")
-    parser.add_argument("--rate", metavar="SIZE", help="verify: read at most so much a second, for example 100MiB")
-    parser.add_argument("--older-than", metavar="AGE", help="gc: pages written longer ago than that, as in 7d or 12h")
-    parser.add_argument("--dry-run", action="store_true", help="gc: count the old pages, and remove nothing")
-    parser.add_argument("--yes", action="store_true", help="clear: do not ask")
+    parser.add_argument("--limit", type=int, metavar="N", help="ls: list at most N pages")
+    parser.add_argument("--rate", metavar="SIZE", help="verify: read at most so many bytes per second, as in 100MiB")
+    parser.add_argument("--older-than", metavar="AGE",
+                        help="gc: also remove pages that were written longer ago than this, as in 7d or 12h")
+    parser.add_argument("--dry-run", action="store_true", help="gc: count the old pages and remove nothing")
+    parser.add_argument("--yes", action="store_true", help="clear: do not ask for confirmation")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS",
-                        help="give up when the store is silent for so long (default: 30; gc and clear, which do not "
-                             "say how far they are, have an hour)")
-    parser.add_argument("--json", metavar="PATH|-", help="the answer as JSON (ls: a line per page, the total last), to "
-                                                         "a file or (-) instead of the text")
+                        help="give up when the store does not answer for so long (default: 30; gc and clear have an "
+                             "hour, because they do not report how far they have come)")
+    parser.add_argument("--json", metavar="PATH|-",
+                        help="write the answer as JSON to a file, or to standard output (-) instead of the text; for "
+                             "ls one line for each page, and the total as the last line")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Do it and say what came out; the exit status: 1 if anything was damaged, could not be read, or was not done.
+    """Run the action and print its answer. Returns the exit status: 1 if anything was damaged or could not be read, or
+    if the action was not confirmed.
 
     Raises:
-        ConfigError: an option is unusable, or this kind of store cannot do it. BackendError: it cannot be opened
-        or read.
+        ConfigError: an option is unusable, or this kind of store cannot do the action.
+        BackendError: the store cannot be opened or read.
     """
     wanted = _wanted(args)
     if args.json is not None:
@@ -77,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def _performed(wanted: Wanted, show: Callable[[Stored], None]) -> dict[str, object]:
+def _performed(wanted: StoreOptions, show: Callable[[Stored], None]) -> dict[str, object]:
     progress = Progress(sys.stderr)
     try:
         return asyncio.run(perform(wanted, show, progress.tell))
@@ -85,8 +88,8 @@ def _performed(wanted: Wanted, show: Callable[[Stored], None]) -> dict[str, obje
         progress.end()
 
 
-def _wanted(args: argparse.Namespace) -> Wanted:
-    """What the arguments say.
+def _wanted(args: argparse.Namespace) -> StoreOptions:
+    """The arguments as values.
 
     Raises:
         ConfigError: an option is unusable, or belongs to another action.
@@ -107,14 +110,14 @@ def _wanted(args: argparse.Namespace) -> Wanted:
         raise ConfigError(f"--timeout={args.timeout} must be more than 0 seconds")
     if args.dry_run and older_than is None:
         raise ConfigError("--dry-run counts the pages that --older-than would remove: say how old, as in 7d")
-    return Wanted(args.action, args.url, args.timeout, args.limit, rate, older_than, args.dry_run)
+    return StoreOptions(args.action, args.url, args.timeout, args.limit, rate, older_than, args.dry_run)
 
 
 def duration(name: str, text: str) -> float:
-    """Seconds in ``text``: a number and ``s``, ``m``, ``h``, ``d`` or ``w``.
+    """The seconds that ``text`` says: a number and ``s``, ``m``, ``h``, ``d`` or ``w``.
 
     Raises:
-        ConfigError: it is no duration.
+        ConfigError: ``text`` is no duration; the message begins with ``name``.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
@@ -123,20 +126,20 @@ def duration(name: str, text: str) -> float:
 
 
 def _is_meant(url: str) -> bool:
-    """Ask whoever sits there.
+    """Ask at the terminal whether the store is to be cleared.
 
     Raises:
-        ConfigError: nobody does.
+        ConfigError: standard input is no terminal.
     """
     if not sys.stdin.isatty():
-        raise ConfigError("clear forgets every page: say --yes, there is nobody to ask")
-    print(f"Forget every page of {url}? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise ConfigError("clear removes every page: give --yes, because there is no terminal to ask at")
+    print(f"Remove every page of {url}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @contextmanager
 def _json_lines(path: str) -> Iterator[Callable[[object], None]]:
-    """Write JSON lines to a file or, for ``-``, to standard output."""
+    """What writes a value as a line of JSON to the file ``path``, or for ``-`` to standard output."""
     if path == "-":
         yield lambda value: print(json.dumps(value))
         return

@@ -1,7 +1,7 @@
-"""What ``asynccache store`` does to an open store, one coroutine an action; each returns its report.
+"""The actions of ``asynccache store``: one coroutine for each, which works on an open store and returns its report.
 
-The store is opened without pools, so that it stays as it is. Every answer of it has a deadline; so has every batch of a
-listing, but not a listing.
+The store is opened without any pool, so opening it changes nothing in it. Every answer of the store has a deadline. A
+listing as a whole has none, but each of its batches has.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Tell = Callable[[str], None]
 Show = Callable[[Stored], None]
 
 
-class Wanted(NamedTuple):
-    """What the command line asks for."""
+class StoreOptions(NamedTuple):
+    """The command line as values. ``timeout``: seconds; ``rate``: bytes per second; ``older_than``: seconds."""
 
     action: str
     url: str
@@ -58,31 +58,37 @@ class Wanted(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The URL without what nobody is to read."""
+        """The URL without its secrets."""
         return str(parse_url(self.url))
 
 
-class Job(NamedTuple):
-    """An open store and what to do to it. ``show`` gets every page of a list, ``tell`` how far it has come."""
+class StoreAction(NamedTuple):
+    """An open store and what to do with it. ``show`` is called with every page of a list, ``tell`` with a line that
+    says how far the action has come."""
 
     store: CheckedStore
-    wanted: Wanted
+    wanted: StoreOptions
     show: Show
     tell: Tell
 
     def listing(self) -> AsyncIterator[Sequence[Stored]]:
-        """The store's pages in batches. Raises ConfigError if it cannot list them."""
+        """The store's pages in batches.
+
+        Raises:
+            ConfigError: this kind of store cannot list its pages.
+        """
         backend = self.store.backend
         if not isinstance(backend, Listable):
             raise ConfigError(f"storage={self.wanted.shown!r}: this kind of store cannot list its pages")
         return in_time(backend.listing(), self.wanted.timeout)
 
 
-async def perform(wanted: Wanted, show: Show, tell: Tell) -> Report:
-    """Open the store, do what is wanted, close it come what may. Cancelling it does so, too.
+async def perform(wanted: StoreOptions, show: Show, tell: Tell) -> Report:
+    """Open the store, run the action and close the store; returns the report. Cancelling also closes the store.
 
     Raises:
-        ConfigError: it is no store, or cannot do that. BackendError: it cannot be opened, or fails.
+        ConfigError: the URL names no store, or this kind of store cannot do the action.
+        BackendError: the store cannot be opened, or fails.
     """
     at_once = wanted.action in ("gc", "clear")
     timeout = max(wanted.timeout, WHOLE_TIMEOUT) if at_once else wanted.timeout
@@ -91,29 +97,29 @@ async def perform(wanted: Wanted, show: Show, tell: Tell) -> Report:
     if store is None:
         raise ConfigError(f"storage={wanted.shown!r} is no store")
     try:
-        report = await _ACTIONS[wanted.action](Job(store, wanted, show, tell))
+        report = await _ACTIONS[wanted.action](StoreAction(store, wanted, show, tell))
     finally:
         await store.aclose()
     return {"command": wanted.action, "url": wanted.shown, **report}
 
 
-async def _list(job: Job) -> Report:
+async def _list(action: StoreAction) -> Report:
     pages = total = 0
-    limit = job.wanted.limit
-    async for batch in job.listing():
+    limit = action.wanted.limit
+    async for batch in action.listing():
         for page in batch:
             if pages == limit:
                 return {"pages": pages, "bytes": total, "more": True, "ok": True}
-            job.show(page)
+            action.show(page)
             pages, total = pages + 1, total + page.size - HEADER_BYTES
     return {"pages": pages, "bytes": total, "more": False, "ok": True}
 
 
-async def _stat(job: Job) -> Report:
-    store = job.store
+async def _stat(action: StoreAction) -> Report:
+    store = action.store
     report: Report = {"probe": await _probe(store), "breaker": store.breaker.state.name.lower()}
     if isinstance(store.backend, Listable):
-        report |= await _census(job)
+        report |= await _census(action)
     stats = {name: value for name, value in store.backend.stats().items() if name not in ("pages", "bytes")}
     if "pages" not in report:
         known = store.backend.stats()
@@ -122,7 +128,7 @@ async def _stat(job: Job) -> Report:
 
 
 async def _probe(store: CheckedStore) -> Report:
-    """How long it takes to ask for a page that is not there."""
+    """Ask a few times for a page that is not there. Returns how long the answers took, and how many failed."""
     took, failed = [], 0
     for _ in range(PROBES):
         began = time.perf_counter()
@@ -131,14 +137,14 @@ async def _probe(store: CheckedStore) -> Report:
     return {"median_ms": sorted(took)[PROBES // 2], "worst_ms": max(took), "failed": failed}
 
 
-async def _census(job: Job) -> Report:
-    """Pages by size and by age."""
+async def _census(action: StoreAction) -> Report:
+    """Count the pages by size and by age."""
     now, sizes, ages = time.time(), Counter[int](), Counter[str]()
-    async for batch in job.listing():
+    async for batch in action.listing():
         for page in batch:
             sizes[page.size - HEADER_BYTES] += 1
             ages[age_class(now - page.written if page.written else None)] += 1
-        job.tell(f"{number(sizes.total())} pages listed")
+        action.tell(f"{number(sizes.total())} pages listed")
     return {
         "pages": sizes.total(),
         "bytes": sum(length * count for length, count in sizes.items()),
@@ -148,32 +154,32 @@ async def _census(job: Job) -> Report:
 
 
 def age_class(seconds: float | None) -> str:
-    """The name of the youngest class that ``seconds`` is in."""
+    """The name of the first class of ``AGES`` that a page of this age is below; None: its age is not known."""
     if seconds is None:
         return UNKNOWN
     return next((name for name, limit in AGES.items() if seconds < limit), OLDER)
 
 
-async def _verify(job: Job) -> Report:
-    began, store, wanted = time.monotonic(), job.store, job.wanted
+async def _verify(action: StoreAction) -> Report:
+    began, store, wanted = time.monotonic(), action.store, action.wanted
     if isinstance(store.backend, Scrubbable):
         total = sum(part.pages * part.page_bytes for part in store.backend.parts())
-        found = await store.scrub(wanted.rate, lambda done: job.tell(_so_far(done, total)))
+        found = await store.scrub(wanted.rate, lambda done: action.tell(_so_far(done, total)))
     elif isinstance(store.backend, Listable):
-        found = await _verify_listed(job)
+        found = await _verify_listed(action)
     else:
         raise ConfigError(f"storage={wanted.shown!r}: its pages cannot be listed, so none can be verified")
     return {**found._asdict(), "elapsed_s": round(time.monotonic() - began, 3), "ok": not (found.bad or found.unread)}
 
 
-async def _verify_listed(job: Job) -> Scrubbed:
+async def _verify_listed(action: StoreAction) -> Scrubbed:
     began, done = time.monotonic(), Scrubbed()
-    backend: Any = job.store.backend
-    async for found in scrub_listed(backend, _in_a_thread, job.wanted.timeout):
+    backend: Any = action.store.backend
+    async for found in scrub_listed(backend, _in_a_thread, action.wanted.timeout):
         done = done.plus(found)
-        job.tell(_so_far(done, None))
-        if job.wanted.rate is not None:
-            await asyncio.sleep(pause(done.bytes, job.wanted.rate, time.monotonic() - began))
+        action.tell(_so_far(done, None))
+        if action.wanted.rate is not None:
+            await asyncio.sleep(pause(done.bytes, action.wanted.rate, time.monotonic() - began))
     return done
 
 
@@ -187,34 +193,34 @@ def _so_far(done: Scrubbed, total: int | None) -> str:
     return f"{of}{size(done.bytes)}{whole} · {number(done.pages)} pages, {number(done.bad)} damaged"
 
 
-async def _collect(job: Job) -> Report:
-    backend, older_than = job.store.backend, job.wanted.older_than
+async def _collect(action: StoreAction) -> Report:
+    backend, older_than = action.store.backend, action.wanted.older_than
     if not isinstance(backend, Collectable):
-        raise ConfigError(f"storage={job.wanted.shown!r}: this kind of store has no garbage that could be collected")
+        raise ConfigError(f"storage={action.wanted.shown!r}: this kind of store has nothing that gc could remove")
     began = time.monotonic()
-    if job.wanted.dry_run:
+    if action.wanted.dry_run:
         assert older_than is not None
-        found = await _count_older(job, time.time() - older_than)
+        found = await _count_older(action, time.time() - older_than)
     else:
-        job.tell("collecting")
-        async with within(WHOLE_TIMEOUT, "gc: what was removed stays removed, but all of it was not done"):
+        action.tell("collecting")
+        async with within(WHOLE_TIMEOUT, "gc was not finished; what it has removed stays removed"):
             found = (await backend.collect(older_than))._asdict()
-    return {**found, "dry_run": job.wanted.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
+    return {**found, "dry_run": action.wanted.dry_run, "elapsed_s": round(time.monotonic() - began, 3), "ok": True}
 
 
-async def _count_older(job: Job, until: float) -> Report:
+async def _count_older(action: StoreAction, until: float) -> Report:
     pages = total = unknown = 0
-    async for batch in job.listing():
+    async for batch in action.listing():
         old = [page.size for page in batch if 0 < page.written < until]
         pages, total = pages + len(old), total + sum(old)
         unknown += sum(not page.written for page in batch)
     return {"pages": pages, "waste": 0, "size": total, "unknown": unknown}
 
 
-async def _clear(job: Job) -> Report:
+async def _clear(action: StoreAction) -> Report:
     began = time.monotonic()
-    job.tell("clearing")
-    await job.store.clear()
+    action.tell("clearing")
+    await action.store.clear()
     return {"elapsed_s": round(time.monotonic() - began, 3), "ok": True}
 
 

@@ -1,4 +1,4 @@
-"""The answers of ``asynccache store`` for a person, at most 80 columns. Pure functions."""
+"""The reports of ``asynccache store`` as text of at most 80 columns. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Report = Mapping[str, Any]
 
 
 def text(report: Report) -> str:
-    """The report of any action."""
+    """The report of any action as text."""
     makers = {"ls": _listed, "stat": _stat, "verify": _verified, "gc": _collected, "clear": _cleared}
     return "\n".join(makers[report["command"]](report))
 
 
 def line(page: Stored, now: float) -> str:
-    """One page of a list: key, size of its payload, age."""
+    """The line of one page in a list: key, size of its payload, age. ``now``: the present time, as ``time.time()``."""
     return f"{page.key.hex()} {size(page.size - HEADER_BYTES):>8} {age(now - page.written) if page.written else '?':>5}"
 
 
 def age(seconds: float) -> str:
-    """``7 s``, ``12 m``, ``3 h``, ``14 d``."""
+    """An age in its largest whole unit: ``7 s``, ``12 m``, ``3 h``, ``14 d``."""
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"
@@ -51,7 +51,7 @@ def _stat(report: Report) -> list[str]:
         lines += textwrap.wrap("by age: " + ", ".join(ages), WIDTH, initial_indent="  ", subsequent_indent="    ")
     probe = report["probe"]
     answer = (f"it answers in {milliseconds(probe['median_ms'])}, at worst {milliseconds(probe['worst_ms'])}"
-              if not probe["failed"] else f"NOT OK: it did not answer {probe['failed']} of the questions")
+              if not probe["failed"] else f"NOT OK: it failed to answer {probe['failed']} of the questions")
     lines.append(f"  {answer}; breaker {report['breaker']}")
     counts = [_count(name, value) for name, value in stats.items() if value and not (on_disk and name in told)]
     if counts:
@@ -85,7 +85,7 @@ def _verified(report: Report) -> list[str]:
 
 def _collected(report: Report) -> list[str]:
     if report["dry_run"]:
-        unknown = f"; of {number(report['unknown'])} pages nobody knows the age" if report["unknown"] else ""
+        unknown = f"; the age of {number(report['unknown'])} pages is not known" if report["unknown"] else ""
         return [f"{number(report['pages'])} pages are that old: {size(report['size'])}; nothing was removed{unknown}"]
     return [f"{number(report['pages'])} old pages and {number(report['waste'])} pieces of waste removed, "
             f"{size(report['size'])} freed"]

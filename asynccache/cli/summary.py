@@ -1,6 +1,6 @@
-"""The end of a run on one screen of 80 columns: the verdict first, then where hits came from, then what it cost.
+"""The summary of a run as text, on one screen of 80 columns: the verdict, where hits came from, and what it cost.
 
-Made from the report alone, so the text says nothing that the JSON does not.
+It is made from the report alone, so it says nothing that the JSON does not say.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import Any
 
 from asynccache.cli.report import Report
 from asynccache.cli.request import BLOCK_TOKENS
-from asynccache.cli.text import bar, milliseconds, number, percent, size
+from asynccache.cli.text import ARROWS, bar, milliseconds, number, percent, size
 
-_ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 _FETCHES = ("load_back", "prefetch")
-_BUSY, _LITTLE, _QUEUED = 1.2, 0.2, 0.9
+_BUSY = 1.2
+"""From which slowdown on the machine is said to be busy."""
+_FEW_HITS = 0.2
+"""Below which hit ratio there was little to save."""
+_QUEUED = 0.9
+"""Below which share of the arriving requests being served they are said to queue."""
 _COLUMNS = 80
 _GREEN, _RED, _BOLD, _DIM, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def summary(report: Report, *, color: bool = False) -> str:
-    """The text, with ANSI colours or without."""
+    """The whole text, with ANSI colours if ``color``."""
     lines = [*_verdict(report), "", *_hits(report), "", *_first_token(report), "", *_moved(report), "",
              *_rest(report)]
     if "ranks" in report:
@@ -68,30 +72,30 @@ def _first_token(report: Report) -> Iterator[str]:
     times = f"   {without / with_cache:.1f} times sooner" if without > with_cache > 0 else ""
     yield _times("with cache", report["ttft_ms"], with_cache) + times
     yield _times("without cache", report["ttft_without_cache_ms"], without)
-    yield _times("of it waiting", report["wait_ms"], report["wait_mean_ms"])
+    yield _times("wait for pages", report["wait_ms"], report["wait_mean_ms"])
     slowdown = report["prefill_slowdown"]
     if slowdown >= _BUSY:
         yield f"  This machine is busy: 1 s of the engine's CPU time took {slowdown:.1f} s. Prefill is"
-        yield "  taken to be as slow, with and without the cache."
+        yield "  modelled as that much slower, with the cache and without it."
     if with_cache > without:
         yield from _why(report)
 
 
 def _why(report: Report) -> Iterator[str]:
-    """Why requests waited longer than they would have computed."""
+    """Why the first token came later with the cache than it would have come without it."""
     total, hit = report["tokens"]["total"], sum(report["tokens"]["hit"].values())
-    spared = report["ttft_without_cache_mean_ms"] - report["ttft_mean_ms"] + report["wait_mean_ms"]
-    yield f"  It came later with the cache: hits spared {milliseconds(spared)} of computing on average,"
-    yield f"  and requests waited {milliseconds(report['wait_mean_ms'])}."
+    saved = report["ttft_without_cache_mean_ms"] - report["ttft_mean_ms"] + report["wait_mean_ms"]
+    yield f"  It came later with the cache: hits saved {milliseconds(saved)} of computing on average,"
+    yield f"  but requests waited {milliseconds(report['wait_mean_ms'])}."
     arrived, served = report["settings"].get("rate", 0.0), report["served"] / (report["elapsed_s"] or 1.0)
     if served < _QUEUED * arrived:
-        yield f"  Requests queued: {arrived:g} came in a second, and {served:.1f} were served."
-    if hit < _LITTLE * total:
-        yield f"  Only {percent(hit, total)} of the prompts had been there before: there was little to spare."
+        yield f"  Requests queued: {arrived:g} arrived per second, and {served:.1f} were served."
+    if hit < _FEW_HITS * total:
+        yield f"  Only {percent(hit, total)} of the prompt tokens were hits, so there was little to save."
     ran = {name: stage["latency_ms"] for name, stage in report["stages"].items() if name in _FETCHES and stage["ops"]}
     if ran:
         slowest = max(ran, key=lambda name: ran[name]["p50"])
-        yield (f"  What took longest to bring pages: {slowest}, p50 {milliseconds(ran[slowest]['p50'])}, "
+        yield (f"  The slowest way of pages to the device: {slowest}, p50 {milliseconds(ran[slowest]['p50'])}, "
                f"p99 {milliseconds(ran[slowest]['p99'])}.")
 
 
@@ -113,7 +117,7 @@ def _moved(report: Report) -> Iterator[str]:
 
 def _stage(name: str, stage: dict[str, Any], elapsed: float) -> str:
     latency = stage["latency_ms"]
-    return (f"  {name:<15}{_ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['tokens']):>12}"
+    return (f"  {name:<15}{ARROWS.get(name, ''):<6}{number(stage['ops']):>10}{number(stage['tokens']):>12}"
             f"{size(stage['bytes']):>10}{size(stage['bytes'] / elapsed) + '/s':>11}"
             + "".join(f"{_short(latency[q]) if stage['ops'] else '-':>7}" for q in ("p50", "p99")))
 
@@ -126,7 +130,7 @@ def _rest(report: Report) -> Iterator[str]:
     lag, leaks = report["loop_lag_ms"], report["leaks"]
     yield _row("requests", f"{number(report['requests'])} arrived · {number(report['cancelled'])} cancelled · "
                f"{number(report['failed'])} failed")
-    yield _row("", f"{number(report['entered_again'])} entered again after a failed load")
+    yield _row("", f"{number(report['entered_again'])} taken up again after a failed load")
     evicted = " · ".join(f"{name} {number(pages)}" for name, pages in report["evicted"].items())
     yield _row("evicted", f"{evicted or 'nothing'} · lost for good {number(report['lost_pages'])}")
     yield _row("left behind", "nothing" if not any(leaks.values()) else
@@ -139,7 +143,7 @@ def _rest(report: Report) -> Iterator[str]:
 
 
 def _ranks(report: Report) -> Iterator[str]:
-    """One line for each rank of several."""
+    """One line for each rank, for runs of several ranks."""
     shape = report["topology"]
     yield _title(f"Ranks: tp {shape['tp']} · cp {shape['cp']} · pp {shape['pp']}")
     yield f"  {_DIM}{'':<20}{'pages verified':>15}{'wrong':>7}{'batches':>11}{'lag p99':>11}{'CPU':>8}{_PLAIN}"

@@ -1,6 +1,6 @@
-"""What a run counts. Only prompt tokens count as hits, once each, and only for requests that were served.
+"""The counters of a run. Only prompt tokens count as hits, each token once, and only of requests that were served.
 
-Law: what a run counts needs no more memory the longer it runs, once ``Paths`` is full.
+Law: once ``Paths`` is full, the counters need no more memory however long the run lasts.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from asynccache.cli.curve import Request as Path
+from asynccache.cli.curve import PagePath
 from asynccache.cli.engine import Verdict
 from asynccache.cli.meter import Samples
 from asynccache.cli.pattern import Values
-from asynccache.cli.request import BLOCK_TOKENS, Request
+from asynccache.cli.request import BLOCK_TOKENS, RunRequest
 
 _SHOWN = 5
 
 
 class Paths:
-    """What requests looked up and left behind, page by page, in their order: of the first ones, until these have
-    ``limit`` pages of 8 bytes each. ``tokens``: of their prompts, also beyond the last whole page. Iterating yields a
-    ``Path`` for each request."""
+    """The pages that requests looked up and left in the cache, request by request, for ``capacity``.
+
+    Only the first requests are kept, until they have ``limit`` pages together; a page takes 8 bytes. ``tokens``: all
+    tokens of their prompts, also those after the last whole page. Iterating yields a ``PagePath`` for each request.
+    """
 
     LIMIT = 1 << 21
 
@@ -38,24 +40,36 @@ class Paths:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __iter__(self) -> Iterator[Path]:
+    def __iter__(self) -> Iterator[PagePath]:
         start = 0
         for end, prompt in zip(self._ends, self._prompts, strict=True):
-            yield Path(self._pages[start:end], prompt)
+            yield PagePath(self._pages[start:end], prompt)
             start = end
 
     def add(self, values: Values, prompt: int, tokens: int) -> None:
-        """A request with a prompt of ``tokens`` tokens looked up the first ``prompt`` pages of ``values`` and left them
-        all."""
+        """Add a request, if there is room. Its prompt has ``tokens`` tokens and ``prompt`` whole pages, which it looked
+        up; it left all pages of ``values`` in the cache: those of the prompt, then those of the output."""
         if len(self._pages) < self._limit:
             self.tokens += tokens
             self._pages.frombytes(values.tobytes())
             self._ends.append(len(self._pages))
             self._prompts.append(prompt)
 
+
 @dataclass(slots=True)
 class Tally:
-    """Counters of one run. ``problems`` are sentences for the reader; any of them makes the run fail."""
+    """Counters of one run.
+
+    requests: those that have arrived; served, cancelled, failed: how they ended.
+    entered_again: leases taken again after a failed load. cut_short: outputs that the cache had no room for.
+    tokens: prompt tokens of all requests whose prompt is complete; device, host, storage: those that hit, by tier.
+    blocks, blocks_hit, blocks_shared: full blocks of a trace; those that hit; those that earlier prompts have as well.
+    verified, mismatches: pages that were read back, and those that were wrong.
+    waits: seconds from asking for a lease until its pages were on the device.
+    first_token, first_token_without: seconds to the first token with the cache and, by the same model, without it.
+    slowdown: how many times as long the engine's work took because the machine was busy.
+    problems: sentences for the reader; any of them makes the run fail.
+    """
 
     requests: int = 0
     served: int = 0
@@ -81,7 +95,7 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
     def hit(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Prompt tokens that the cache had, so that they were not computed."""
         return self.device + self.host + self.storage
 
     def ratio(self) -> float:
@@ -89,11 +103,14 @@ class Tally:
         return self.hit() / self.tokens if self.tokens else 0.0
 
     def prompt(
-        self, request: Request, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float
+        self, request: RunRequest, cached: int, hits: tuple[int, int, int], wait: float, rate: float, slowdown: float
     ) -> None:  # fmt: skip
-        """A prompt's KV is complete: ``cached`` tokens came from the cache after ``wait`` seconds, the others are
-        computed at ``rate`` tokens a second, on a machine that makes the engine's work ``slowdown`` times as long. With
-        and without the cache it is the same machine: what else it has to do makes both slow."""
+        """Count a prompt whose KV is complete.
+
+        ``cached`` of its tokens came from the cache (``hits``: from device, host and storage) after ``wait`` seconds.
+        The others are taken to be computed at ``rate`` tokens a second, ``slowdown`` times as long for a busy machine.
+        The time without the cache has the same slowdown, because it would be the same machine.
+        """
         self.tokens += request.length
         self.device += hits[0]
         self.host += hits[1]
@@ -106,12 +123,9 @@ class Tally:
         self.first_token.append(wait + (request.length - cached) / rate * slowdown)
         self.first_token_without.append(request.length / rate * slowdown)
 
-    def path(self, values: Values, prompt: int, end: int, tokens: int) -> None:
-        """A request with a prompt of ``tokens`` tokens looked up ``prompt`` pages and left ``end``."""
-        self.paths.add(values[:end], prompt, tokens)
 
-    def verdict(self, request: Request, verdict: Verdict) -> None:
-        """Pages of a request were read back."""
+    def verdict(self, request: RunRequest, verdict: Verdict) -> None:
+        """Count pages of a request that were read back; wrong ones make a problem."""
         self.verified += verdict.pages
         if verdict.wrong:
             self.mismatches += verdict.wrong
@@ -119,7 +133,7 @@ class Tally:
                          f"{'; '.join(verdict.what[:2])}")
 
     def problem(self, sentence: str) -> None:
-        """Something was wrong. The first few are kept."""
+        """Note a sentence about something that was wrong. The first five are kept, then "and more"."""
         if len(self.problems) < _SHOWN:
             self.problems.append(sentence)
         elif len(self.problems) == _SHOWN:

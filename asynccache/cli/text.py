@@ -1,15 +1,19 @@
-"""Numbers and errors as a person reads them. Pure functions."""
+"""Numbers and errors as text for people. Pure functions."""
 
 from __future__ import annotations
 
 HIT_RATIO = "prompt tokens that the cache had / all prompt tokens"
-"""What every hit ratio is, in reports, JSON and plans: said beside the figure. Blocks and pages are only counted."""
+"""The definition of every hit ratio in reports, JSON and plans; it is printed beside the figure. Blocks and pages are
+counted, but no ratio is made of them."""
+
+ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
+"""From which tier to which each stage moves pages."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(count: float) -> str:
-    """``1536`` is ``1.5 KiB``: three digits at most."""
+    """A number of bytes: ``1536`` is ``1.5 KiB``. At most three digits."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
         count /= 1024
@@ -18,27 +22,27 @@ def size(count: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """``0.04 ms``, ``1.2 ms``, ``310 ms``, ``2.1 s``."""
+    """A time in milliseconds: ``0.04 ms``, ``1.2 ms``, ``310 ms``, ``2.1 s``."""
     return f"{_digits(value / 1e3)} s" if value >= 999.5 else f"{_digits(value)} ms"
 
 
 def number(value: float) -> str:
-    """``1234567`` is ``1,234,567``."""
+    """A count: ``1234567`` is ``1,234,567``."""
     return f"{value:,.0f}"
 
 
 def first_line(error: BaseException) -> str:
-    """Of what torch or a driver says in many; a ``MemoryError`` says nothing."""
+    """The first line of an error's message; "out of memory" for an error without one, as a ``MemoryError`` is."""
     return (str(error).splitlines() or ["out of memory"])[0]
 
 
 def percent(part: float, whole: float) -> str:
-    """``61.2 %``; of nothing it is 0."""
+    """``part`` of ``whole``: ``61.2 %``; 0 if ``whole`` is 0."""
     return f"{100 * part / whole if whole else 0.0:.1f} %"
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of at most ``width`` columns, in eighths."""
+    """A bar for a ``share`` from 0 to 1, at most ``width`` columns long, in steps of an eighth of a column."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (" ▏▎▍▌▋▊▉"[rest] if rest else "")

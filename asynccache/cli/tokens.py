@@ -1,7 +1,7 @@
-"""Token ids out of numbers: the same numbers give the same tokens on every machine and in every run.
+"""Makes token ids out of numbers. The same numbers give the same tokens on every machine and in every run.
 
-A block of a trace becomes 512 tokens that depend on its id and the position in it, so equal ids are equal blocks and
-a block's first n tokens are a prefix of the block.
+A block of a trace becomes 512 tokens. Each token depends on the block's id and on its position in the block, so blocks
+with equal ids are equal, and the first n tokens of a partial block are those of the whole block.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OFFSETS = np.arange(BLOCK_TOKENS, dtype=_U64) * _U64(_MIX)
 
 
 def block_tokens(blocks: Sequence[int], length: int) -> Tokens:
-    """The first ``length`` tokens of these blocks laid end to end."""
+    """The first ``length`` tokens of these blocks, laid end to end."""
     seeds = np.array([_seed(block) for block in blocks], dtype=_U64)
     return _finish((seeds[:, None] + _OFFSETS).reshape(-1)[:length])
 

@@ -1,9 +1,9 @@
-"""The Mooncake trace format: one JSON object a line, one request each.
+"""Reads traces in the Mooncake format: a text file with one JSON object, one request, on each line.
 
-``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (one per 512 tokens of the prompt, the last block
-may be partial; equal ids are equal blocks given an equal prefix). What is wrong with a line is said with its number. No
-request has a time beyond the year 2248, a prompt of more than 16 million tokens or an output of more than one million.
-What the trace says about itself, without any cache, is worked out here: ``survey``.
+The fields are ``timestamp`` (milliseconds), ``input_length`` and ``output_length`` (tokens), and ``hash_ids``: one id
+for each 512 tokens of the prompt, where the last block may be partial. Blocks with equal ids are equal if all blocks
+before them are equal too. Refused are times beyond the year 2248, prompts of more than 16 million tokens and outputs of
+more than one million; an error names the line. ``survey`` works out what a trace says by itself, without a cache.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Any, NamedTuple
 
 import aiofiles
 
-from asynccache.cli.request import BLOCK_TOKENS, Request, Tokens
+from asynccache.cli.request import BLOCK_TOKENS, RunRequest, Tokens
 from asynccache.cli.tokens import block_tokens, stream_tokens
 from asynccache.errors import AsyncCacheError
 
 _FIELDS: Mapping[str, tuple[bool, int, int]] = {
     "timestamp": (False, 0, 1 << 43), "input_length": (True, 1, 1 << 24), "output_length": (True, 0, 1 << 20),
 }  # fmt: skip
-"""For each whether it must be an integer, the least and the most."""
+"""For each field: whether it must be an integer, the smallest and the largest value."""
 _BLOCKS = 1 << 64
 _OUTPUT_STREAM = 1 << 48
 _READ_BYTES = 1 << 20
 
 
 class TraceError(AsyncCacheError, ValueError):
-    """A trace cannot be read. The message names the file, and the line, field and value where there is one."""
+    """A trace cannot be read. The message names the file and, for a malformed line, its number, the field and the
+    value."""
 
 
 class TraceRequest(NamedTuple):
-    """One line of a trace."""
+    """One line of a trace. ``timestamp``: milliseconds; lengths in tokens; ``blocks``: the line's ``hash_ids``."""
 
     timestamp: float
     input_length: int
@@ -43,11 +44,13 @@ class TraceRequest(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a trace implies for a cache that forgets nothing and serves one request at a time. One entry a request.
+    """What a trace implies for a cache that forgets nothing and serves one request at a time. Each field has one entry
+    for each request.
 
-    ``shared_blocks``: full blocks that an earlier prompt has under the same prefix. ``fresh_tokens``: tokens that no
-    earlier prompt has. ``last``: no later prompt goes on from the last full block. ``later_blocks``: full blocks that a
-    later prompt has, too.
+    shared_blocks: full blocks of its prompt that an earlier prompt has under the same prefix.
+    fresh_tokens: tokens of its prompt that no earlier prompt has.
+    last: no later prompt has all full blocks of this one, so the conversation seems to end here.
+    later_blocks: full blocks of its prompt that a later prompt has as well.
     """
 
     shared_blocks: tuple[int, ...]
@@ -84,7 +87,11 @@ def _parse_lines(lines: Sequence[str], path: str, before: int, limit: int | None
 
 
 def parse_line(line: str, where: str) -> TraceRequest:
-    """One line; ``where`` (file and line number) opens the message of an error."""
+    """The request on one line. ``where``: file and line number, which the message of an error begins with.
+
+    Raises:
+        TraceError: the line is malformed, or a value is out of its limits.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -102,7 +109,7 @@ def parse_line(line: str, where: str) -> TraceRequest:
 
 
 def _number(row: dict[str, Any], name: str, where: str) -> int | float:
-    """The field ``name``: an integer, or where it is a time also a float, within its limits."""
+    """The value of field ``name``: an integer, or for a time also a float, within the limits of ``_FIELDS``."""
     if name not in row:
         raise TraceError(f"{where}: the field {name} is missing")
     value: int | float = row[name]
@@ -119,7 +126,7 @@ def _shown(value: object) -> str:
 
 
 def survey(trace: Sequence[TraceRequest]) -> Survey:
-    """Walk all prompts through a tree of blocks."""
+    """Walk all prompts through a tree of blocks, and say of each what it shares with earlier and later ones."""
     nodes: dict[tuple[int, int], int] = {}
     partial: dict[tuple[int, int], int] = {}
     shared, fresh, paths = [], [], []
@@ -140,7 +147,8 @@ def survey(trace: Sequence[TraceRequest]) -> Survey:
 
 
 def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """How many blocks of each path are in a later one. Whoever has a block has all before it."""
+    """How many blocks of each path are in a later path. These are a prefix, because a path with a block has all blocks
+    before it as well."""
     seen: set[int] = set()
     counts = []
     for path in reversed(paths):
@@ -150,7 +158,7 @@ def _later(paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[list[int], int]:
-    """The nodes of this path, made where they are missing, and how many were there."""
+    """The nodes of the path ``blocks``, made where they are missing; and how many of them were there before."""
     path, parent, known = [], 0, 0
     for block in blocks:
         node = nodes.get((parent, block))
@@ -164,8 +172,10 @@ def _walk(nodes: dict[tuple[int, int], int], blocks: Sequence[int]) -> tuple[lis
 
 
 def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
-    """Seconds from the start at which each request arrives. Timestamps come in ticks that several requests share:
-    those are spread evenly until the next tick. ``speed`` 0: all at once, in order."""
+    """When each request arrives, in seconds after the start, at ``speed`` times the trace's speed; 0: all at once.
+
+    Traces have the same timestamp for several requests. Those are spread evenly until the next timestamp.
+    """
     if not speed:
         return [0.0] * len(trace)
     times: list[float] = []
@@ -186,7 +196,7 @@ def arrivals(trace: Sequence[TraceRequest], speed: float) -> list[float]:
 
 
 class TraceClock:
-    """The time of a trace: that of the latest request which has begun."""
+    """A clock that tells the time of a trace: the arrival of the latest request that has begun, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -194,15 +204,15 @@ class TraceClock:
     def __call__(self) -> float:
         return self.now
 
-    def begin(self, request: Request) -> None:
-        """``request`` begins."""
+    def begin(self, request: RunRequest) -> None:
+        """Move the clock on to the arrival of ``request``, which begins now."""
         if request.time is not None:
             self.now = max(self.now, request.time)
 
 
 class TraceSource:
-    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request says so.
-    ``shared_hints``: it says, too, how much of its prompt later ones have."""
+    """The requests of a trace, in its order. ``hints``: the share of conversations whose last request tells the cache
+    that it is the last. With ``shared_hints`` it also tells how much of its prompt later requests have."""
 
     def __init__(
         self, trace: Sequence[TraceRequest], found: Survey, *, speed: float = 0.0, hints: float = 0.0, seed: int = 0,
@@ -218,14 +228,14 @@ class TraceSource:
         self._later = found.later_blocks if shared_hints else None
         self._next = 0
 
-    def next(self) -> Request | None:
+    def next(self) -> RunRequest | None:
         number = self._next
         if number == len(self._trace):
             return None
         self._next += 1
         line = self._trace[number]
         tells = self._later is not None and self._ended[number]
-        return Request(
+        return RunRequest(
             number=number, length=line.input_length, output_length=line.output_length,
             prompt=prompt_of(line), output=output_of(number, line.output_length),
             at=self._at[number], ended=self._ended[number], shared_blocks=self._shared[number],
@@ -233,15 +243,15 @@ class TraceSource:
             time=self._times[number],
         )
 
-    def done(self, request: Request) -> None:
-        """Requests of a trace do not wait for one another."""
+    def done(self, request: RunRequest) -> None:
+        """Do nothing: the requests of a trace do not wait for one another."""
 
 
 def prompt_of(line: TraceRequest) -> Callable[[], Tokens]:
-    """Makes the prompt of a line."""
+    """A function that makes the prompt of a line."""
     return lambda: block_tokens(line.blocks, line.input_length)
 
 
 def output_of(number: int, length: int) -> Callable[[], Tokens]:
-    """Makes the output of request ``number``."""
+    """A function that makes the output of request ``number``, of ``length`` tokens."""
     return lambda: stream_tokens(_OUTPUT_STREAM + number, 0, length)

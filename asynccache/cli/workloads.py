@@ -1,8 +1,8 @@
-"""The workloads of ``stress``: conversations that share, grow, branch and end, out of a seed.
+"""The workloads of ``stress``: conversations that share prompts, grow, branch and end, all drawn from a seed.
 
-A *session* is one conversation: it gives one request at a time and the next only when that one has ended, like a user
-or an agent would. Many sessions are open at once, more than can run, and the source picks among those that wait, so
-that pages are evicted and come back. Nothing here knows a cache.
+A conversation gives one request at a time, and the next one only when that has ended, as a user or an agent would. More
+conversations are open than can run at once, and the source picks one of those that wait. So pages are evicted between
+two requests of a conversation and come back. Nothing in this module knows of a cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asynccache.cli.request import Request, Tokens
+from asynccache.cli.request import RunRequest, Tokens
 from asynccache.cli.tokens import stream_tokens
 
 _SYSTEM, _USER = 1 << 40, 1 << 44
@@ -21,7 +21,7 @@ _TENANTS = (None, None, None, "tenant-a", "tenant-b")
 
 
 class Turn(NamedTuple):
-    """One request of a session: the whole prompt, and how many tokens come out."""
+    """One request of a conversation. ``prompt``: all tokens from its start on; ``last``: no turn follows."""
 
     prompt: Tokens
     output: Tokens
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
 
 
 class _Text:
-    """Draws fresh tokens: every stream is drawn once."""
+    """Draws tokens: fresh ones, which no other prompt has, and system prompts, which many conversations share."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -40,13 +40,13 @@ class _Text:
         return stream_tokens(self._next, 0, self.rng.randint(low, high))
 
     def system(self, kinds: int, low: int, high: int) -> Tokens:
-        """One of ``kinds`` prompts that many sessions share; few of them are popular."""
+        """One of ``kinds`` system prompts; a few of them are drawn much more often than the others."""
         kind = min(int(self.rng.expovariate(3.0 / kinds)), kinds - 1)
         return stream_tokens(_SYSTEM + kind, 0, low + (high - low) * kind // kinds)
 
 
 def chat(text: _Text) -> Iterator[Turn]:
-    """A shared system prompt, then turns that each repeat all before them."""
+    """A shared system prompt, then turns; each turn's prompt repeats all turns before it."""
     context = text.system(8, 64, 512)
     turns = text.rng.randint(2, 10)
     for turn in range(turns):
@@ -63,8 +63,8 @@ def shared(text: _Text) -> Iterator[Turn]:
 
 
 def agent(text: _Text) -> Iterator[Turn]:
-    """A loop of tool calls: short outputs, long results, sometimes a retry from an earlier point, sometimes the
-    context is cut down to a summary."""
+    """A loop of tool calls with short outputs and long results. Sometimes the agent retries from an earlier point, and
+    a long context is replaced by a summary."""
     system = text.system(4, 768, 1536)
     context = np.concatenate([system, text.fresh(32, 256)])
     steps = text.rng.randint(5, 24)
@@ -83,7 +83,7 @@ def agent(text: _Text) -> Iterator[Turn]:
 
 
 def lonely(text: _Text) -> Iterator[Turn]:
-    """Nothing in common with anything; now and then the same prompt twice."""
+    """A prompt that shares nothing with any other; one in ten is asked twice."""
     prompt, repeat = text.fresh(1, 3072), text.rng.random() < 0.1
     yield Turn(prompt, text.fresh(1, 96), last=not repeat)
     if repeat:
@@ -95,8 +95,8 @@ _KINDS: dict[str, Callable[[_Text], Iterator[Turn]]] = {
 }
 
 
-class _Session:
-    """One open conversation."""
+class _Conversation:
+    """An open conversation. ``hinted``: its last request tells the cache that it is the last."""
 
     def __init__(self, turns: Iterator[Turn], extra_key: str | None, hinted: bool) -> None:
         self.turns = turns
@@ -105,11 +105,16 @@ class _Session:
 
 
 class StressSource:
-    """Requests of ``open_sessions`` conversations, one drawn at random each time; an ended one is replaced. They arrive
-    ``rate`` a second on average, independent of one another; 0: whenever there is room."""
+    """The requests of ``open_conversations`` conversations. Each request is of one that is drawn at random among those
+    that wait; a conversation that has ended is replaced by a new one.
+
+    ``requests``: end after so many; None: never. ``hints``: the share of conversations whose last request says that it
+    is the last. ``rate``: requests arrive at random times, so many a second on average; 0: as soon as there is a place.
+    """
 
     def __init__(
-        self, workload: str, *, seed: int, requests: int | None, open_sessions: int, hints: float, rate: float = 0.0
+        self, workload: str, *, seed: int, requests: int | None, open_conversations: int, hints: float,
+        rate: float = 0.0,
     ) -> None:
         self.total = requests
         self._rate = rate
@@ -118,24 +123,24 @@ class StressSource:
         self._text = _Text(self._rng)
         self._kinds = list(_KINDS.values()) if workload == "mixed" else [_KINDS[workload]]
         self._hints = hints
-        self._waiting = [self._open() for _ in range(open_sessions)]
-        self._running: dict[int, _Session] = {}
+        self._waiting = [self._open() for _ in range(open_conversations)]
+        self._running: dict[int, _Conversation] = {}
         self._given = 0
 
-    def next(self) -> Request | None:
+    def next(self) -> RunRequest | None:
         if self._given == self.total:
             return None
-        session, turn = self._draw()
+        conversation, turn = self._draw()
         number = self._given
         self._given += 1
-        self._running[number] = session
-        return Request(
+        self._running[number] = conversation
+        return RunRequest(
             number=number, length=len(turn.prompt), output_length=len(turn.output),
             prompt=lambda: turn.prompt, output=lambda: turn.output,
-            at=self._arrival(), ended=turn.last and session.hinted, extra_key=session.extra_key,
-        )
+            at=self._arrival(), ended=turn.last and conversation.hinted, extra_key=conversation.extra_key,
+        )  # fmt: skip
 
-    def done(self, request: Request) -> None:
+    def done(self, request: RunRequest) -> None:
         self._waiting.append(self._running.pop(request.number))
 
     def _arrival(self) -> float:
@@ -143,19 +148,20 @@ class StressSource:
             self._at += self._rng.expovariate(self._rate)
         return self._at
 
-    def _draw(self) -> tuple[_Session, Turn]:
-        session = self._take()
-        while (turn := next(session.turns, None)) is None:
-            session = self._open()
-        return session, turn
+    def _draw(self) -> tuple[_Conversation, Turn]:
+        """A conversation that waits, and its next turn. One that has no turn left is replaced by a new one."""
+        conversation = self._take()
+        while (turn := next(conversation.turns, None)) is None:
+            conversation = self._open()
+        return conversation, turn
 
-    def _take(self) -> _Session:
+    def _take(self) -> _Conversation:
         if not self._waiting:
             return self._open()
         place = self._rng.randrange(len(self._waiting))
         self._waiting[place], self._waiting[-1] = self._waiting[-1], self._waiting[place]
         return self._waiting.pop()
 
-    def _open(self) -> _Session:
+    def _open(self) -> _Conversation:
         turns = self._rng.choice(self._kinds)(self._text)
-        return _Session(turns, self._rng.choice(_TENANTS), self._rng.random() < self._hints)
+        return _Conversation(turns, self._rng.choice(_TENANTS), self._rng.random() < self._hints)

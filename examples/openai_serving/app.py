@@ -1,7 +1,7 @@
-"""The routes: OpenAI's two endpoints, the list of models, health and figures, and what explains the cache.
+"""The routes: OpenAI's two endpoints, the list of models, health, statistics and metrics, and the cache's explanations.
 
-Law: each generation has one owner here, which aborts it in the end, whatever the end; a client that has gone ends it
-at once, streaming or not.
+Law: each generation has one owner in this module, which aborts it in the end, in whatever way the request ends. When
+the client is gone, its generation is aborted at once, streaming or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BODY = 16 << 20
 
 
 def build(service: Service) -> Starlette:
-    """The application on a service that is open."""
+    """The application for a service that is open."""
     routes = Routes(service)
     return Starlette(
         routes=[
@@ -51,7 +51,7 @@ def build(service: Service) -> Starlette:
 
 
 class Routes:
-    """What each URL does."""
+    """The handlers of the URLs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -73,13 +73,13 @@ class Routes:
         return await self._answer(request, chat=True)
 
     async def tokenize(self, request: Request) -> Response:
-        """The tokens that a prompt or a conversation becomes, as vLLM's route of that name has them."""
+        """The tokens of a prompt or a conversation, in the form of vLLM's route of the same name."""
         prompt, _ = parse_prompt(await _body(request))
         tokens = await self._service.tokens(prompt)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.plan.context})
 
     async def explain(self, request: Request) -> Response:
-        """What ``asynccache.metrics.Exposed`` answers, in the same form, errors too."""
+        """The explanation of a prompt, in the form in which ``asynccache.metrics.Exposed`` answers; errors as well."""
         try:
             asked = _in_query(request) if request.method == "GET" else parse_prompt(await _body(request))
             prompt, extra_key = asked
@@ -108,7 +108,7 @@ class Routes:
 
 
 class Answer:
-    """The choices of one request in OpenAI's words."""
+    """The answers to one request in OpenAI's form."""
 
     def __init__(self, ask: Ask, choices: Choices) -> None:
         self.ask = ask
@@ -122,10 +122,10 @@ class Answer:
         }
 
     async def whole(self) -> Json:
-        """All of it in one piece.
+        """The whole response, when all answers are complete.
 
         Raises:
-            ApiError: it failed, or the server is closing.
+            ApiError: an answer failed, or the server is closing.
         """
         texts = [""] * len(self.choices.all)
         async for index, piece in self.choices.pieces():
@@ -134,7 +134,7 @@ class Answer:
                 "usage": self.choices.usage}  # fmt: skip
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Piece by piece."""
+        """The chunks of a streamed response."""
         if self.ask.chat:
             for index in range(len(self.choices.all)):
                 yield self._chunk(index, role="assistant", content="")
@@ -157,14 +157,14 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. A client that goes away has it cancelled, wherever it is."""
+    """A response of server-sent events. It is cancelled when the client goes away."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(_events(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._choices = answer.choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Cancelling it aborts the generation."""
+        """Send the response. Cancelling aborts the generation."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -175,13 +175,13 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
     try:
         async for chunk in answer.chunks():
             yield f"data: {json.dumps(chunk)}\n\n"
-    except ApiError as error:  # the status has been sent
+    except ApiError as error:  # the status has been sent already, so the error goes into the stream
         yield f"data: {json.dumps(error.body)}\n\n"
     yield "data: [DONE]\n\n"
 
 
 async def _whole(request: Request, answer: Answer) -> Response:
-    """The answer when it is complete. Cancelling it aborts the generation."""
+    """The response when the answer is complete. Cancelling aborts the generation."""
     watch = asyncio.create_task(_abort_when_gone(request, answer.choices))
     try:
         return JSONResponse(await answer.whole())
@@ -200,7 +200,7 @@ def _in_query(request: Request) -> tuple[Prompt, str | None]:
     """The tokens and the namespace of ``/explain?tokens=1,2,3&extra_key=a``.
 
     Raises:
-        ApiError: the tokens are none.
+        ApiError: the tokens are missing or no numbers.
     """
     words = request.query_params.get("tokens", "").replace(",", " ").split()
     if not words or not all(word.isascii() and word.isdecimal() for word in words):
@@ -237,16 +237,16 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _no_cache(request: Request, error: Exception) -> Response:
-    """It is closed, or closing."""
+    """Answer that the cache is closed or closing."""
     told = ApiError(503, f"not serving: {error}", kind="server_error")
     return JSONResponse(told.body, told.status)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone, so it is not sent
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A bug. uvicorn logs it."""
+    """Answer after a bug; uvicorn logs the error."""
     told = ApiError(500, f"internal error: {type(error).__name__}", kind="server_error")
     return JSONResponse(told.body, told.status)

@@ -1,6 +1,6 @@
-"""HTTP for clients that dawdle: uvicorn waits for a request's head as long as its bytes trickle in, and this does not.
+"""A deadline for the head of HTTP requests. uvicorn itself waits for it for as long as single bytes arrive.
 
-The body has its own deadline, in ``app``.
+The body of a request has its own deadline, in ``app``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 PATIENCE = 10.0
-"""Seconds that the head of a request may take, and then its body."""
+"""Seconds that the head of a request may take to arrive, and its body after that."""
 
 
 class Punctual(H11Protocol):
-    """Hangs up when a request's head is not there ``PATIENCE`` seconds after the connection was made or, if it was kept
-    for another request, after that one's first byte; and at once on a connection beyond ``limit_concurrency``."""
+    """Closes a connection whose request has no complete head within ``PATIENCE`` seconds. These begin when the
+    connection is made, and for further requests on it with their first byte. Connections beyond ``limit_concurrency``
+    are closed at once."""
 
     _late: asyncio.TimerHandle | None = None
 

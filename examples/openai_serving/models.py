@@ -1,7 +1,7 @@
 """The models that can be served: a checkpoint with its tokenizer, or a small random one.
 
-A random model is of one of a few families of transformers, with weights by a seed: nothing is downloaded, nothing makes
-sense.
+A random model has the architecture of one of a few families of transformers, and weights drawn from a seed. Nothing is
+downloaded, and its answers make no sense.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asynccache import ConfigError
 from openai_serving.text import VOCABULARY, Bytes
 from openai_serving.words import Checkpoint, Words
 
-transformers.logging.set_verbosity_error()  # which optional kernels are missing
+transformers.logging.set_verbosity_error()  # or it would warn of optional kernels that are not installed
 transformers.logging.disable_progress_bar()
 
 CONTEXT = 32768
@@ -65,7 +65,7 @@ def make(family: str, seed: int = 0) -> Any:
 
 
 class Served(NamedTuple):
-    """A model, its tokenizer, and how many tokens its positions reach."""
+    """A model, its tokenizer, and the number of positions that the model has."""
 
     model: Any
     words: Words
@@ -73,21 +73,21 @@ class Served(NamedTuple):
 
 
 def random(family: str, seed: int = 0) -> Served:
-    """A random model, whose tokens are bytes."""
+    """A random model of ``family``, whose tokens are bytes."""
     return Served(make(family, seed), Bytes(), CONTEXT)
 
 
 def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> Served:
-    """What lies in the folder ``place``, or on the hub under that name: weights, tokenizer, chat template. Its settings
-    of sampling are left out: requests say how they are sampled.
+    """The checkpoint in the folder ``place``, or on the hub under that name: weights, tokenizer and chat template. Its
+    settings of sampling are not used, because each request has its own.
 
     Raises:
-        ConfigError: it cannot be read, or is no causal language model.
+        ConfigError: the checkpoint cannot be read, or is no causal language model.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, revision=revision)
         model = AutoModelForCausalLM.from_pretrained(place, revision=revision, dtype=dtype).to(device).eval()
-    except Exception as error:  # whatever files and libraries raise
+    except Exception as error:  # damaged files make the libraries raise errors of many kinds
         line = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"--model={place}: {type(error).__name__}: {line}") from error
     ends = _ends(model.generation_config.eos_token_id) or _ends(tokenizer.eos_token_id)
@@ -95,12 +95,12 @@ def checkpoint(place: str, *, dtype: str = "auto", device: str = "cpu", revision
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, pad_token_id=pad)
     text = model.config.get_text_config(decoder=True)
     words = Checkpoint(tokenizer, int(text.vocab_size), ends)
-    words.encode("once, so that its settings are as they will be")
+    words.encode("The first call changes the tokenizer's settings, so it is made here.")
     return Served(model, words, int(getattr(text, "max_position_embeddings", 0) or CONTEXT))
 
 
 def _ends(given: Any) -> frozenset[int]:
-    """One token, several, or none."""
+    """The end tokens in ``given``, which is one token, several tokens or None."""
     if given is None:
         return frozenset()
     return frozenset(given) if isinstance(given, (list, tuple)) else frozenset((int(given),))

@@ -1,8 +1,9 @@
-"""The ways to compute answers. The server knows them by two protocols: a ``Path``, which has a model and a cache, and a
-``Run``, which is one answer in the making.
+"""The ways to compute answers. The server uses them by two protocols: a ``Path`` has a model and a cache, and a ``Run``
+is one answer that is being computed.
 
-To add one, write a class with the members of ``Path`` that a ``Plan`` makes, and give it a name in ``PATHS``. A request
-of ``asynccache_shim`` is a ``Run`` as it is; whatever computes in a thread of its own may use ``Told``.
+To add a way, write a class with the members of ``Path``, made from ``Means``, and give it a name in ``PATHS``. A
+``Request`` of ``asynccache_shim`` can be used as a ``Run``. A class that computes in a thread of its own may use
+``ThreadRun``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ C = TypeVar("C", PrefixCache, ContinuousBatching)
 OnEvent = Callable[[Any], None]
 
 GREEDY_BELOW = 1e-5
-"""transformers divides by the temperature; below this it is none."""
+"""Temperatures below this count as 0, because transformers divides by the temperature."""
 
 LEAST_P = 1e-6
-"""transformers takes no ``top_p`` of zero; this leaves the likeliest token, too."""
+"""The smallest ``top_p`` that is handed to transformers, which refuses 0. It also leaves only the most likely token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be computed: at most ``most`` tokens that follow ``tokens``, the last of them one of ``ends`` if it
-    comes to that. ``salt``: the namespace of the cache."""
+    """What is to be computed: at most ``most`` tokens that follow ``tokens``. Generation ends earlier with one of the
+    tokens ``ends``, which is then the last one. ``salt``: the namespace of the cache."""
 
     tokens: list[int] = field(repr=False)
     most: int
@@ -49,25 +50,28 @@ class Wanted:
 
 
 class Run(Protocol):
-    """One answer in the making: iterate over its tokens, from the first one on. ``output``: the tokens so far.
-    ``hits``: where the cached tokens of the prompt came from, once that is known. ``finish``: how it ended."""
+    """One answer that is being computed; iterating yields its tokens, from the first one on. ``output``: the tokens so
+    far. ``hits``: the tiers that the cached tokens of the prompt came from; None until that is known. ``finish``: how
+    the answer ended; None until it has."""
 
     output: list[int]
     hits: Hits | None
     finish: Finish | None
 
     def __aiter__(self) -> AsyncIterator[int]:
-        """Raises in the end what it failed of. Cancelling a reader aborts nothing."""
+        """Iterate over the tokens. An error that the run failed with is raised after the last token. Cancelling a
+        reader aborts nothing."""
         ...
 
     def abort(self) -> None:
-        """Nobody wants more of it. Idempotent; nothing is lost if it has ended."""
+        """End the run. A run that has ended stays as it is."""
         ...
 
 
 class Path(Protocol):
-    """``async with path`` opens the cache and closes it, and aborts what runs then. Belongs to the server's loop.
-    ``limit``: tokens of a request, prompt and answer, that it can compute; None: any number."""
+    """A way to compute answers. ``async with path`` opens the cache; its end aborts the runs that are left and closes
+    the cache. To be used in the server's loop only. ``limit``: how many tokens of prompt and answer together one
+    request may have; None: any number."""
 
     @property
     def limit(self) -> int | None: ...
@@ -79,28 +83,29 @@ class Path(Protocol):
     async def __aexit__(self, *raised: Any) -> None: ...
 
     def start(self, wanted: Wanted) -> Run:
-        """
+        """Begin to compute ``wanted``.
+
         Raises:
-            CacheFull: it could never run.
+            CacheFull: the request could never run.
             CacheClosed: this path takes no requests any more.
-            ConfigError: it cannot do what is wanted; says what.
+            ConfigError: this path cannot do what is wanted; the message says what.
         """
         ...
 
     async def ask(self, question: Callable[[AsyncCache], Awaitable[R]]) -> R:
-        """What ``question`` answers about the cache, asked in the cache's own loop."""
+        """Await ``question(cache)`` in the cache's own event loop; returns its result."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why it takes no requests; None where it does."""
+        """Why this path takes no requests; None if it takes them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What paths are made from: a model, its cache's settings (those of ``Layout.cache_config``), who is told of KV
-    events, and the settings of our scheduler."""
+    """What paths are made from: a model, the settings of its cache (those of ``Layout.cache_config``), the callback for
+    KV events, and the settings of our scheduler."""
 
     model: Any
     page_size: int
@@ -110,13 +115,13 @@ class Means:
 
 
 class SchedulerPath:
-    """Our scheduler: many requests in each step, on pages."""
+    """Our own scheduler: many requests in each step, on the cache's pages."""
 
     def __init__(self, means: Means) -> None:
-        """Describes the model, which runs it a few times.
+        """Describe the model, which calls it a few times.
 
         Raises:
-            ConfigError: the model cannot be cached, or a setting is unusable.
+            ConfigError: the model cannot be cached, or a setting cannot be used.
         """
         self.model = means.model
         self._layout: Layout = describe(means.model, means.page_size)
@@ -155,8 +160,8 @@ class SchedulerPath:
         return self._cache.closed or (repr(self._scheduler.failure) if self._scheduler.failure else None)
 
 
-class Told:
-    """A ``Run`` that a thread computes: the thread tells of tokens and of the end, the server's loop reads."""
+class ThreadRun:
+    """A ``Run`` that is computed in a thread. The thread calls ``tell`` and ``end``; the server's loop iterates."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.output: list[int] = []
@@ -184,14 +189,14 @@ class Told:
         self.aborted = True
         self._end(Finish.ABORTED, None, None)
 
-    # for the thread
+    # called in the thread
 
     def tell(self, token: int) -> None:
-        """One more token."""
+        """Add a token."""
         self._loop.call_soon_threadsafe(self._add, token)
 
     def end(self, finish: Finish, hits: Hits | None = None, error: BaseException | None = None) -> None:
-        """There will be no more of them. The first end counts."""
+        """End the run: there will be no more tokens. Only the first call has an effect."""
         self._loop.call_soon_threadsafe(self._end, finish, hits, error)
 
     def _add(self, token: int) -> None:
@@ -206,7 +211,8 @@ class Told:
 
 
 class _InThreads(Generic[C]):
-    """What is opened, asked and closed in threads: something of ``asynccache_hf``, with a cache of its own."""
+    """A path whose means are a class of ``asynccache_hf`` with a cache of its own, which is opened, asked and closed in
+    threads."""
 
     name: str
 
@@ -248,7 +254,7 @@ class _InThreads(Generic[C]):
         raise NotImplementedError
 
     def _serving(self, wanted: Wanted) -> C:
-        """What serves ``wanted``. Raises as ``Path.start``."""
+        """The object that computes ``wanted``. Raises what ``Path.start`` raises."""
         if self._opened is None:
             raise CacheClosed("the cache is closed")
         if wanted.priority:
@@ -266,15 +272,15 @@ class _InThreads(Generic[C]):
 
 
 class PrefixPath(_InThreads[PrefixCache]):
-    """``PrefixCache``: transformers' own ``generate``, one request after the other in the order in which they came.
-    What is longer than a model's positions allow to cache is generated without the cache."""
+    """``PrefixCache``: transformers' own ``generate``, which computes one request after the other, in the order in
+    which they came. A request that is too long to be cached (see ``limits``) is generated without the cache."""
 
     name = "prefix"
     limit: int | None = None
 
     def __init__(self, means: Means) -> None:
         super().__init__(means)
-        self._runs: set[Told] = set()
+        self._runs: set[ThreadRun] = set()
 
     async def __aenter__(self) -> Self:
         self._thread = ThreadPoolExecutor(1, "generate")
@@ -289,28 +295,28 @@ class PrefixPath(_InThreads[PrefixCache]):
         means = self._means
         return PrefixCache(means.model, page_size=means.page_size, on_event=means.on_event, **means.cache)
 
-    def start(self, wanted: Wanted) -> Told:
-        cached, run = self._serving(wanted), Told(asyncio.get_running_loop())
+    def start(self, wanted: Wanted) -> ThreadRun:
+        cached, run = self._serving(wanted), ThreadRun(asyncio.get_running_loop())
         self._runs.add(run)
         future = asyncio.get_running_loop().run_in_executor(self._thread, self._generate, cached, wanted, run)
         future.add_done_callback(lambda _: self._runs.discard(run))
         return run
 
-    # in the thread
+    # runs in the thread
 
-    def _generate(self, cached: PrefixCache, wanted: Wanted, run: Told) -> None:
+    def _generate(self, cached: PrefixCache, wanted: Wanted, run: ThreadRun) -> None:
         if run.aborted:
             return
         before = cached.counts
         try:
             made = self._made(cached, wanted, run)
-        except Exception as error:  # a model raises whatever it likes; it is this request's
+        except Exception as error:  # a model may raise anything; it fails this request only
             run.end(Finish.FAILED, None, error)
             return
         hits = Hits(*(now - then for now, then in zip(cached.counts[1:], before[1:], strict=True)))
         run.end(Finish.STOP if made and made[-1] in wanted.ends else Finish.LENGTH, hits)
 
-    def _made(self, cached: PrefixCache, wanted: Wanted, run: Told) -> list[int]:
+    def _made(self, cached: PrefixCache, wanted: Wanted, run: ThreadRun) -> list[int]:
         ids = torch.tensor([wanted.tokens], device=self._means.model.device)
         with torch.random.fork_rng(enabled=wanted.sampling.seed is not None):
             if wanted.sampling.seed is not None:
@@ -323,8 +329,8 @@ class PrefixPath(_InThreads[PrefixCache]):
 
 
 class BatchingPath(_InThreads[ContinuousBatching]):
-    """``ContinuousBatching``: transformers' own continuous batching, many requests in each step. It draws for all of
-    them together, so a request has no seed."""
+    """``ContinuousBatching``: transformers' own continuous batching, with many requests in each step. It draws the
+    tokens of all requests together, so a request cannot have a seed."""
 
     name = "batching"
 
@@ -333,12 +339,12 @@ class BatchingPath(_InThreads[ContinuousBatching]):
         self._vocabulary = int(means.model.get_output_embeddings().weight.shape[0])
         self.limit: int | None = longest(means.model.config)
         config = copy.deepcopy(means.model.generation_config)
-        config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request says its own
+        config.update(do_sample=True, temperature=0.7, top_k=50, top_p=0.9)  # each request sets its own values
         self._generation = config
 
     def _open(self) -> ContinuousBatching:
         means = self._means
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # its warnings are of unused limits
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)  # it warns of unused limits
         return ContinuousBatching(
             means.model, page_size=means.page_size, on_event=means.on_event, generation_config=self._generation,
             step_tokens=means.scheduler.step_tokens, **means.cache,
@@ -355,21 +361,21 @@ class BatchingPath(_InThreads[ContinuousBatching]):
 
     def _sampled(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.temperature < GREEDY_BELOW:
-            return {"temperature": 1.0, "top_k": 1, "top_p": LEAST_P}  # of equally likely ones, one
+            return {"temperature": 1.0, "top_k": 1, "top_p": LEAST_P}  # draws one of equally likely tokens
         return {"temperature": sampling.temperature, "top_k": self._vocabulary, "top_p": max(sampling.top_p, LEAST_P)}
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:
-    """In transformers' words."""
+    """The sampling as arguments of transformers' ``generate``."""
     if sampling.temperature < GREEDY_BELOW:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": sampling.temperature, "top_p": max(sampling.top_p, LEAST_P), "top_k": 0}
 
 
 class _Streamer:
-    """transformers tells it of the prompt first, and then of each token."""
+    """Hands tokens on to a run. transformers calls ``put`` with the prompt first, and then with each token."""
 
-    def __init__(self, run: Told) -> None:
+    def __init__(self, run: ThreadRun) -> None:
         self._run = run
         self._begun = False
 
@@ -380,13 +386,13 @@ class _Streamer:
         self._begun = True
 
     def end(self) -> None:
-        """The run is told by who called ``generate``."""
+        """Do nothing: the caller of ``generate`` ends the run."""
 
 
 class _Aborted:
-    """Ends ``generate`` after the token that it computes."""
+    """A stopping criterion: an aborted run ends after the token that is being computed."""
 
-    def __init__(self, run: Told) -> None:
+    def __init__(self, run: ThreadRun) -> None:
         self._run = run
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -396,4 +402,4 @@ class _Aborted:
 PATHS: Mapping[str, Callable[[Means], Path]] = {
     "scheduler": SchedulerPath, "prefix": PrefixPath, "batching": BatchingPath,
 }  # fmt: skip
-"""By what ``--path`` says."""
+"""The ways to compute, by the value of ``--path``."""

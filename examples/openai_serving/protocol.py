@@ -1,7 +1,7 @@
-"""What OpenAI's API says on the wire: request bodies into ``Ask``, errors and answers into JSON. Values only.
+"""OpenAI's API as JSON: turns request bodies into ``Ask``, and errors into JSON. Values only.
 
-Law: what would change the answer is understood or refused. A parameter that nobody here knows is an error that names
-it; the few that only describe the caller are ignored.
+Law: a parameter that would change the answer is either supported or refused. An unknown parameter is an error that
+names it. The few parameters that only describe the caller are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asynccache_shim import Sampling
 from openai_serving.words import Message, Unspeakable, Words
 
 COMPLETION_TOKENS = 16
-"""What ``max_tokens`` is for completions when it is not given. For chats the server has an option."""
+"""The default of ``max_tokens`` for completions. The default for chats is the server's option ``--chat-tokens``."""
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
@@ -27,14 +27,14 @@ _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False),
 }  # fmt: skip
-"""Parameters that may be given, as long as they ask for nothing."""
+"""Parameters that are not supported, with the values that ask for nothing and are therefore accepted."""
 
 Json = dict[str, Any]
 Prompt = str | list[int] | list[Message]
 
 
 class ApiError(Exception):
-    """What the client is told, in OpenAI's form."""
+    """An error that the client is told, with its HTTP status and its body in OpenAI's form."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
@@ -47,8 +47,8 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, understood. ``prompt``: a text, tokens, or the messages of a chat. ``max_tokens`` None: the
-    endpoint's default, or less if there is no room for it. ``choices``: answers that are wanted."""
+    """One request, checked. ``prompt``: a text, tokens, or the messages of a chat. ``max_tokens``: None: the endpoint's
+    default, or less if there is no room for it. ``choices``: how many answers are wanted."""
 
     chat: bool
     model: str
@@ -64,10 +64,10 @@ class Ask:
 
 
 def parse(raw: bytes, *, chat: bool) -> Ask:
-    """The body of a request to ``/v1/chat/completions`` or ``/v1/completions``.
+    """Read the body of a request to ``/v1/chat/completions`` (``chat``) or ``/v1/completions``.
 
     Raises:
-        ApiError: it cannot be used; the message says what of it, and ``param`` names it.
+        ApiError: the body cannot be used; the message says why, and ``param`` names the parameter.
     """
     body = Body(raw)
     stream = body.flag("stream")
@@ -93,11 +93,11 @@ def parse(raw: bytes, *, chat: bool) -> Ask:
 
 
 def parse_prompt(raw: bytes) -> tuple[Prompt, str | None]:
-    """The body of a request about a prompt alone: ``tokens``, ``prompt`` or ``messages``, and the namespace that it is
-    in (``extra_key``). ``model`` may stand beside it.
+    """Read the body of a request that is only about a prompt: ``tokens``, ``prompt`` or ``messages``. Returns the
+    prompt and its namespace (``extra_key``). The body may also have ``model``.
 
     Raises:
-        ApiError: it has none of them, or several, or something else too.
+        ApiError: the body has none or several of these, or has something else.
     """
     body = Body(raw)
     body.text("model")
@@ -113,17 +113,17 @@ def parse_prompt(raw: bytes) -> tuple[Prompt, str | None]:
 
 
 def tokens_of(prompt: Prompt, words: Words) -> list[int]:
-    """The tokens of a prompt. May take long.
+    """The tokens of a prompt. This may take long.
 
     Raises:
-        ApiError: the model cannot say it, or it has no tokens.
+        ApiError: the model has no tokens for the prompt, or the prompt is empty.
     """
     if isinstance(prompt, str):
         tokens = words.encode(prompt)
     elif all(isinstance(each, int) for each in prompt):
         tokens = [each for each in prompt if isinstance(each, int)]
         if (most := max(tokens)) >= words.vocabulary:
-            raise _wrong("prompt", most, f"is no token: the model has those from 0 to {words.vocabulary - 1}")
+            raise _wrong("prompt", most, f"is no token: the model has tokens from 0 to {words.vocabulary - 1}")
     else:
         try:
             tokens = words.conversation([each for each in prompt if not isinstance(each, int)])
@@ -135,7 +135,7 @@ def tokens_of(prompt: Prompt, words: Words) -> list[int]:
 
 
 class Body:
-    """A JSON object whose members are taken one by one. ``null`` is as good as absent."""
+    """A JSON object whose members are taken one by one. A member that is ``null`` counts as absent."""
 
     def __init__(self, raw: bytes) -> None:
         try:
@@ -180,7 +180,11 @@ class Body:
         return float(value)
 
     def finish(self) -> None:
-        """Nothing may be left that asks for something."""
+        """Check the members that were not taken.
+
+        Raises:
+            ApiError: one of them is unknown, or asks for something that is not supported.
+        """
         for name, value in self._values.items():
             if value is None or name in _IGNORED:
                 continue
@@ -191,7 +195,7 @@ class Body:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether it can be written as UTF-8: JSON can hold half of a surrogate pair."""
+    """Whether ``text`` can be written as UTF-8. JSON may contain half of a surrogate pair, which cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -208,7 +212,7 @@ def _max_tokens(body: Body) -> int | None:
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise _wrong("stop", value, f"must be a string or up to {MAX_STOPS} of them, none of them empty")
+        raise _wrong("stop", value, f"must be a string, or a list of at most {MAX_STOPS} strings, none of them empty")
     return tuple(stops)
 
 
@@ -216,19 +220,19 @@ def _include_usage(value: Any, stream: bool) -> bool:
     if value is None:
         return False
     if not stream or not isinstance(value, dict) or value.keys() - {"include_usage", "include_obfuscation"}:
-        raise _wrong("stream_options", value, "must be {\"include_usage\": true} beside stream=true")
+        raise _wrong("stream_options", value, "must be {\"include_usage\": true}, and needs stream=true")
     return value.get("include_usage") is True
 
 
 def _prompt(value: Any) -> str | list[int]:
-    """A text, a row of tokens, or a list with one of either."""
+    """A text or a list of tokens, or a list that has one of these."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
     if isinstance(value, str) and value:
         return _checked("prompt", value)
     if isinstance(value, list) and value and all(type(token) is int and token >= 0 for token in value):
         return value
-    raise _wrong("prompt", value, "must be one text, or one row of tokens, and not empty")
+    raise _wrong("prompt", value, "must be one text or one list of tokens, and not empty")
 
 
 def _messages(value: Any) -> list[Message]:

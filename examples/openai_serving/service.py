@@ -1,6 +1,6 @@
-"""One model on one path, and its tokenizer: opened and closed by the server, asked by its routes.
+"""One model on one path, with its tokenizer. The server opens and closes it, and the routes ask it.
 
-Law: a generation that nobody reads any more is aborted; until then it is counted in ``live``.
+Law: a generation that has no reader any more is aborted. Until then it counts as live.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from openai_serving.words import Words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is served. ``context``: tokens of prompt and answer together. ``chat_tokens``: of an answer in a chat that
-    does not say how many. ``max_live``: answers at a time, waiting ones too; who comes then is told to come again
-    later."""
+    """What is served.
+
+    name: what requests call the model. words: its tokenizer. path: what computes.
+    context: how many tokens prompt and answer may have together.
+    chat_tokens: how many tokens an answer in a chat may have if the request does not say.
+    max_live: how many answers there may be at a time, including those that wait; further requests get status 429.
+    """
 
     name: str
     words: Words
@@ -41,8 +45,8 @@ class Plan:
 
 
 class Generation:
-    """An answer in the making: iterate over its text, once. ``made``: its tokens so far. Afterwards ``reason`` says why
-    it ended."""
+    """An answer that is being generated. Its text can be iterated over once. ``made``: how many tokens it has so far.
+    ``reason``: why it ended, in OpenAI's words; set after the iteration."""
 
     def __init__(self, service: Service, run: Run, ask: Ask, tokens: Sequence[int]) -> None:
         self._service = service
@@ -55,10 +59,10 @@ class Generation:
         self.made = 0
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces of text, none of them empty.
+        """Iterate over pieces of the text, none of them empty.
 
         Raises:
-            ApiError: it failed, or the server is closing.
+            ApiError: the generation failed, or the server is closing.
         """
         try:
             async for token in self._run:
@@ -66,7 +70,7 @@ class Generation:
                 if token not in self._ends and (text := self._stops.put(self._reader.put(token))):
                     yield text
                 if self._stops.hit:
-                    self._run.abort()  # its usage does not grow any more
+                    self._run.abort()  # so that its number of tokens does not grow any more
                     break
         except CacheFull as error:
             raise _too_long(str(error), self._ask) from error
@@ -86,21 +90,21 @@ class Generation:
 
     @property
     def hits(self) -> Mapping[str, int]:
-        """Cached tokens of the prompt by the tier that they came from."""
+        """How many tokens of the prompt were cached, by the tier that they came from."""
         return self._run.hits._asdict() if self._run.hits is not None else {}
 
     def abort(self) -> None:
-        """Nobody reads it any more, or nobody will be waited for. Idempotent; nothing is lost if it has ended."""
+        """End the generation. One that has ended stays as it is."""
         self._run.abort()
 
     @property
     def end(self) -> str:
-        """How it ended, for the counters."""
+        """How the generation ended, as a name for the counters."""
         return "stop" if self._stops.hit else str((self._run.finish or Finish.ABORTED).value)
 
 
 class Choices:
-    """The answers to one request, which are as many as it asks for."""
+    """The answers to one request: as many as it asks for. ``prompt``: tokens of its prompt."""
 
     def __init__(self, service: Service, prompt: int) -> None:
         self._service = service
@@ -108,10 +112,11 @@ class Choices:
         self.all: list[Generation] = []
 
     async def pieces(self) -> AsyncIterator[tuple[int, str | None]]:
-        """The text of all as it comes, each piece with the number of its answer; None when that one has ended.
+        """Iterate over the text of all answers as it comes: the number of an answer with a piece of its text, or with
+        None when that answer has ended.
 
         Raises:
-            ApiError: one failed, or the server is closing.
+            ApiError: one of the answers failed, or the server is closing.
         """
         news: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()
 
@@ -138,8 +143,8 @@ class Choices:
 
     @property
     def usage(self) -> Mapping[str, Any]:
-        """Tokens so far, as OpenAI counts them: the prompt once, all answers; and the tiers that the cached ones of the
-        prompt came from, for the first answer."""
+        """The numbers of tokens so far, as OpenAI counts them: the prompt once and all answers. Cached tokens of the
+        prompt are those of the first answer, in all and by tier."""
         made = sum(generation.made for generation in self.all)
         by_tier = self.all[0].hits
         return {
@@ -150,14 +155,14 @@ class Choices:
         }
 
     def abort(self) -> None:
-        """Nobody reads them any more. Idempotent."""
+        """End all answers, and count them as ended. A second call does nothing."""
         for generation in self.all:
             generation.abort()
             self._service.left(generation)
 
 
 class Service:
-    """``async with Service(plan) as service``: opens the path, and closes it."""
+    """The service of one ``Plan``: ``async with Service(plan) as service`` opens its path, and closes it at the end."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -187,23 +192,24 @@ class Service:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is left, save what is not in storage yet."""
+        """Abort the generations that are left, and close the path, which saves pages that are not in storage yet."""
         await self._stack.__aexit__(kind, error, trace)
 
     async def tokens(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Made in a thread, so that a long one stops nobody.
+        """The tokens of a prompt. They are made in a thread, so that a long prompt does not block the loop.
 
         Raises:
-            ApiError: the model cannot say it.
+            ApiError: the model has no tokens for the prompt.
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokens_of, prompt, self.plan.words)
 
     def generate(self, ask: Ask, tokens: list[int]) -> Choices:
-        """Start; whoever calls this calls ``abort`` in the end.
+        """Start the answers to ``ask``, whose prompt has these ``tokens``. The caller must call ``abort`` of the result
+        in the end.
 
         Raises:
-            ApiError: no room in the context or in the pools, something that the path cannot do, too many requests, or
-                closing.
+            ApiError: there is no room in the context or in the pools, the path cannot do what is asked, there are too
+                many requests, or the server is closing.
         """
         if self._closing:
             raise ApiError(503, "the server is closing", kind="server_error")
@@ -225,7 +231,7 @@ class Service:
         return choices
 
     def _start(self, ask: Ask, tokens: list[int], most: int, index: int) -> Run:
-        """The run of one choice. With a seed each has another one."""
+        """Start answer number ``index``. If the request has a seed, each answer gets a different one."""
         sampling = ask.sampling
         if sampling.seed is not None:
             sampling = sampling._replace(seed=sampling.seed + index)
@@ -242,7 +248,11 @@ class Service:
             raise ApiError(400, str(error), param=param, code="unsupported_value") from error
 
     def _room(self, ask: Ask, prompt: int) -> int:
-        """Tokens that may be generated."""
+        """How many tokens may be generated after a prompt of ``prompt`` tokens.
+
+        Raises:
+            ApiError: there is no room in the context for what is asked.
+        """
         left = self.plan.context - prompt
         usual = self.plan.chat_tokens if ask.chat else COMPLETION_TOKENS
         wanted = min(usual, left) if ask.max_tokens is None else ask.max_tokens
@@ -252,36 +262,37 @@ class Service:
         return wanted
 
     def check_model(self, name: str) -> None:
-        """
+        """Refuse a request for another model than the one that is served.
+
         Raises:
-            ApiError: another model is served.
+            ApiError: ``name`` is not its name.
         """
         if name != self.plan.name:
             raise ApiError(404, f"the model {name!r} does not exist; this server has {self.plan.name!r}",
                            param="model", code="model_not_found")  # fmt: skip
 
     def left(self, generation: Generation) -> None:
-        """It is no longer read."""
+        """Count ``generation`` as ended, because it has no reader any more."""
         if generation in self._live:
             self._live.remove(generation)
             self._ended[generation.end] += 1
 
     def cut(self) -> None:
-        """End every generation, and start no other one: there is no more time."""
+        """End every generation, and start no new one. The server calls this when its time for closing is over."""
         self._closing = True
         for generation in self._live:
             generation.abort()
 
     @property
     def failure(self) -> str | None:
-        """Why no request would be taken; None where one would."""
+        """Why the service takes no requests; None if it takes them."""
         return self.plan.path.failure
 
     async def metrics(self) -> bytes:
-        """What the cache counts, in Prometheus' text format.
+        """The cache's metrics in Prometheus' text format.
 
         Raises:
-            CacheClosed: there is no cache any more.
+            CacheClosed: the cache is closed.
         """
 
         async def scrape(cache: AsyncCache) -> bytes:
@@ -290,19 +301,19 @@ class Service:
         return await self.plan.path.ask(scrape)
 
     async def explain(self, tokens: list[int], extra_key: str | None) -> Mapping[str, Any]:
-        """Where a prompt is in the cache, and what ends its match.
+        """Where a prompt's pages are in the cache, and what ends its match.
 
         Raises:
-            CacheClosed: there is no cache any more.
-            ConfigError: the tokens are unusable.
+            CacheClosed: the cache is closed.
+            ConfigError: the tokens cannot be used.
         """
         return (await self.plan.path.ask(lambda cache: cache.explain(tokens, extra_key))).plain()
 
     async def statistics(self) -> Mapping[str, Any]:
-        """Requests, and all that the cache counts, as plain values.
+        """The numbers of requests and all counters of the cache, as plain values.
 
         Raises:
-            CacheClosed: there is no cache any more.
+            CacheClosed: the cache is closed.
         """
 
         async def count(cache: AsyncCache) -> Any:
@@ -322,7 +333,7 @@ def _too_long(message: str, ask: Ask) -> ApiError:
 
 
 def plain(value: Any) -> Any:
-    """Named tuples and mappings as dicts, all the way down."""
+    """``value`` with named tuples and mappings turned into dicts, at every level."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, Mapping):

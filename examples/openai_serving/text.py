@@ -1,8 +1,8 @@
-"""A tokenizer for models that have none: a token is a byte; two more mark where a message begins and where it ends.
+"""A tokenizer for models that have none. Each byte is a token; two more tokens mark the beginning and end of a message.
 
-Law: text and tokens go to and fro without loss. A byte that is no UTF-8 becomes a character of the private use area
-(0x80 to 0xFF: U+F780 to U+F7FF) and is made from it again, so an answer that comes back as part of a conversation is
-the tokens that it was, and the cache has them.
+Law: text and tokens can be turned into each other without loss. A byte that is no UTF-8 becomes a character of the
+private use area (0x80 to 0xFF: U+F780 to U+F7FF), and that character becomes the byte again. So an answer that comes
+back as part of a conversation has the same tokens as before, and the cache has their KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from openai_serving.words import Message
 BEGIN, END = 256, 257
 VOCABULARY = 258
 
-_SHOWN = {0xDC00 + byte: 0xF700 + byte for byte in range(0x80, 0x100)}  # surrogateescape's characters are no JSON
+_SHOWN = {0xDC00 + byte: 0xF700 + byte for byte in range(0x80, 0x100)}
+"""The characters of ``surrogateescape``, which cannot be written as JSON, and those that are shown for them."""
 _HIDDEN = {shown: hidden for hidden, shown in _SHOWN.items()}
 
 
@@ -23,13 +24,13 @@ def encode(text: str) -> list[int]:
     """The tokens of a text.
 
     Raises:
-        UnicodeEncodeError: it has half of a surrogate pair.
+        UnicodeEncodeError: the text has half of a surrogate pair.
     """
     return list(text.translate(_HIDDEN).encode("utf-8", "surrogateescape"))
 
 
 def conversation(messages: Iterable[tuple[str, str]]) -> list[int]:
-    """The prompt that a conversation (role, content) makes: it ends where the assistant is to go on."""
+    """The prompt for a conversation of (role, content). It ends where the assistant's answer begins."""
     tokens: list[int] = []
     for role, content in messages:
         tokens += [BEGIN, *encode(f"{role}\n{content}"), END]
@@ -37,22 +38,22 @@ def conversation(messages: Iterable[tuple[str, str]]) -> list[int]:
 
 
 class Reader:
-    """Tokens into text, one at a time. A character is there when its last byte is."""
+    """Turns tokens into text, one token at a time. A character is returned with its last byte."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def put(self, token: int) -> str:
-        """What ``token`` adds to the text. Marks add nothing."""
+        """The text that ``token`` completes; empty for the tokens that mark a message's beginning or end."""
         return self._decoder.decode(bytes([token])).translate(_SHOWN) if token < BEGIN else ""
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """The text of bytes that are left when no more tokens come."""
         return self._decoder.decode(b"", final=True).translate(_SHOWN)
 
 
 class Bytes:
-    """This tokenizer, as the server asks it."""
+    """This tokenizer as a ``Words``, which the server uses."""
 
     vocabulary = VOCABULARY
     ends = frozenset((BEGIN, END))
@@ -68,7 +69,8 @@ class Bytes:
 
 
 class StopStrings:
-    """Ends a text before the first of ``stops``, and shows nothing that may yet turn out to be the start of one."""
+    """Ends a text before the first of the stop strings ``stops``. Text that may be the beginning of a stop string is
+    held back. ``hit``: whether a stop string has come."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -76,7 +78,7 @@ class StopStrings:
         self.hit = False
 
     def put(self, text: str) -> str:
-        """What can be shown now. Nothing more, once a stop string was there."""
+        """Add ``text``; returns the text that can be shown now. After a stop string that is always empty."""
         if self.hit:
             return ""
         self._held += text
@@ -87,11 +89,11 @@ class StopStrings:
         return shown
 
     def rest(self) -> str:
-        """What was held back, if no stop string came."""
+        """The text that was held back, if no stop string has come."""
         return "" if self.hit else self._held
 
     def _open(self) -> int:
-        """How many of the last characters a stop string may begin with."""
+        """How many characters at the end may be the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         lengths = range(min(longest, len(self._held)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0)

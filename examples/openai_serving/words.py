@@ -1,9 +1,9 @@
-"""Between text and tokens: what the server asks of a tokenizer, and the tokenizer of a checkpoint.
+"""Text and tokens: what the server asks of a tokenizer, and the tokenizer of a checkpoint.
 
-Law: the pieces that a ``Reader`` gives, one after the other, are the text of all its tokens, and no piece has a part of
-a character. A token of a byte-level tokenizer may be a part of a character, and what a token means may depend on the
-one before it, so tokens are decoded together with a few before them, and text is shown when no later token can change
-it.
+Law: the pieces that a ``Reader`` returns, one after the other, are the text of all its tokens, and no piece contains a
+part of a character. A token of a byte-level tokenizer may be a part of a character, and the text of a token may depend
+on the token before it. So tokens are decoded together with a few tokens before them, and text is shown when no later
+token can change it.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 DAMAGED = "\ufffd"
-"""What a tokenizer makes of bytes that are no UTF-8, or not yet."""
+"""The character that a tokenizer shows for bytes that are no UTF-8, or not yet."""
 
 OPEN = 3
-"""Damaged characters at the end of a text that may still become one character: all bytes of one but the last."""
+"""How many such characters at the end of a text may still become one character: a character has up to four bytes."""
 
 WINDOW = 64
-"""Tokens that are decoded together before a place is sought where they can be divided."""
+"""How many tokens are decoded together at most before they are divided."""
 
 BEFORE = 6
-"""Tokens of the prompt that a completion's first token is decoded with."""
+"""How many tokens of the prompt a completion's first token is decoded with, at least."""
 
 Message = Mapping[str, str]
 """``role`` and ``content``."""
 
 
 class Unspeakable(ValueError):
-    """A conversation that the model has no tokens for; says why."""
+    """The model has no tokens for a conversation; the message says why."""
 
 
 class Reader(Protocol):
-    """Tokens into text, one at a time."""
+    """Turns tokens into text, one token at a time."""
 
     def put(self, token: int) -> str:
-        """What ``token`` adds to what can be shown."""
+        """Add ``token``; returns the text that can be shown now and was not shown before."""
         ...
 
     def rest(self) -> str:
-        """What is left when no more tokens come."""
+        """The text that was not shown yet, when no more tokens come."""
         ...
 
 
 class Words(Protocol):
-    """A tokenizer. ``vocabulary``: tokens are smaller. ``ends``: those that end an answer and are no part of it."""
+    """A tokenizer. ``vocabulary``: all tokens are below this. ``ends``: tokens that end an answer and are not part of
+    it."""
 
     vocabulary: int
     ends: frozenset[int]
@@ -56,20 +57,20 @@ class Words(Protocol):
         ...
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt that a conversation makes: it ends where the assistant is to go on.
+        """The prompt for a conversation. It ends where the assistant's answer begins.
 
         Raises:
-            Unspeakable: the model has no way to say this.
+            Unspeakable: the model has no tokens for this conversation.
         """
         ...
 
     def reader(self, before: Sequence[int] = ()) -> Reader:
-        """For the tokens that follow ``before``, whose text is not shown again."""
+        """A reader for the tokens that follow ``before``. The text of ``before`` is not shown."""
         ...
 
 
 class Checkpoint:
-    """The tokenizer that lies beside a model's weights, with its chat template."""
+    """The tokenizer that comes with a model's weights, with its chat template."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self.vocabulary = vocabulary
@@ -77,7 +78,7 @@ class Checkpoint:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """With the marks that the tokenizer puts around a text, such as one for its beginning."""
+        """The tokens of ``text``, with the special tokens that the tokenizer adds, such as one for the beginning."""
         return [int(token) for token in self._tokenizer(text, truncation=False)["input_ids"]]
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
@@ -92,7 +93,7 @@ class Checkpoint:
         return [int(token) for token in made]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, as they are: without marks, and nothing tidied up."""
+        """The text of ``tokens``, without special tokens, and with all blanks as they are."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def reader(self, before: Sequence[int] = ()) -> Incremental:
@@ -100,8 +101,8 @@ class Checkpoint:
 
 
 class Incremental:
-    """A reader for any tokenizer that can only decode. It keeps a window of the last tokens: the first ``_known`` of
-    them were shown, and are there so that the others are decoded as they would be after them."""
+    """A reader for any tokenizer that can decode. It keeps a window of the last tokens. The first ``_known`` tokens of
+    it were shown already; they are kept so that the others are decoded with the tokens before them."""
 
     def __init__(self, words: Checkpoint, before: Sequence[int]) -> None:
         self._decode = words.decode
@@ -110,7 +111,8 @@ class Incremental:
         self._shown = len(text)
 
     def _begun(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """The last of the tokens before, from a character's beginning on if they end with one's end, and their text."""
+        """The last few tokens of ``before`` and their text. They begin at the beginning of a character if ``before``
+        ends at the end of one; otherwise there are none."""
         for count in range(BEFORE, BEFORE + OPEN + 1):
             window = list(before[-count:])
             text = self._decode(window) if window else ""
@@ -121,7 +123,7 @@ class Incremental:
     def put(self, token: int) -> str:
         self._window.append(token)
         text = self._decode(self._window)
-        end = _settled(text, len(self._window) - self._known)
+        end = _fixed(text, len(self._window) - self._known)
         fresh = text[self._shown : end]
         if fresh and end == len(text):
             self._forget(self._known)
@@ -140,7 +142,8 @@ class Incremental:
         del self._window[:count]
 
     def _divide(self, text: str) -> None:
-        """Forget what was shown of the window, where it can be divided: its parts say what the whole says."""
+        """Drop tokens of the window that were shown, up to a place where it can be divided. There, the text of the two
+        parts is the text of the whole."""
         for at in range(len(self._window) - OPEN, 0, -1):
             first = self._decode(self._window[:at])
             if len(first) <= self._shown and first + self._decode(self._window[at:]) == text:
@@ -150,9 +153,9 @@ class Incremental:
                 return
 
 
-def _settled(text: str, fresh: int) -> int:
-    """How much of ``text`` no later token can change. ``fresh``: tokens that nothing was shown of yet. While there may
-    be a character in them that is not whole, a tokenizer may show the bytes before it as damaged, too."""
+def _fixed(text: str, fresh: int) -> int:
+    """How many characters of ``text`` no later token can change. ``fresh``: how many tokens were not shown yet. If they
+    may contain a character that is not complete, a tokenizer may show the bytes before it as damaged as well."""
     most = len(text) if fresh <= OPEN + 1 else OPEN
     end = len(text)
     while end > max(0, len(text) - most) and text[end - 1] == DAMAGED:

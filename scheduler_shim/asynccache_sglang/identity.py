@@ -1,8 +1,9 @@
-"""What must be equal for a stored page to be the right one, and the keys of pages do not say.
+"""The identity of pages: everything that must be equal for a stored page to be usable, and that is not in SGLang's
+keys.
 
-SGLang's keys are hashes of tokens (with what it calls ``extra_key`` and ``cache_salt``): of the model, its weights, the
-dtype, the layout and the ranks they know nothing. The namespace has what is one for all pools of a process; a suffix of
-every key has what is a pool's own.
+SGLang's keys are hashes of tokens (and of what it calls ``extra_key`` and ``cache_salt``). They say nothing of the
+model, its weights, the dtype, the layout or the ranks. The namespace has those facts that all pools of a process share.
+A suffix of every key has the facts of its pool.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FORMATS = frozenset(
 
 
 class Server(NamedTuple):
-    """What the server was started with, as far as its pages depend on it. ``sglang``: its version. ``lora``: whether it
-    may have adapters. ``device``: its kind and capability, which decide the form of fp8. All others are called as in
+    """The server's options that its pages depend on. ``sglang``: its version. ``lora``: whether it may have adapters.
+    ``device``: the device's kind and capability, which decide the format of fp8. All other fields have the names of
     SGLang's ``ServerArgs``; None: not known."""
 
     sglang: str
@@ -47,11 +48,12 @@ class Server(NamedTuple):
 
 COMPUTED_WITH = ("device", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "model_impl",
                  "json_model_override_args")  # fmt: skip
-"""What of a ``Server`` changes the values that the same weights compute."""
+"""The fields of ``Server`` that change the values which the same weights compute."""
 
 
 class Shard(NamedTuple):
-    """Which part of the model's KV this process has. ``replicated``: every rank of a tensor parallel group has all."""
+    """Which part of the model's KV this process has. ``replicated``: every rank of a tensor parallel group has all of
+    it."""
 
     tp_rank: int
     tp_size: int
@@ -65,8 +67,8 @@ class Shard(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """How a pool's page looks. ``dtypes``: of all that is in it, by name. ``parts``: bytes of its parts, in their
-    order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
+    """What a page of a pool is made of. ``dtypes``: the names of all dtypes in it. ``parts``: the bytes of each of its
+    parts, in their order. ``sharded``: each rank of a tensor parallel group has pages of its own."""
 
     layout: str
     dtypes: tuple[str, ...]
@@ -76,10 +78,11 @@ class Kind(NamedTuple):
 
 
 def weights(options: Options, server: Server) -> str:
-    """What stands for the weights: the user's namespace, or a digest of the weights' files. Blocks while it reads.
+    """A text that stands for the weights: the user's namespace, or a digest of the weights' files. Blocks while it
+    reads the files.
 
     Raises:
-        ConfigError: neither can be had.
+        ConfigError: there is no namespace, and the weights cannot be identified by their files.
     """
     if options.namespace is not None:
         return f"namespace {options.namespace}"
@@ -98,13 +101,13 @@ def weights(options: Options, server: Server) -> str:
         except ConfigError as error:
             why = str(error)
     raise ConfigError(
-        f'which weights stored pages belong to cannot be told: {why}. Set "model" in the extra config to the folder '
-        f'of the weights, or "namespace" to a text that you change whenever the weights change'
+        f'the weights that computed a stored page cannot be identified: {why}. Set "model" in the extra config to the '
+        f'folder of the weights, or "namespace" to a text that you change whenever the weights change'
     )
 
 
 def namespace(weights: str, model_name: str | None, server: Server, shard: Shard) -> str:
-    """The namespace of all pages of this process, as text that a person can read."""
+    """The namespace of all pages of this process, as readable text."""
     return json.dumps({
         "engine": f"sglang {server.sglang}", "weights": weights, "model": model_name,
         "computed with": {name: getattr(server, name) for name in COMPUTED_WITH},
@@ -114,13 +117,13 @@ def namespace(weights: str, model_name: str | None, server: Server, shard: Shard
 
 
 def suffix(kind: Kind, shard: Shard) -> bytes:
-    """What is put behind every key of a pool."""
+    """The suffix of every key of a pool: ``SUFFIX_BYTES`` bytes."""
     tp = [shard.tp_rank, shard.tp_size] if kind.sharded else None
     return _digest([kind.layout, kind.dtypes, kind.page_size, kind.parts, tp])
 
 
 def page_keys(keys: Sequence[str], behind: bytes) -> list[bytes]:
-    """The stores' keys of SGLang's."""
+    """The stores' keys for SGLang's ``keys``, each with the suffix ``behind``."""
     return [key.encode() + behind for key in keys]
 
 

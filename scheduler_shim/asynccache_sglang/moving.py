@@ -1,11 +1,11 @@
-"""One batch of pages of one or several pools, to the stores or back, within a time.
+"""Moves one batch of pages of one or several pools to the stores or back, with a deadline.
 
 Laws:
-* The calls of all pools are begun before any is waited for.
-* A batch ends at its deadline, and what is not known to have been moved by then was not. Pages that are copied have
-  rows of their own, so nobody waits for a store that does not let go of them. A store that has pages of a pool itself
-  (``Direct``) is waited for even then: it may still be writing into them.
-* Rows are taken in the order of the pools' names, so batches do not wait for each other in a ring.
+* The calls of all pools are begun before any of them is waited for.
+* A batch ends at its deadline. Pages that are not known to have been moved by then count as not moved. Pages that are
+  copied are in rows of our own, so a store that hangs is not waited for. A store that uses the memory of SGLang's pool
+  (``Direct``) is waited for even after the deadline, because it may still be writing to that memory.
+* Rows are taken in the order of the pools' names, so two batches cannot wait for each other's rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from asynccache_sglang.rows import StagingRows
 logger = logging.getLogger(__name__)
 
 GRACE = 0.25
-"""Seconds that a call which was called off has to say what it came to. Who waits for it waits no longer."""
+"""Seconds after its deadline for which the result of a call is still waited for."""
 
 
 class Way(Enum):
-    """``OUT``: to the stores. ``IN``: back."""
+    """``OUT``: to the stores. ``IN``: back from the stores."""
 
     OUT = "out"
     IN = "in"
 
 
 class Pool(NamedTuple):
-    """A pool that the stores know. ``behind``: the suffix of its keys. ``rows``: for the pages that are copied.
-    ``sharded``: each rank of a tensor parallel group has pages of its own."""
+    """A pool that the stores were opened for. ``source``: where its pages lie. ``behind``: the suffix of its keys.
+    ``rows``: memory for pages that are copied. ``sharded``: each rank of a tensor parallel group has pages of its
+    own."""
 
     name: str
     source: Direct | Copied
@@ -46,8 +47,12 @@ class Pool(NamedTuple):
 
 
 class Move:
-    """Pages of one pool; ``source``: another one than the pool's, with pages that look the same. ``results``: of each
-    page, HIT if it was moved; FAILED also where no call was made. ``at`` is where the next call begins."""
+    """Pages of one pool that are to be moved. It may take several calls, if there are fewer rows than pages.
+
+    keys, indices, results: of each page its key, its first host index, and its result: HIT if it was moved; FAILED also
+        if no call was made for it.
+    source: where the pages lie (default: the pool's source). at: the number of the page that the next call begins with.
+    """
 
     def __init__(self, pool: Pool, keys: list[bytes], indices: list[int], source: Copied | None = None) -> None:
         self.pool = pool
@@ -61,16 +66,16 @@ class Move:
 
     @property
     def done(self) -> list[bool]:
-        """Of each page, whether it was moved."""
+        """Whether each page was moved."""
         return [result is Result.HIT for result in self.results]
 
     @property
     def failed(self) -> int:
-        """Pages that were not moved for a store's sake, or for lack of time."""
+        """How many pages were not moved because a store failed or the time was over."""
         return self.results.count(Result.FAILED)
 
     def begin(self, pages: Pages, way: Way, until: float) -> None:
-        """Begin the next call. None is begun if there is no row, no time or no store for it."""
+        """Begin the next call. None is begun if there is no free row, no time left, or the stores are closed."""
         source, rows = self.source, self.pool.rows
         if isinstance(source, Direct):
             self._slots = [index // source.page_size for index in self.indices]
@@ -85,7 +90,7 @@ class Move:
                 rows.give_back(self._slots)
 
     def end(self, way: Way, until: float) -> bool:
-        """Wait for the call, if one was begun. Returns whether there is more to do."""
+        """Wait for the call, if one was begun. Returns whether pages are left to be moved."""
         future, slots, rows, source = self._future, self._slots, self.pool.rows, self.source
         self._future = None
         if future is None:
@@ -120,7 +125,8 @@ class Move:
             logger.warning("asynccache: pages of %s are not moved: %s", self.pool.name, error)
 
     def _loaded(self, source: Copied) -> bool:
-        """Copy the pages into their rows; False if SGLang's pool does not give them: then none of them is moved."""
+        """Copy the pages of the next call into their rows. Returns False if SGLang's pool raised an error; then none of
+        them is moved."""
         try:
             for index, row in zip(self.indices[self.at :], self._slots, strict=False):
                 source.load(index, self.pool.rows.memory[row])
@@ -143,7 +149,7 @@ class Move:
 
 
 def move(pages: Pages, way: Way, moves: list[Move], seconds: float) -> None:
-    """Move them all, or as many as can be within ``seconds``; each says itself what became of it."""
+    """Move as many pages of ``moves`` as can be moved within ``seconds``. The results are in each ``Move``."""
     until = monotonic() + seconds
     left = sorted((one for one in moves if one.keys), key=lambda one: one.pool.name)
     while left:

@@ -1,7 +1,7 @@
-"""What ``--hicache-storage-backend-extra-config`` may say to this backend: every name and value is checked.
+"""The options of this backend in ``--hicache-storage-backend-extra-config``. Every name and value is checked.
 
-SGLang passes on what it does not use itself. So an option that is misspelt would otherwise be silently ignored, and
-with it a namespace or a deadline.
+SGLang hands over every name that it does not use itself. Without these checks a misspelt option would be ignored
+silently.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from asynccache.errors import ConfigError
 from asynccache.storage import parse_size
 
 OF_SGLANG = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"})
-"""What SGLang itself reads or adds; none of it is for us but ``interface_v1``."""
+"""Names that SGLang itself reads or adds. This backend only reads ``interface_v1`` of them."""
 
 RANKS = ("tp_rank", "pp_rank", "dp_rank", "cp_rank")
-"""What may stand in braces in a store's URL."""
+"""Names that may stand in braces in a store's URL."""
 
 STAGING = 256 << 20
 
@@ -30,13 +30,13 @@ class Options:
     Attributes:
         storage: URLs of the stores, the nearest first. ``{tp_rank}``, ``{pp_rank}``, ``{dp_rank}`` and ``{cp_rank}`` in
             them become this rank's numbers.
-        namespace: what stands for the weights in every key, in the user's words; None: a digest of the weights' files.
+        namespace: a text of the user's that stands for the weights in every key; None: a digest of the weights' files.
         model: the folder of the weights, or their name on the hub; None: the server's own ``--model-path``.
         timeout: seconds after which a batch of pages that are read or written is given up.
-        lookup_timeout: seconds after which a question which pages are stored is given up.
-        staging: bytes of memory for the pages on their way of each pool whose pages lie in several places.
+        lookup_timeout: seconds after which asking the stores for pages is given up.
+        staging: bytes of memory that each pool has for pages on their way, if its pages lie in several places.
         store_options: options for every URL that does not have them itself.
-        interface_v1: whether SGLang was told to let the backend copy from and to its pools, which is faster.
+        interface_v1: whether SGLang lets the backend read and write its pools itself, which is faster.
     """
 
     storage: tuple[str, ...]
@@ -56,12 +56,12 @@ def resolve(extra: Mapping[str, Any] | None) -> Options:
     """The options in SGLang's extra config.
 
     Raises:
-        ConfigError: a name or a value is unusable; nothing was opened.
+        ConfigError: a name is unknown or a value cannot be used.
     """
     given = dict(extra or {})
     unknown = sorted(set(map(str, given)) - OF_SGLANG - set(OURS))
     if unknown:
-        raise ConfigError(f"extra config: {unknown[0]!r} is none of its options: {', '.join(OURS)}")
+        raise ConfigError(f"extra config: there is no option {unknown[0]!r}; there are {', '.join(OURS)}")
     made: dict[str, Any] = {"storage": _urls(given.get("storage"))}
     for name in ("namespace", "model"):
         if given.get(name) is not None:
@@ -77,11 +77,11 @@ def resolve(extra: Mapping[str, Any] | None) -> Options:
 
 
 def placed(urls: tuple[str, ...], ranks: Mapping[str, int], replicated: bool) -> tuple[str, ...]:
-    """The URLs with this rank's numbers in place of their names in braces. ``replicated``: all ranks of one tensor
-    parallel group read what the first one wrote.
+    """The URLs with this rank's numbers in place of the names in braces. ``replicated``: the pages of all ranks of a
+    tensor parallel group are the same, and only the first rank writes them.
 
     Raises:
-        ConfigError: replicated pages would have a store by rank, where nobody but the first rank ever finds any.
+        ConfigError: pages are replicated and a URL has ``{tp_rank}``; then only the first rank would find any page.
     """
     if replicated and (bad := [url for url in urls if "{tp_rank}" in url]):
         raise ConfigError(

@@ -1,11 +1,16 @@
-"""Where the pages of one of SGLang's host pools lie, and how they are copied if that is in several places.
+"""Where the pages of one of SGLang's host pools lie, and how a page that lies in several places is copied.
 
 A host pool says by ``get_page_buffer_meta`` in which parts a page lies. It is asked about the first, the second and the
-last page; if the parts of a page lie at equal distances from those of the next, all others are known. A page in one
-part that follows the page before it needs no copy: the stores read and write the pool itself (``Direct``). A page in
-several parts (K and V, a layer each) is copied to and from a row, so that it is one record in the stores (``Parts``).
-A pool that does not say is asked for copies of its pages by ``get_data_page`` (``Whole``). A pool without bytes, as
-DeepSeek-V4's anchor is, has a mark stored for each page, so that it is known which there are (``Mark``).
+last page. If each part lies at an equal distance from the same part of the next page, the places of all pages are
+known. There are four kinds of pools:
+
+    Direct   Each page is one part that follows the page before it. Nothing is copied: the stores read and write the
+             pool's own memory.
+    Parts    A page has several parts, such as K and V of each layer. It is copied to and from a row, so that it is one
+             record in the stores.
+    Whole    The pool does not say where its pages lie. It is asked for copies of them by ``get_data_page``.
+    Mark     The pool has no bytes, as DeepSeek-V4's anchor. A mark is stored for each page, so that the stores know
+             which pages there are.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ MARK = b"asynccache page\n"
 class Source(Protocol):
     """The pages of a pool. A page is named by the first of its host indices.
 
-    ``page_size``: host indices a page. ``parts``: bytes of a page's parts. ``how``: in what order a stored page has
-    them, for keys: the same pool may be read in ways that give the same bytes in another order.
+    page_size: host indices in a page. parts: the bytes of each part of a page.
+    how: the order of bytes in a stored page. It is part of the keys, because the same pool may be read in ways that
+    give
+        the same bytes in another order.
     """
 
     @property
@@ -53,7 +60,7 @@ class Copied(Source, Protocol):
 
 
 class Direct:
-    """Pages that lie one behind the other in ``memory``: page ``index // page_size`` is its slot."""
+    """Pages that lie one after the other in ``memory``; the slot of a page is ``index // page_size``."""
 
     how = "parts"
 
@@ -64,7 +71,7 @@ class Direct:
 
 
 class Parts:
-    """Pages of several parts. ``views[i][n]`` is part ``i`` of page ``n``."""
+    """Pages that have several parts; ``views[i][n]`` is part ``i`` of page ``n``."""
 
     how = "parts"
 
@@ -86,7 +93,7 @@ class Parts:
 
 
 class Whole:
-    """Pages of which SGLang's pool makes copies and takes copies back."""
+    """Pages of a pool that hands out copies of them and takes copies back."""
 
     how = "flat"
 
@@ -97,7 +104,7 @@ class Whole:
         self.parts = (int(self._template.numel() * self._template.element_size()),)
         found = flat_bytes(host_pool.get_data_page(0, flat=True)).size
         if found != self.parts[0]:
-            raise ValueError(f"a page has {found} bytes, and is taken back if it has {self.parts[0]}")
+            raise ValueError(f"the pool hands out pages of {found} bytes, and takes pages of {self.parts[0]} back")
 
     def load(self, index: int, row: Bytes) -> None:
         row[:] = flat_bytes(self._pool.get_data_page(index, flat=True))
@@ -109,7 +116,7 @@ class Whole:
 
 
 class Mark:
-    """Pages without bytes."""
+    """Pages without bytes, of which a mark is stored."""
 
     how = "mark"
 
@@ -125,7 +132,7 @@ class Mark:
 
 
 class Tensors:
-    """Pages that SGLang made copies of itself, or wants copies of: page ``index`` is ``tensors[index]``."""
+    """Copies of pages that SGLang has made, or tensors that it wants filled; page ``index`` is ``tensors[index]``."""
 
     how = "flat"
 
@@ -139,16 +146,16 @@ class Tensors:
 
     def save(self, row: Bytes, index: int) -> None:
         tensor = self._tensors[index]
-        if not tensor.is_contiguous():  # its flat form is a copy, which nobody would read
-            raise ValueError(f"page {index} is wanted in a tensor that is not contiguous")
+        if not tensor.is_contiguous():  # flattening it makes a copy, and writing to the copy would be lost
+            raise ValueError(f"page {index} is to be written to a tensor that is not contiguous")
         flat_bytes(tensor)[:] = row
 
 
 def source_of(name: str, host_pool: Any, zero_copy: bool = True) -> Direct | Copied:
-    """How the pages of ``host_pool`` are reached. ``zero_copy``: false if SGLang hands over copies of them itself.
+    """How the pages of ``host_pool`` are read and written. ``zero_copy``: False if SGLang copies them itself.
 
     Raises:
-        ConfigError: in no way.
+        ConfigError: there is no way to do that.
     """
     if getattr(host_pool, "kv_buffer", None) is None and not getattr(host_pool, "size_per_token", 1):
         return Mark(host_pool)
@@ -170,12 +177,12 @@ def _whole(name: str, host_pool: Any) -> Whole:
 
 
 def page_size_of(host_pool: Any) -> int:
-    """Host indices a page."""
+    """How many host indices a page has."""
     return int(getattr(host_pool, "page_size", 1) or 1)
 
 
 def flat_bytes(tensor: Any) -> Bytes:
-    """The bytes of a contiguous tensor, which they are part of."""
+    """The bytes of a contiguous tensor, as a view of its memory."""
     import torch
 
     flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -186,7 +193,7 @@ def _by_parts(host_pool: Any) -> Direct | Parts | None:
     page_size, pages = page_size_of(host_pool), _page_count(host_pool)
     try:
         metas = [_meta(host_pool, page * page_size, page_size) for page in (0, min(1, pages - 1), pages - 1)]
-    except Exception:  # NotImplementedError, ValueError, TypeError...: by design it says no, in many ways
+    except Exception:  # pools that do not support this raise NotImplementedError, ValueError, TypeError and others
         return None
     (first, sizes), (second, _), (last, _) = metas
     if not first or any(len(pointers) != len(first) or found != sizes for pointers, found in metas):
@@ -219,8 +226,8 @@ def _meta(host_pool: Any, index: int, page_size: int) -> tuple[list[int], list[i
 
 
 def _view(host_pool: Any, pointer: int, size: int, stride: int, pages: int) -> Bytes | None:
-    """``pages`` rows of ``size`` bytes, ``stride`` bytes apart, from ``pointer`` on in one of the pool's tensors. None
-    if they do not lie in any, so that nobody else's memory is ever read or written."""
+    """A view of ``pages`` rows of ``size`` bytes, which begin ``stride`` bytes apart, the first at ``pointer``. None if
+    they do not lie within one of the pool's tensors; so memory that is not the pool's is never read or written."""
     if stride >= size > 0:
         for whole in _storages(host_pool):
             at = pointer - whole.ctypes.data
@@ -230,7 +237,7 @@ def _view(host_pool: Any, pointer: int, size: int, stride: int, pages: int) -> B
 
 
 def _storages(host_pool: Any) -> Iterator[Bytes]:
-    """The bytes behind each tensor that the pool has."""
+    """The memory of each tensor that the pool has."""
     import torch
 
     for value in vars(host_pool).values():

@@ -1,8 +1,8 @@
 """The class that SGLang loads, builds and calls.
 
-``--hicache-storage-backend dynamic`` imports ``AsyncCacheStorage`` from here. SGLang hands over its host pools, then
-its prefetch and backup threads call, each of them one batch at a time, and wait for the answer. Every call has a
-deadline; what is not known by then is a miss. No call raises for a store's sake.
+``--hicache-storage-backend dynamic`` imports ``AsyncCacheStorage`` from here. SGLang first hands over its host pools.
+Then its prefetch and backup threads call, each of them one batch at a time, and wait for the answer. Every call has a
+deadline; pages that are not known about by then are misses. No call raises because a store fails.
 
 Mutable state: the pools that SGLang registered, and the stores that were opened for them, behind ``_lock``.
 """
@@ -48,15 +48,15 @@ MOST_SAMPLES = 4096
 
 
 class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
-    """SGLang's L3 on asynccache's stores.
+    """asynccache's stores as SGLang's L3.
 
-    Raises on construction and when the pools are registered, which fails the attaching:
-        ConfigError: an option is unusable, or it cannot be told which weights the pages belong to.
+    Raises, when it is constructed and when the pools are registered, so that SGLang refuses to attach it:
+        ConfigError: an option cannot be used, or the weights that computed the pages cannot be identified.
         Unavailable: a store cannot be opened now.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
-        """Called by SGLang; ``kwargs`` is empty in the versions that this was tested with."""
+        """SGLang calls this; ``kwargs`` is not used, and empty in the versions that this was tested with."""
         self.options = resolve(storage_config.extra_config)
         self.shard = _shard(storage_config)
         server = _server()
@@ -80,35 +80,36 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     # SGLang's pools
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of full attention's KV, or the anchor that stands for it."""
+        """Take the host pool of full attention's KV, or the anchor that stands for it."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """One more pool; one that is there already may be named again. If the stores are open they are opened anew."""
+        """Take another host pool, which may replace one of the same name. Stores that are open are closed; the next
+        call opens them again for all pools."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(str(host_pool_name), host_pool)
 
     def on_host_pools_registered(self) -> None:
-        """Open the stores, so that what is wrong with them fails the attaching."""
+        """Open the stores now, so that SGLang refuses to attach the backend if they cannot be opened."""
         self._opened()
 
     # KV pages
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of the KV pages are stored, from the first on."""
+        """How many KV pages are stored before the first one that is not."""
         return leading(self._there(keys, [KV])[KV])
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Read KV pages; of each, whether it is there now."""
+        """Read KV pages into the host pool. Returns for each page whether it was read."""
         return self._move(Way.IN, [(KV, keys, host_indices)])[0]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store KV pages; of each, whether it is stored."""
+        """Store KV pages. Returns for each page whether it is stored."""
         return self._move(Way.OUT, [(KV, keys, host_indices)])[0]
 
     # pages of several pools
@@ -117,7 +118,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:  # fmt: skip
-        """Which prefixes of ``keys`` can be restored, see ``hits``."""
+        """Which prefixes of ``keys`` can be restored; see ``hits``."""
         transfers = pool_transfers or []
         there = self._there(keys, [KV, *(str(one.name) for one in transfers)])
         asked = [Asked(str(one.name), there[str(one.name)], _window(one)) for one in transfers]
@@ -127,25 +128,26 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Read pages of each pool; by its name, of each page whether it is there now."""
+        """Read pages of several pools. Returns by the pool's name for each page whether it was read."""
         return self._move_transfers(Way.IN, transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Store pages of each pool; by its name, of each page whether it is stored."""
+        """Store pages of several pools. Returns by the pool's name for each page whether it is stored."""
         return self._move_transfers(Way.OUT, transfers)
 
-    # copies of KV pages, for an SGLang that was not told "interface_v1": 1
+    # copies of KV pages, which SGLang makes itself unless the extra config has "interface_v1": 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Fill ``target_location``, a flat page as the KV pool makes them; None if it is not there."""
+        """Fill ``target_location``, a flat page as the KV pool makes them, and return it; None if the page was not
+        read."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill each target; of each, itself or None."""
+        """Fill each target. Returns for each page its target, or None if the page was not read."""
         done = self._move_tensors(Way.IN, keys, target_locations)
         targets = target_locations or [None] * len(keys)
         return [target if hit else None for target, hit in zip(targets, done, strict=True)]
@@ -157,7 +159,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store them; whether all are stored."""
+        """Store flat pages. Returns whether all of them are stored."""
         return all(self._move_tensors(Way.OUT, keys, values))
 
     def exists(self, key: str) -> bool:
@@ -167,32 +169,33 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     # the whole
 
     def clear(self) -> bool:
-        """Forget all pages under the stores' URLs, also those of other ranks, models and processes. Returns whether
-        every store could, within ``timeout`` seconds."""
+        """Remove all pages under the stores' URLs, also those of other ranks, models and processes. Returns whether
+        every store has done so within ``timeout`` seconds."""
         try:
             self._opened().clear(timeout=self.options.timeout).result(self.options.timeout + GRACE)
-        except (BackendError, TimeoutError, CancelledError) as error:  # or it does not even give up
+        except (BackendError, TimeoutError, CancelledError) as error:  # TimeoutError: a store hangs
             logger.error("asynccache: the stores were not cleared: %r", error)
             return False
         logger.info("asynccache: cleared %s", ", ".join(self._opened().stores))
         return True
 
     def get_stats(self) -> Any:
-        """What SGLang's metrics take, since the last call: pages and GiB/s of each batch of KV pages. None without
-        metrics."""
+        """For SGLang's metrics: pages and GiB/s of each batch of KV pages since the last call. None if metrics are not
+        enabled."""
         return None if self._metrics is None else self._metrics.take()
 
     def store_stats(self) -> Mapping[str, Mapping[str, int | float]]:
-        """What each store counts, by its name."""
+        """The statistics of each store, by its name."""
         return self._opened().store_stats()
 
     def close(self) -> None:
-        """Let calls under way end, and close the stores. Calls that come later are misses. Twice is fine."""
+        """Let the calls that have begun end, and close the stores. Pages of later calls are misses. A second call does
+        nothing."""
         with self._lock:
             self._closed = True
             self._close_pages()
 
-    # within
+    # internals
 
     def _register(self, name: str, host_pool: Any) -> None:
         with self._lock:
@@ -210,7 +213,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             logger.error("asynccache: %s", error)
             return
         if closed.held:
-            logger.warning("asynccache: closed, but a store holds on to %d pages of SGLang's pools", closed.held)
+            logger.warning("asynccache: closed, but a store still uses %d pages of SGLang's pools", closed.held)
 
     def _opened(self) -> Pages:
         """The stores, opened for the pools that are registered.
@@ -261,7 +264,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             )  # fmt: skip
 
     def _there(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
-        """Of each pool, which of the pages are stored."""
+        """For each of the pools ``names``: whether each page is stored."""
         found = {name: [False] * len(keys) for name in names}
         if not keys:
             return found
@@ -288,7 +291,8 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return {one.name: moved for one, moved in zip(transfers, done, strict=True)}
 
     def _move(self, way: Way, wanted: Sequence[tuple[str, list[str], torch.Tensor | None]]) -> list[list[bool]]:
-        """Move pages of several pools; of each page, whether it was moved."""
+        """Move pages of several pools, each given as (pool, keys, host indices). Returns for each page whether it was
+        moved."""
         done = [[False] * len(keys) for _, keys, _ in wanted]
         try:
             pages = self._opened()
@@ -301,7 +305,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
             if pool is None:
                 self._warn(name, f"pool {name} was not registered: its pages are not moved")
             elif way is Way.OUT and not pool.sharded and not self._writes:
-                done[at] = [True] * len(keys)  # the first rank writes them
+                done[at] = [True] * len(keys)  # the first rank writes these pages for all
             elif host_indices is None or host_indices.numel() != len(keys) * pool.source.page_size:
                 count = 0 if host_indices is None else host_indices.numel()
                 logger.error(
@@ -317,7 +321,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return done
 
     def _move_tensors(self, way: Way, keys: list[str], tensors: Any) -> list[bool]:
-        """The same for flat copies of KV pages."""
+        """Move flat copies of KV pages. Returns for each page whether it was moved."""
         missed = [False] * len(keys)
         if not keys or tensors is None or any(tensor is None for tensor in tensors):
             return missed
@@ -353,12 +357,13 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _known(self, act: str, name: str, results: list[Result]) -> list[Result]:
         failed = results.count(Result.FAILED)
         if failed and self._pages is not None:
-            self._warn(f"{act} {name}", f"of {failed} of {len(results)} pages of pool {name} it is not known whether "
+            self._warn(f"{act} {name}", f"for {failed} of {len(results)} pages of pool {name} it is not known whether "
                        f"they are stored{_why(self._pages)}")  # fmt: skip
         return results
 
     def _warn(self, about: str, text: str) -> None:
-        """Once in a while: a store that is away is away for every call."""
+        """Log a warning, at most once in ``WARN_EVERY`` seconds for each ``about``, because a store that fails fails
+        for every call."""
         now = time.monotonic()
         if now - self._warned.get(about, -WARN_EVERY) >= WARN_EVERY:
             self._warned[about] = now
@@ -366,7 +371,7 @@ class AsyncCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
 
 class _Metrics:
-    """Samples for SGLang's metrics. Its threads add, its scheduler takes."""
+    """Samples for SGLang's metrics. SGLang's threads add samples, and its scheduler takes them."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[Way, int, float]] = deque(maxlen=MOST_SAMPLES)
@@ -393,7 +398,7 @@ def _shard(config: HiCacheStorageConfig) -> identity.Shard:
 
 
 def _server() -> identity.Server:
-    """What SGLang was started with; only its version, where its arguments are not there."""
+    """The options that SGLang was started with; only its version and the device, if its arguments cannot be read."""
     from sglang.srt.runtime_context import get_server_args
 
     try:
@@ -415,13 +420,15 @@ def _device() -> str:
 
 
 def _is_sharded(name: str, host_pool: Any) -> bool:
-    """Whether a pool of a model with replicated KV is sharded all the same: recurrent states, and drafts of K and V."""
+    """Whether the ranks have different pages of this pool even if the model's KV is replicated. That holds for
+    recurrent states, and for the K and V of a draft model."""
     kinds = {one.__name__ for one in type(host_pool).__mro__}
     return name == PoolName.MAMBA.value or "MHATokenToKVPoolHost" in kinds
 
 
 def _dtypes(host_pool: Any) -> tuple[str, ...]:
-    """All that a pool names as a dtype: that of Mamba states has one for convolutions and another for recurrences."""
+    """All attributes of a pool that are dtypes. A pool of Mamba states has one for convolutions and one for
+    recurrences."""
     found = {"dtype": getattr(host_pool, "dtype", None)} | vars(host_pool)
     return tuple(f"{name} {value}" for name, value in sorted(found.items()) if isinstance(value, torch.dtype))
 
@@ -431,7 +438,7 @@ def _window(transfer: PoolTransfer) -> int | None:
         return None
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
         return max(1, len(transfer.keys or ()))
-    raise ConfigError(f"hit_policy={transfer.hit_policy} of pool {transfer.name} is none that this backend knows")
+    raise ConfigError(f"hit_policy={transfer.hit_policy} of pool {transfer.name} is not known to this backend")
 
 
 def _why(pages: Pages) -> str:

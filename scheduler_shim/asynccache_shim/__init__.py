@@ -1,6 +1,6 @@
 """asynccache_shim: a continuous-batching scheduler between a serving stack and asynccache.
 
-The public names. A model to run below it is in ``asynccache_hf``.
+These are its public names. ``asynccache_hf`` has models of transformers that it can run.
 """
 
 from __future__ import annotations

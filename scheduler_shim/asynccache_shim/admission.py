@@ -1,13 +1,15 @@
-"""How much a request takes, and whether it may come in: plain functions on numbers.
+"""How many pages a request takes, and whether it may be admitted: plain functions on numbers.
+
+There are two gates. The first is an estimate from the match, before anything is pinned (``demand``, ``passes``). The
+second is the lease itself, which either takes all that it is asked for (``Offer``) or refuses.
 
 Laws:
 * The sliding window's budget is ``max(min(extend, remaining_chunk), min(window, extend + more)) + page_size``.
-* What load_back will take is charged at the two admission gates and nowhere else: before the prefix is pinned, as an
-  estimate from the match (``demand``); when it is pinned, by the lease, which takes it or refuses (``Offer``).
-* The second gate is a reservation, so what passed it cannot run out of memory.
+* The pages that load_back takes are counted at these two gates and nowhere else.
+* The second gate reserves what it grants, so a request that has passed it cannot run out of memory in its chunk.
 
-Words: ``extend`` prompt tokens that are not cached; ``remaining_chunk`` what the step's token budget has left;
-``more`` tokens that may still be generated.
+Words, all in tokens: ``extend``: prompt tokens that are not cached; ``remaining_chunk``: what is left of the step's
+token budget; ``more``: tokens that may still be generated.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ CHECKPOINTS = 1
 
 
 class Slots(NamedTuple):
-    """Pages of FULL and SWA, and MAMBA states."""
+    """Numbers of slots: pages of FULL and of SWA, and states of MAMBA."""
 
     full: int
     swa: int = 0
@@ -30,7 +32,8 @@ class Slots(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a cache's configuration decides about admission. ``window`` in tokens; ``capacity``: the device's."""
+    """The part of a cache's configuration that decides about admission. ``page_size`` and ``window`` in tokens, 0:
+    there is no window; ``capacity``: the slots of the device."""
 
     page_size: int
     window: int
@@ -49,12 +52,13 @@ class Shape(NamedTuple):
         return self.pages(self.window)
 
     def pages(self, tokens: int) -> int:
-        """As many pages as hold so many tokens."""
+        """How many pages hold ``tokens`` tokens."""
         return -(-tokens // self.page_size)
 
 
 class Offer(NamedTuple):
-    """What the lease is asked for: so many tokens beyond what is cached, and so many states."""
+    """What a lease is asked for: ``chunk`` tokens of FULL beyond what is cached, ``swa_chunk`` of SWA, and ``states``
+    slots of MAMBA."""
 
     chunk: int
     swa_chunk: int
@@ -62,7 +66,7 @@ class Offer(NamedTuple):
 
 
 def shape_of(config: CacheConfig) -> Shape:
-    """The shape of a cache."""
+    """The shape of the cache that ``config`` describes."""
     full = swa = mamba = window = 0
     for component in config.components:
         if isinstance(component, Full):
@@ -75,12 +79,13 @@ def shape_of(config: CacheConfig) -> Shape:
 
 
 def check_fits(shape: Shape, tokens: int) -> None:
-    """Whether a request that ends with KV for so many tokens could run in empty pools.
+    """Refuse a request that could not run even if all pools were empty. ``tokens``: those that have KV at its end.
 
-    Two pages beside the window: the one being filled, and the one that the window is about to leave.
+    Of SWA a request needs the window and two pages more: the page that is being filled, and the one that the window is
+    about to leave.
 
     Raises:
-        CacheFull: it could not.
+        CacheFull: the request could not run.
     """
     if shape.pages(tokens) > shape.capacity.full:
         raise CacheFull(f"request: {tokens} tokens need {shape.pages(tokens)} pages, FULL has {shape.capacity.full}")
@@ -92,14 +97,15 @@ def check_fits(shape: Shape, tokens: int) -> None:
 
 
 def swa_budget(shape: Shape, extend: int, remaining_chunk: int, more: int) -> int:
-    """Tokens of the sliding window's pool that a chunk takes beyond what is cached, load_back apart."""
+    """How many tokens of SWA a chunk takes beyond what is cached, without what load_back takes; 0 if there is no
+    SWA."""
     if not shape.has_swa:
         return 0
     return max(min(extend, remaining_chunk), min(shape.window, extend + more)) + shape.page_size
 
 
 def demand(shape: Shape, extend: int, remaining_chunk: int, more: int, match: Matched) -> Slots:
-    """The first gate's estimate: this chunk, and what load_back will bring. Every part in whole pages."""
+    """The first gate's estimate: the slots for this chunk and for what load_back will bring, each in whole pages."""
     pages = shape.pages
     full = pages(min(extend, remaining_chunk)) + pages(match.host_hit_length)
     swa = pages(swa_budget(shape, extend, remaining_chunk, more)) + pages(match.swa_host_hit_length)
@@ -108,7 +114,8 @@ def demand(shape: Shape, extend: int, remaining_chunk: int, more: int, match: Ma
 
 
 def passes(need: Slots, room: Slots, growing: int) -> bool:
-    """The first gate. ``room``: free and evictable; ``growing``: requests that may each need a page next."""
+    """The first gate: whether ``need`` fits into ``room``, the free and evictable slots, with one page left for each of
+    the ``growing`` requests that run."""
     return (
         need.full + growing <= room.full
         and (not need.swa or need.swa + growing <= room.swa)
@@ -117,16 +124,17 @@ def passes(need: Slots, room: Slots, growing: int) -> bool:
 
 
 def offer(shape: Shape, extend: int, remaining_chunk: int, more: int) -> Offer:
-    """What the second gate reserves. The lease adds what load_back and copy-on-write take."""
+    """What the second gate reserves. The lease adds what load_back and copy-on-write need."""
     chunk = min(extend, remaining_chunk)
     swa = max(1, swa_budget(shape, extend, remaining_chunk, more))
     return Offer(chunk, swa, WORKING + CHECKPOINTS if shape.has_mamba else 0)
 
 
 def cut_offers(shape: Shape, whole: Offer, matched: int) -> list[Offer]:
-    """For a request that is alone: what fits beside the window that its own prefix pins, then ever less, to a page.
+    """Offers for a request when no other one holds pages, the largest first, down to one page.
 
-    The reservation of a window beyond the chunk goes first: it is for later steps.
+    The first is what fits beside the window that the request's own prefix (``matched`` tokens) pins. The next ones drop
+    the part of SWA that is reserved for later steps, and halve the chunk each time.
     """
     page = shape.page_size
     states, chunk, swa = whole.states, whole.chunk, whole.swa_chunk

@@ -1,11 +1,13 @@
-"""Who comes in: both gates, and the wait for pages that load_back brings.
+"""Admits jobs: takes them through both gates, and waits until load_back has brought their pages.
 
 Laws:
-* In order of rank; nobody overtakes who waits for pages. Who waits for storage is overtaken.
-* While anybody holds pages, nobody waits for pages: it is tried again in the next step. When nobody does, the first in
-  line waits for backups and other users of the cache, with a chunk that fits; it gives way to whoever ranks before it.
-* Nobody gives up what is cached of it because room for load_back is a moment away.
-* Who was retracted does not come back before pages were given back.
+* Jobs are admitted in their order (``planning.by_rank``). A job that waits for pages is not overtaken; one that waits
+  for storage is.
+* While any job holds pages, no job waits for pages; it is tried again in the next step. When no job holds pages, the
+  first one waits in the cache's line, for backups and for other users of the cache. It gives up its place to a job that
+  comes before it in the order.
+* A job does not give up its cached prefix because room for load_back is missing at this moment.
+* A job that was retracted is not admitted again before some job has given pages back.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from asynccache_shim.running import retract
 
 
 async def admit(board: Board, budget: int) -> None:
-    """Admit who fits, while the step's token budget lasts. Cancelling it leaves who came in so far admitted."""
+    """Admit jobs that fit, as long as there is something left of ``budget``, the step's tokens. Cancelling leaves those
+    that were admitted so far as they are."""
     for job in by_rank(list(board.waiting.values())):
         if budget < 1:
             return
@@ -39,14 +42,15 @@ async def admit(board: Board, budget: int) -> None:
 
 
 async def _end_patience(board: Board, job: Job) -> None:
-    """Have the cache stop a fetch that has had its time; a lease that may not wait does that, and is refused."""
+    """Have the cache stop a prefetch whose time is over. Asking for a lease that may not wait does that; the lease is
+    refused while the prefetch is still stopping."""
     if job.patient or job.handle is None or job.handle.done():
         return
     try:
         lease = await _lease(board, job, Offer(1, 1, 0), wait=False, shorter=False).__aenter__()
     except CacheFull:
         return
-    lease.release(board.batch)  # it came to its end just now
+    lease.release(board.batch)  # the prefetch had ended just now, so the lease was granted
 
 
 async def _admit_one(board: Board, job: Job, budget: int) -> bool:
@@ -54,7 +58,7 @@ async def _admit_one(board: Board, job: Job, budget: int) -> bool:
         return True
     loser = victim(list(board.held.values()))
     if board.settings.preempt and not job.over and loser is not None and loser.priority < job.priority:
-        await retract(board, loser)  # one a step: what it held takes a moment to be free
+        await retract(board, loser)  # only one in each step, because its pages take a moment to become free
     return False
 
 
@@ -77,8 +81,12 @@ async def _match(board: Board, job: Job) -> Matched:
 
 
 async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
-    """The largest chunk that fits now; or else, as soon as it fits, the largest with all that is cached, unless other
-    users of the cache are in the way; or else the smallest."""
+    """Admit ``job`` while no job holds pages. Returns whether it was admitted.
+
+    First each of ``offers`` is tried without waiting, the largest first. If none fits, the job waits for room for the
+    largest one with all of its cached prefix, unless other users of the cache hold leases. If that can never fit, or if
+    there are such users, it waits for the smallest one, with a shorter prefix if need be.
+    """
     if job.over or await _try(board, job, offers):
         return not job.over
     try:
@@ -92,10 +100,11 @@ async def _admit_alone(board: Board, job: Job, offers: list[Offer]) -> bool:
 
 
 async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> bool:
-    """Whether it is in; it is not if it was aborted, or gave way.
+    """Wait in the cache's line until ``job`` is admitted with ``terms``. Returns whether it was; False if it was
+    aborted or has given up its place.
 
     Raises:
-        CacheFull: it never would be.
+        CacheFull: it can never be admitted with these terms.
     """
     lease = _lease(board, job, terms, wait=True, shorter=shorter)
     board.alone = job
@@ -114,8 +123,8 @@ async def _wait_for(board: Board, job: Job, terms: Offer, *, shorter: bool) -> b
 
 
 async def _wait_in_line(job: Job, lease: Lease) -> bool:
-    """Whether the lease has entered. In a task of its own, so that whoever has it give way cancels this and nothing
-    else; cancelling it gives up the place in line."""
+    """Wait until ``lease`` is granted. Returns whether it was; False if ``give_way`` was called. The wait is a task of
+    its own, so that ``give_way`` can cancel it and nothing else. Cancelling gives up the place in the line."""
     job.entering = asyncio.ensure_future(lease.__aenter__())
     try:
         await asyncio.wait([job.entering])
@@ -159,7 +168,8 @@ def _entered(board: Board, job: Job, lease: Lease) -> None:
 
 
 async def _loaded(board: Board, job: Job, lease: Lease) -> None:
-    """RUNNING when the pages are there; in line again when they failed to arrive."""
+    """Wait for the lease's pages: ``job`` is RUNNING when they are on the device. If they failed to load, it arrives
+    again, or fails after too many attempts."""
     try:
         await lease.loaded()
     except LoadFailed as error:

@@ -1,7 +1,7 @@
-"""From arrival to the queue: fetch from storage what device and host lack, for as long as the policy allows.
+"""Takes a request into the queue, and prefetches its pages from storage for as long as the cache's policy allows.
 
-Law: a fetch never holds up anybody else's admission, and one that the cache refuses for now waits in the cache's own
-line. When a request comes back (retracted, or its pages failed to arrive) it arrives anew.
+Laws: a prefetch never holds up the admission of another request. If the cache has no room for the prefetch now, it
+waits in the cache's own line. A request that was retracted, or whose pages failed to load, arrives here again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from asynccache_shim.request import State
 
 
 def patience(config: CacheConfig, tokens: int) -> float | None:
-    """Seconds that a request waits for its own fetch, as the cache would have a waiting lease do; None: to its end."""
+    """For how many seconds a request of ``tokens`` tokens waits for its own prefetch, by the cache's prefetch policy;
+    None: until the prefetch has ended."""
     if config.prefetch_policy is PrefetchPolicy.WAIT_COMPLETE:
         return None
     if config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
@@ -25,7 +26,7 @@ def patience(config: CacheConfig, tokens: int) -> float | None:
 
 
 def arrive(board: Board, job: Job) -> None:
-    """Into the queue, while what storage has of it is being fetched."""
+    """Put ``job`` into the queue, and begin to prefetch its pages."""
     board.waiting[job.id] = job
     job.patient = True
     job.handle = board.cache.prefetch(job.tokens, extra_key=job.terms.extra_key)
@@ -44,11 +45,11 @@ async def _fetched(board: Board, job: Job) -> None:
         async with asyncio.timeout(patience(board.cache.config, job.length)):
             await handle
     except TimeoutError:
-        job.patient = False  # the next attempt to admit it has the fetch stopped; what it has is kept
+        job.patient = False  # the next attempt to admit the job stops the prefetch, which keeps what it has by then
         board.call(job)
         await _stopped(job)
     except AsyncCacheError:
-        pass  # the cache is closed, and the scheduler's next call says so
+        pass  # the cache is closed; the scheduler's next call of it raises that
     if not job.over:
         job.request.state = State.WAITING
     board.call(job)

@@ -1,7 +1,7 @@
-"""What the parts of a scheduler share: who waits, who holds pages, and the bell that wakes its loop.
+"""The state that the parts of a scheduler share: which jobs wait, which hold pages, and the event that wakes its loop.
 
-Law: this is where the scheduler's mutable state lives. A job is in ``waiting`` or in ``held``, and in ``held`` exactly
-as long as it has a lease.
+Law: all mutable state of the scheduler is here. A job is either in ``waiting`` or in ``held``; it is in ``held`` as
+long as it has a lease.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ from asynccache_shim.shards import Shards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """``step_tokens``: computed in one step at most, all requests together. ``max_running``: requests with pages.
-    ``checkpoint_every``: tokens of decoding between two checkpoints of a recurrent state. ``preempt``: whether a
-    request of higher priority may have one of lower priority retracted to come in. ``load_attempts``: how often
-    pages may fail to arrive before the request fails."""
+    """The settings of a scheduler.
+
+    step_tokens: how many tokens one step computes at most, of all requests together.
+    max_running: how many requests hold pages at the same time at most.
+    checkpoint_every: how many tokens are decoded between two checkpoints of a recurrent state.
+    preempt: whether a request of lower priority is retracted when one of higher priority finds no room.
+    load_attempts: how often a request's pages may fail to load before the request fails.
+
+    Raises:
+        ConfigError: a value is of the wrong type or out of its bounds.
+    """
 
     step_tokens: int = field(default=512, metadata=within(1))
     max_running: int = field(default=32, metadata=within(1))
@@ -36,9 +43,17 @@ class Settings:
 
 
 class Board:
-    """``freed`` counts how often a request gave its pages back; ``ended``: what the model has not been told yet;
-    ``alone``: who waits in the cache's line, while nobody holds pages. ``shards``: of the model, on other ranks; None
-    if there are none."""
+    """The shared state of one scheduler.
+
+    waiting, held: jobs by number. freed: how often a job gave its pages back, so far.
+    ended: the numbers of jobs that ended or were retracted and that the model has not been told of yet.
+    alone: the job that waits in the cache's line for pages, which happens only while no job holds pages; None: none.
+    shards: the model's shards on other ranks; None: there are none.
+    bell: set when the loop has something to do.
+
+    Raises:
+        ConfigError: a step could not hold a token for each running request and a page besides.
+    """
 
     def __init__(self, cache: AsyncCache, settings: Settings) -> None:
         self.cache = cache
@@ -62,37 +77,38 @@ class Board:
 
     @property
     def batch(self) -> int | None:
-        """What commits and releases name: the last batch that several ranks compute; None where there is one rank,
-        whose model has returned by then."""
+        """What commits and releases name: the number of the last batch that was sent to several ranks. None with one
+        rank, whose model has returned before anything is committed or released."""
         return None if self.shards is None else self.shards.sent
 
     def room(self) -> Slots:
-        """Free and evictable slots of the device."""
+        """How many slots of the device are free or evictable."""
         tiers = self.cache.statistics().device
         room = {name: shelf.free + shelf.evictable for name, shelf in tiers.items()}
         return Slots(room["full"], room.get("swa", 0), room.get("mamba", 0))
 
     def jobs(self) -> list[Job]:
-        """Everybody."""
+        """All jobs."""
         return [*self.waiting.values(), *self.held.values()]
 
     def running(self) -> list[Job]:
-        """Who can be part of a step."""
+        """The jobs that can be part of a step."""
         return [job for job in self.held.values() if job.runs and not job.over]
 
     def hold(self, job: Job) -> None:
-        """It has a lease now."""
+        """Note that ``job`` has a lease now."""
         self.waiting.pop(job.id, None)
         self.held[job.id] = job
 
     def call(self, job: Job) -> None:
-        """It may be admitted from now on: the loop looks, also if it waits for somebody who comes after this one."""
+        """Wake the loop because ``job`` may be admitted now. If the loop waits in the cache's line for a job that comes
+        after this one in the order, that job gives up its place."""
         if self.alone is not None and by_rank([job, self.alone])[0] is job:
             self.alone.give_way()
         self.bell.set()
 
     def release(self, job: Job) -> None:
-        """Its lease goes back, now. Idempotent."""
+        """Release the lease of ``job``, if it has one."""
         if job.watch is not None:
             job.watch.cancel()
             job.watch = None
@@ -104,8 +120,8 @@ class Board:
             self.freed += 1
 
     async def publish(self, job: Job) -> None:
-        """What it has computed may be hit by others, and by itself when it is back. Cancelling it publishes all of it
-        or nothing."""
+        """Commit what ``job`` has computed, so that other requests can hit it, and the job itself when it is admitted
+        again. Cancelling commits all of it or nothing."""
         lease, computed = job.lease, job.computed
         if lease is None or job.request.state is State.LOADING or computed <= lease.cached:
             return
@@ -114,7 +130,7 @@ class Board:
         await lease.commit(job.tokens[:computed], self.batch, checkpoint)
 
     def drop(self, job: Job, finish: Finish, error: BaseException | None = None) -> None:
-        """It is over: nothing of it stays."""
+        """End the request of ``job``, and remove the job with all that it holds."""
         end_request(job.request, finish, error)
         if job.handle is not None:
             job.handle.cancel()

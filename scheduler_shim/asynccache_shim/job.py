@@ -1,4 +1,4 @@
-"""One request as the scheduler keeps it: its tokens so far, its lease, how far it is computed."""
+"""A request as the scheduler keeps it: its tokens so far, its lease, and how far it is computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from asynccache_shim.request import Request, State, Tokens, add_token
 
 
 class Job:
-    """Mutable, owned by one scheduler. ``computed``: KV is written up to here. ``reserved``: the lease's pages reach
-    here. ``entry``: its length when it was admitted; up to there it prefills. ``blocked``: see ``Board.freed``."""
+    """One request of one scheduler. All positions and lengths are in tokens.
+
+    id, order: the request's number. length: tokens so far, of prompt and output.
+    computed: KV is written up to here. reserved: the lease's pages reach up to here.
+    entry: the length when the request was admitted; up to there it prefills. marks: where states are to be kept.
+    checkpointed: the position of the latest checkpoint of a state.
+    patient: whether the prefetch may still go on. handle: the prefetch; None: there is none.
+    watch: the task that waits for the prefetch or for the load. entering: the task that waits in the cache's line.
+    blocked: the value of ``Board.freed`` when the job was retracted. It is not admitted again before that has grown.
+    failed_loads: how often its pages failed to load.
+    """
 
     __slots__ = (
         "_buffer", "blocked", "checkpointed", "computed", "entering", "entry", "failed_loads", "handle", "id", "lease",
@@ -52,31 +61,31 @@ class Job:
 
     @property
     def generated(self) -> int:
-        """Tokens of output."""
+        """How many tokens were generated."""
         return self.length - len(self.terms.tokens)
 
     @property
     def more(self) -> int:
-        """Tokens that may still be generated and need KV: the last one does not."""
+        """How many tokens may still be generated that need KV. The last token of the output needs none."""
         return len(self._buffer) - self.length - 1
 
     @property
     def over(self) -> bool:
-        """Its request has ended, in whatever way."""
+        """Whether its request has ended, in whatever way."""
         return self.request.finish is not None
 
     @property
     def runs(self) -> bool:
-        """It can be part of a step."""
+        """Whether it can be part of a step."""
         return self.lease is not None and self.request.state is State.RUNNING
 
     @property
     def decodes(self) -> bool:
-        """All but the last token are computed."""
+        """Whether all tokens but the last are computed, so that the next step generates one."""
         return self.length - self.computed == 1
 
     def entered(self, lease: Lease, page_size: int, has_states: bool) -> None:
-        """It was admitted."""
+        """Note that the job was admitted with ``lease``, whose pages may still be on their way to the device."""
         self.lease = lease
         self.computed = self.checkpointed = lease.cached
         self.entry = self.length
@@ -88,24 +97,24 @@ class Job:
             self.request.hits = lease.hits
 
     def give_way(self) -> None:
-        """It gives up its place in the cache's line, if it has one."""
+        """Give up the job's place in the cache's line, if it has one."""
         if self.entering is not None:
             self.entering.cancel()
 
     def left(self) -> Lease | None:
-        """It holds nothing any more; the lease, for whoever releases it."""
+        """Take the lease away from the job, and return it to be released; None if there was none."""
         lease, self.lease = self.lease, None
         self._forget()
         return lease
 
     def append(self, token: int) -> None:
-        """One more token of output."""
+        """Add a token to the output."""
         self._buffer[self.length] = token
         self.length += 1
         add_token(self.request, token)
 
     def work(self, stop: int, checkpoint: Checkpoint | None, has_swa: bool) -> Work:
-        """Its part of a step, up to ``stop``."""
+        """The job's part of a step that computes it up to ``stop``."""
         assert self.lease is not None
         none = np.empty(0, np.int32)
         return Work(

@@ -1,8 +1,8 @@
-"""What the scheduler asks of a model: one blocking call per step, on values.
+"""What the scheduler asks of a model: one blocking call for each step, with plain values as arguments.
 
-Law: the scheduler decides, the model computes. A model reads and writes KV in ``cache.pools`` at the slots that it is
-told, and nowhere else; it never sees a lease, a request or the cache's tree. When ``forward`` is called, everything it
-may read is on the device already, and what it is told to write belongs to that request alone.
+Law: the scheduler decides, and the model computes. A model reads and writes KV in ``cache.pools``, only at the slots
+that the call names. It never sees a lease, a request or the cache's tree. When ``forward`` is called, all data that it
+may read is on the device already, and each slot that it is to write belongs to one request alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy.typing as npt
 Pages = npt.NDArray[np.int32]
 
 NO_TOKEN = -1
-"""What ``forward`` returns for a ``Work`` that is not to sample."""
+"""What ``forward`` returns for a ``Work`` whose ``sample`` is False."""
 
 
 class Sampling(NamedTuple):
-    """How the next token is drawn. ``temperature`` 0: the likeliest one. With a ``seed`` the draw is a function of it
-    and of the token's position, so that a request which was retracted goes on as it would have."""
+    """How the next token is drawn. With ``temperature`` 0 it is the most likely one. ``top_p``: draw among the most
+    likely tokens that together have this probability. With a ``seed`` the draw is a function of the seed and of the
+    token's position, so a request that was retracted goes on as it would have without that."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -29,7 +30,8 @@ class Sampling(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Keep the recurrent state after ``position`` tokens (always the work's ``stop``) in MAMBA slot ``slot`` too."""
+    """Also write the recurrent state after ``position`` tokens, which is always the work's ``stop``, to MAMBA slot
+    ``slot``."""
 
     position: int
     slot: int
@@ -38,16 +40,20 @@ class Checkpoint(NamedTuple):
 class Work(NamedTuple):
     """One request's part of a step: compute the positions ``[start, stop)`` of ``tokens``.
 
-    ``tokens``: prompt and output so far, int32, at least ``stop`` of them; not to be changed.
-    ``pages``: FULL's page table, position p at page ``pages[p // page_size]``; covers ``[0, stop)`` or more.
-    ``swa_pages``: the window's, -1 where it has no page; covers the window before ``start`` and up to ``stop``; empty
-    when there is no SWA pool. ``states``: MAMBA slots, the working copy first: it holds the state after ``start``
-    tokens (nothing, if ``start`` is 0) and must hold the one after ``stop`` when the call returns; empty when there is
-    no MAMBA pool. ``checkpoint``: see there. ``sample``: return the token that follows ``tokens[stop - 1]``.
+    tokens: prompt and output so far, int32, at least ``stop`` of them; not to be changed.
+    start: where the request's previous work stopped. For its first work, and for the first one after a retraction, the
+        end of what comes from the cache: 0 or a multiple of the page size.
+    pages: FULL's page table. Position p is in page ``pages[p // page_size]``; the table covers at least ``[0, stop)``.
+    swa_pages: SWA's page table in the same form, with -1 where there is no page. It covers the window before ``start``
+        and all up to ``stop``. Empty if there is no SWA pool.
+    states: MAMBA slots, the working copy first. That slot holds the state after ``start`` tokens (nothing yet if
+        ``start`` is 0), and must hold the state after ``stop`` tokens when the call returns. Empty if there is no MAMBA
+        pool.
+    checkpoint: where to keep a copy of that state as well; None: nowhere.
+    sample: whether to return the token that follows ``tokens[stop - 1]``.
+    sampling: how that token is drawn.
 
-    ``start`` is 0 or where the same request's previous work stopped or, the first time and after a retraction, a page
-    multiple up to which KV comes from the cache. The page tables may change between two steps, the KV they lead to
-    does not.
+    The page tables may change between two steps; the KV that they lead to does not.
     """
 
     request_id: int
@@ -63,20 +69,23 @@ class Work(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step. ``ended``: requests that finished, were aborted or retracted since the last call; a model that keeps
-    anything of a request between calls forgets it now (before it looks at ``works``: a retracted one may be back)."""
+    """One step. ``ended``: the ids of requests that finished, were aborted or were retracted since the last call. A
+    model that keeps anything of a request between calls must forget these before it looks at ``works``, because a
+    retracted request may be among ``works`` again, under the same id."""
 
     works: tuple[Work, ...]
     ended: tuple[int, ...] = ()
 
 
 class Model(Protocol):
-    """Called from one worker thread at a time, never from the event loop's thread."""
+    """What computes the steps. It is called from one thread at a time, and never from the event loop's thread."""
 
     def forward(self, batch: Batch) -> Sequence[int]:
-        """Compute; the next token of every work in order, ``NO_TOKEN`` where it is not to sample.
+        """Compute the batch. Returns the next token of every work, in the order of ``works``; ``NO_TOKEN`` for a work
+        that does not sample.
 
-        Returns when all KV is written (a device's queue may still hold the writes, if later copies of that device are
-        ordered behind them). What it raises ends the requests of the batch, and nothing of the step is published.
+        It must return only when all KV is written. On a device with a queue the writes may still be queued, if later
+        copies of that device are ordered behind them. An error that it raises ends the requests of the batch, and
+        nothing of the step is published.
         """
         ...

@@ -1,9 +1,10 @@
-"""A step's batch as bytes, for the ranks that compute a part of it: the difference to what they know already.
+"""A step's batch as bytes, for the ranks that compute a part of it. Only what has changed since the last step is sent.
 
 Laws:
-* What is written is read once and in the same order, so writer and reader know the same of every request.
-* A request that ended is forgotten on both sides before anything else; if it comes back, all of it is told anew.
-* What a model was handed does not change: a page table that changes is a new array.
+* Every payload is read once, in the order in which they were written. So writer and reader know the same of every
+  request.
+* Both sides forget a request that ended before they do anything else. If it comes back, all of it is sent again.
+* An array that a model was handed never changes: a page table that changes becomes a new array.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _NONE = np.empty(0, np.int32)
 
 
 class Table(msgspec.Struct, array_like=True, frozen=True):
-    """A page table after the one before it: the first ``kept`` entries of that, of which some changed (``changes``:
-    pairs of place and slot), and then ``tail``. All numbers are int32, little-endian."""
+    """How a page table differs from the previous one: its first ``kept`` entries are those of the previous table,
+    except for ``changes`` (pairs of place and slot), and ``tail`` follows. All numbers are int32, little-endian."""
 
     kept: int
     changes: bytes
@@ -30,8 +31,8 @@ class Table(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Work``. ``tokens``: those before ``stop`` that no earlier part of this request brought. None in ``pages``,
-    ``swa_pages`` and ``sampling``: as in the part before."""
+    """A ``Work`` as it is sent. ``tokens``: those before ``stop`` that no earlier part of this request had. None in
+    ``pages``, ``swa_pages`` or ``sampling``: the same as in the request's previous part."""
 
     request: int
     start: int
@@ -46,15 +47,15 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Payload(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Batch``."""
+    """A ``Batch`` as it is sent."""
 
     ended: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
 class _Told:
-    """What the writer has said of a request so far, and what the reader has heard of it. ``tokens``: the reader's
-    buffer, the first ``length`` of which are known."""
+    """What has been sent of a request so far. The writer and the reader each keep one. ``tokens``: the reader's buffer,
+    of which the first ``length`` tokens are known."""
 
     __slots__ = ("length", "pages", "sampling", "swa_pages", "tokens")
 
@@ -66,7 +67,7 @@ class _Told:
 
 
 class PayloadWriter:
-    """Batches to bytes, for one ``PayloadReader`` on every rank."""
+    """Turns batches into bytes, for one ``PayloadReader`` on every other rank."""
 
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
@@ -76,7 +77,7 @@ class PayloadWriter:
         return f"PayloadWriter({len(self._told)} requests)"
 
     def write(self, batch: Batch) -> bytes:
-        """``batch``, for the readers that have read all that was written before."""
+        """The bytes of ``batch``, for readers that have read everything that was written before."""
         for number in batch.ended:
             self._told.pop(number, None)
         return self._encoder.encode(Payload(batch.ended, tuple(map(self._part, batch.works))))
@@ -94,7 +95,7 @@ class PayloadWriter:
 
 
 class PayloadReader:
-    """The other end of a ``PayloadWriter``."""
+    """Turns the bytes of a ``PayloadWriter`` into batches."""
 
     def __init__(self) -> None:
         self._told: dict[int, _Told] = {}
@@ -104,10 +105,10 @@ class PayloadReader:
         return f"PayloadReader({len(self._told)} requests)"
 
     def read(self, content: bytes) -> Batch:
-        """The batch that was written, but for tokens from a work's ``stop`` on.
+        """The batch that was written, where each work has only its tokens before ``stop``.
 
         Raises:
-            ConfigError: ``content`` is no batch, or what stood before it is missing.
+            ConfigError: ``content`` is no batch, or a batch that was written before it has not been read.
         """
         try:
             payload = self._decoder.decode(content)
@@ -134,7 +135,8 @@ class PayloadReader:
 
 
 def _append(told: _Told, tokens: Pages) -> None:
-    """Whoever was handed the buffer keeps it as it is: what is known is never written again."""
+    """Add tokens to what is known. Tokens that a model was handed are never written again: the buffer only grows, or is
+    replaced by a larger copy."""
     length = told.length + len(tokens)
     if length > len(told.tokens):
         known = told.tokens[: told.length]
@@ -145,20 +147,20 @@ def _append(told: _Told, tokens: Pages) -> None:
 
 
 def _difference(old: Pages, new: Pages) -> Table | None:
-    """What makes ``new`` of ``old``; None if they are the same."""
+    """How ``new`` differs from ``old``; None if they are the same."""
     if new is old:
         return None
     kept = min(len(old), len(new))
     places = np.flatnonzero(old[:kept] != new[:kept])
     if not len(places) and len(old) == len(new):
         return None
-    if 2 * len(places) >= kept:  # pairs would take more than all of it
+    if 2 * len(places) >= kept:  # the pairs would take more bytes than the whole table
         return Table(0, b"", _as_bytes(new))
     return Table(kept, _as_bytes(np.stack((places, new[places]), axis=1)), _as_bytes(new[kept:]))
 
 
 def _applied(old: Pages, table: Table | None) -> Pages:
-    """``old`` with the difference; a new array, if there is one."""
+    """``old`` with the difference ``table`` applied, as a new array; ``old`` itself if ``table`` is None."""
     if table is None:
         return old
     if not 0 <= table.kept <= len(old):

@@ -1,8 +1,8 @@
-"""Who computes what in a step, who goes first, who has to go: plain functions.
+"""The order of requests, whom to retract, and where a chunk ends: plain functions.
 
-Laws: higher priority first, then who came first; the last in that order is the first to be retracted. A chunk ends at
-a page's end if it reaches one, so that all of it can be published, and never leaps over a mark (where a recurrent
-state is to be kept).
+Laws: requests of higher priority go first, and among equals the one that came first. The last in this order is the
+first to be retracted. A chunk ends at the end of a page if it reaches one, so that all of it can be published. It never
+goes beyond a mark, which is a position whose recurrent state is to be kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 
 class Ranked(Protocol):
-    """``order``: when it came."""
+    """What has a place in the order. ``order``: a number that grows with each request that comes."""
 
     @property
     def priority(self) -> int: ...
@@ -24,17 +24,18 @@ R = TypeVar("R", bound=Ranked)
 
 
 def by_rank(jobs: Iterable[R]) -> list[R]:
-    """Who goes first."""
+    """The jobs in their order, the one that goes first at the front."""
     return sorted(jobs, key=lambda job: (-job.priority, job.order))
 
 
 def victim(jobs: Sequence[R]) -> R | None:
-    """Who is retracted: of the lowest priority, the newest."""
+    """The job to be retracted: the newest of those of the lowest priority; None if there are no jobs."""
     return by_rank(jobs)[-1] if jobs else None
 
 
 def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequence[int] = ()) -> int:
-    """Where a chunk that begins at ``start`` stops: no later than ``end``, ``budget`` tokens and the next mark."""
+    """Where a chunk that begins at ``start`` stops: not after ``end``, not after ``budget`` tokens, not after the next
+    of ``marks``, and at the end of a page if it stops before ``end`` and reaches one."""
     stop = min([end, start + budget, *(mark for mark in marks if mark > start)])
     if stop < end:
         whole = stop // page_size * page_size
@@ -44,7 +45,8 @@ def chunk_stop(start: int, end: int, budget: int, page_size: int, marks: Sequenc
 
 
 def shorter(start: int, stop: int, page_size: int) -> int:
-    """The next chunk to try when the one up to ``stop`` does not fit: half of it, down to the end of a page."""
+    """The stop to try next when there is no room up to ``stop``: half of the chunk, rounded down to whole pages, but at
+    least to the end of the page that ``start`` is in."""
     half = (start + (stop - start) // 2) // page_size * page_size
     least = start // page_size * page_size + page_size
     return min(stop, max(half, least))

@@ -1,9 +1,10 @@
-"""What a caller holds: tokens, limits, priority and namespace on the way in; a stream of tokens and ``abort`` after.
+"""A request as its caller holds it: made of tokens, limits, priority and namespace; it gives a stream of tokens.
 
 Laws:
 * A request knows nothing of the cache, and the cache never sees it. The scheduler writes ``state``, ``match``, ``hits``
-  and ``output``; the caller reads them, iterates, and may abort at any moment.
-* What the scheduler acts on are the ``terms`` as they were submitted, whatever becomes of the request's attributes.
+  and ``output``; the caller reads them, iterates over the output, and may abort at any moment.
+* The scheduler acts on the ``terms`` as they were when the request was submitted. Setting an attribute afterwards
+  changes nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class State(Enum):
     """Where a request stands."""
 
     NEW = "not submitted"
-    PREFETCHING = "what storage has of it is being fetched"
+    PREFETCHING = "its pages are being fetched from storage"
     WAITING = "in the queue"
-    LOADING = "admitted; its pages are on their way to the device"
+    LOADING = "admitted; its pages are being loaded to the device"
     RUNNING = "part of every step"
-    FINISHED = "over"
+    FINISHED = "finished"
 
 
 class Finish(Enum):
@@ -50,7 +51,8 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When generation ends: after so many tokens, or with one of these (which is the last of the output)."""
+    """When generation ends: after ``max_new_tokens`` tokens, or with one of ``stop_tokens``, which is then the last
+    token of the output."""
 
     max_new_tokens: int = field(default=16, metadata=within(1))
     stop_tokens: frozenset[int] = frozenset()
@@ -61,7 +63,8 @@ class Limits:
 
 
 class Matched(NamedTuple):
-    """What the cache had of a request when it was last looked at, in tokens (``mamba_host_hit_length``: states)."""
+    """What the cache had of a request's tokens at its latest look-up, in tokens; ``mamba_host_hit_length`` in states.
+    The fields are those that ``AsyncCache.match`` returns."""
 
     device: int = 0
     host: int = 0
@@ -71,12 +74,12 @@ class Matched(NamedTuple):
 
     @property
     def needs_load_back(self) -> bool:
-        """Whether admitting it takes device pages for what only the host has."""
+        """Whether admitting the request takes device pages for data that only the host has."""
         return bool(self.host_hit_length or self.swa_host_hit_length or self.mamba_host_hit_length)
 
 
 class Terms(NamedTuple):
-    """What is asked for; see ``Request``."""
+    """The attributes of a ``Request`` that say what is asked for, checked; see there."""
 
     tokens: Tokens
     limits: Limits
@@ -87,10 +90,21 @@ class Terms(NamedTuple):
 
 
 class Request:
-    """One prompt to be continued. Submitted once; ``async for token in request`` streams its output.
+    """One prompt to be continued. A request is submitted once; ``async for token in request`` streams its output.
 
-    ``priority``: higher goes first, and is retracted last. ``extra_key``: a namespace of the cache. ``ended``: what
-    it computes will not be asked for again, so it leaves the cache first.
+    tokens: the prompt, at least one token; a list or an int32 array of one dimension.
+    limits: when generation ends (default: after 16 tokens).
+    priority: requests of higher priority are admitted first and retracted last.
+    extra_key: the cache's namespace for the prompt; prompts of different namespaces share nothing.
+    sampling: how tokens are drawn (default: the most likely one).
+    ended: the conversation will not go on, so what the request computes is the first to be evicted.
+
+    Attributes that the scheduler sets: ``state``; ``match``, the latest look-up; ``hits``, what the first lease found;
+    ``retractions``, how often the request was retracted; ``output``; ``finish``, how it ended (None: it has not); and
+    ``error``, why it failed.
+
+    Raises:
+        ConfigError: an argument cannot be used.
     """
 
     def __init__(
@@ -125,7 +139,8 @@ class Request:
         return f"Request({len(self.tokens)} tokens, {len(self.output)} generated, {end.value})"
 
     def abort(self) -> None:
-        """The caller wants no more of it. Its stream ends at once; what it holds goes back once no step uses it."""
+        """End the request. Its stream of tokens ends at once; its pages are given back when no step uses them any more.
+        A request that has ended stays as it is."""
         if self.finish is not None:
             return
         if self._aborted is None:
@@ -134,14 +149,15 @@ class Request:
             self._aborted()
 
     def __aiter__(self) -> AsyncIterator[int]:
-        """The output from its first token on, for any number of readers. Cancelling a reader aborts nothing."""
+        """Iterate over the output, from its first token on. There may be any number of readers; cancelling one does not
+        abort the request. What the request failed with is raised after the last token."""
         return _Reader(self)
 
     async def done(self) -> list[int]:
-        """The whole output. Cancelling it aborts nothing.
+        """Wait until the request has ended; returns the whole output. Cancelling does not abort the request.
 
         Raises:
-            BaseException: what the request failed of.
+            BaseException: the error that the request failed with.
         """
         while self.finish is None:
             await self._news()
@@ -150,7 +166,13 @@ class Request:
         return self.output
 
     async def next_token(self, index: int) -> int | None:
-        """Output token ``index``, as soon as there is one; None: there will be none."""
+        """Output token ``index``, counted from 0, as soon as it is there; None if the output ends before it. Cancelling
+        does not abort the request.
+
+        Raises:
+            BaseException: the error that the request failed with, if the output ends before token ``index``.
+            ConfigError: ``index`` is no integer of 0 or more.
+        """
         index = integer("index", index, 0)
         while len(self.output) <= index:
             if self.finish is not None:
@@ -162,10 +184,10 @@ class Request:
 
     @property
     def terms(self) -> Terms:
-        """As they were submitted; before, as they are.
+        """The terms that were submitted; before the request is submitted, those of its present attributes.
 
         Raises:
-            ConfigError: an attribute was set to what is unusable.
+            ConfigError: an attribute was set to something that cannot be used.
         """
         if self._terms is not None:
             return self._terms
@@ -186,37 +208,38 @@ class Request:
         await waiter
 
 
-# what becomes of a request: for the scheduler alone, and no part of what a caller holds
+# functions by which the scheduler changes a request; they are not for callers
 
 
 def enlist(request: Request, aborted: Callable[[], None]) -> None:
-    """It is a scheduler's from now on, which is told if it is to be aborted, and ends it.
+    """Hand ``request`` over to a scheduler. From now on ``abort`` calls ``aborted``, and the scheduler ends the
+    request.
 
     Raises:
-        ConfigError: it was submitted before, or an attribute was set to what is unusable.
+        ConfigError: the request was submitted before, or an attribute was set to something that cannot be used.
     """
     if request.state is not State.NEW:
-        raise ConfigError("request: it is submitted once")
+        raise ConfigError("request: it was submitted before; make a new one")
     request._terms = request.terms
     request.state = State.WAITING
     request._aborted = aborted
 
 
 def add_token(request: Request, token: int) -> None:
-    """One more token for the readers."""
+    """Add a token to the output, and wake the readers."""
     request.output.append(token)
     request._wake()
 
 
 def end_request(request: Request, finish: Finish, error: BaseException | None = None) -> None:
-    """There will be no more tokens. The first end counts."""
+    """End the output, and wake the readers. Only the first call for a request has an effect."""
     if request.finish is None:
         request.finish, request.error, request.state = finish, error, State.FINISHED
         request._wake()
 
 
 class _Reader:
-    """One pass over a request's output."""
+    """An iterator over the output of one request."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -234,28 +257,29 @@ class _Reader:
 
 
 def as_tokens(tokens: list[int] | Tokens) -> Tokens:
-    """A private int32 copy, of at least one token.
+    """The tokens as a private int32 array.
 
     Raises:
-        ConfigError: they are not one row of integers, or one is negative or beyond int32, or there are none.
+        ConfigError: they are no integers in one dimension, or one is negative or beyond int32, or there are none.
     """
     try:
         given = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
         if given.ndim != 1 or (given.dtype.kind not in "iu" and len(given)):
             raise TypeError(f"{given.ndim} dimensions of {given.dtype}")
-    except Exception as error:  # whatever it is, it becomes no array
+    except Exception as error:  # numpy calls code of the caller's object, which may raise anything
         raise ConfigError(f"request: tokens={shown(tokens)} are no row of integers: {error}") from error
     if not len(given):
-        raise ConfigError("request: tokens: it needs at least one")
+        raise ConfigError("request: tokens: a request needs at least one")
     if given.min() < 0 or given.max() > MAX_TOKEN:
-        raise ConfigError("request: tokens are one row of integers from 0 to 2**31 - 1")
+        raise ConfigError("request: tokens must be integers from 0 to 2**31 - 1")
     return given.astype(np.int32)
 
 
 def as_stop_tokens(tokens: object) -> frozenset[int]:
-    """
+    """Stop tokens, checked.
+
     Raises:
-        ConfigError: it is no collection of tokens.
+        ConfigError: ``tokens`` is no set, list or tuple of tokens.
     """
     if not isinstance(tokens, (frozenset, set, list, tuple)):
         raise ConfigError(f"stop_tokens={shown(tokens)} must be a set of tokens")
@@ -263,7 +287,8 @@ def as_stop_tokens(tokens: object) -> frozenset[int]:
 
 
 def as_priority(priority: object) -> int:
-    """
+    """A priority, checked.
+
     Raises:
         ConfigError: it is no integer.
     """
@@ -271,17 +296,19 @@ def as_priority(priority: object) -> int:
 
 
 def as_extra_key(extra_key: object) -> ExtraKey:
-    """
+    """A namespace, checked.
+
     Raises:
-        ConfigError: it is nothing that can be digested.
+        ConfigError: it is no text, bytes or None.
     """
     return namespace("request: extra_key", extra_key)
 
 
 def as_sampling(sampling: object) -> Sampling:
-    """
+    """A ``Sampling``, with each of its values checked.
+
     Raises:
-        ConfigError: a value in it is unusable.
+        ConfigError: one of its values cannot be used.
     """
     temperature, top_p, seed = instance("request: sampling", sampling, Sampling)
     return Sampling(

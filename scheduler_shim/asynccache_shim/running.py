@@ -1,9 +1,10 @@
-"""Who is in the step: room for what each will compute, retraction where there is none, and what comes of a step.
+"""The jobs of a step: pages for what each one computes, retraction where there are none, and the step's results.
 
 Laws:
-* What was admitted computes its first chunk in the pages it was admitted with; later chunks and decoding grow.
-* Growth that fails costs the last in rank its pages, be it the one that grows. So the first in rank always goes on.
-* What is computed is published before its pages are given back.
+* A job computes its first chunk in the pages that it was admitted with. Later chunks and decoding extend its lease.
+* If there is no page to extend a lease, the last job in the order is retracted, even if that is the job which needs the
+  page. So the first job in the order always goes on.
+* What a job has computed is published before its pages are given back.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from asynccache_shim.request import Finish
 
 
 async def grow_all(board: Board) -> tuple[dict[int, int], int]:
-    """Where each running job stops in this step, with pages up to there, and the token budget that is left.
+    """Extend the leases of the running jobs for this step. Returns where each job stops, by its number, and what is
+    left of the step's token budget.
 
-    Decoding comes first: it takes a token each, and its readers wait. Cancelling it leaves reservations as they are.
+    Jobs that decode come first, because they take one token each and their readers wait for it. Cancelling leaves the
+    leases as they are by then.
     """
     budget = board.settings.step_tokens
     stops: dict[int, int] = {}
@@ -35,7 +38,7 @@ async def grow_all(board: Board) -> tuple[dict[int, int], int]:
 
 
 def plan_admitted(board: Board, stops: dict[int, int], budget: int) -> None:
-    """Who came in during this step, and has its pages already, is part of it, too."""
+    """Add the jobs that were admitted during this step and whose pages are on the device already to ``stops``."""
     for job in by_rank(board.running()):
         if job.id not in stops and budget and job.computed < job.reserved:
             stop = min(job.reserved, _wanted(board, job, budget))
@@ -50,7 +53,8 @@ def _wanted(board: Board, job: Job, budget: int) -> int:
 
 
 async def _grow(board: Board, job: Job, stop: int) -> int:
-    """Pages up to ``stop``, or to where a cut chunk ends. ``job.computed``: it has to give up its pages, or did."""
+    """Extend the lease of ``job`` up to ``stop``, or as far as there is room. Returns how far it reaches now;
+    ``job.computed`` if the job was retracted."""
     page = board.shape.page_size
     while job.lease is not None and stop > job.reserved:
         try:
@@ -68,7 +72,8 @@ async def _grow(board: Board, job: Job, stop: int) -> int:
 
 
 async def retract(board: Board, job: Job) -> None:
-    """Its pages go back; it goes on from the cache when it is admitted again. Cancelling it may leave it as it was."""
+    """Publish what ``job`` has computed, give its pages back and put it into the queue again. When it is admitted again
+    it goes on from what the cache still has. Cancelling may leave it as it was."""
     await board.publish(job)
     board.release(job)
     if not job.over:
@@ -78,7 +83,7 @@ async def retract(board: Board, job: Job) -> None:
 
 
 async def works_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Work]]:
-    """The step's batch."""
+    """The jobs of the step's batch, each with its work."""
     works = []
     for number, stop in stops.items():
         job = board.held.get(number)
@@ -89,7 +94,7 @@ async def works_of(board: Board, stops: dict[int, int]) -> list[tuple[Job, Work]
 
 
 async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
-    """Where a state is due, and a slot can be had for it."""
+    """The checkpoint that is due at ``stop``; None if none is due, or if there is no slot for it."""
     if not board.shape.has_mamba or stop % board.shape.page_size:
         return None
     if stop > job.entry and stop - job.checkpointed < board.settings.checkpoint_every:
@@ -104,21 +109,21 @@ async def _checkpoint(board: Board, job: Job, stop: int) -> Checkpoint | None:
 
 
 async def finish_step(board: Board, works: list[tuple[Job, Work]], tokens: list[int]) -> None:
-    """Publish what was computed and hand out the tokens. Cancelling it leaves the rest of the results unused, and its
-    requests fit for release only."""
+    """Publish what a step has computed, and hand out its tokens. Cancelling leaves the other results unused; the
+    requests of the step can only be released then."""
     for (job, work), token in zip(works, tokens, strict=True):
         job.computed = work.stop
         if job.over:
             await board.publish(job)
             board.release(job)
         else:
-            await _settle(board, job, work)
+            await _publish_part(board, job, work)
             if token != NO_TOKEN:
                 await _generated(board, job, token)
 
 
-async def _settle(board: Board, job: Job, work: Work) -> None:
-    """Publish a chunk of prefill, or a checkpoint; then what the window has left behind goes back."""
+async def _publish_part(board: Board, job: Job, work: Work) -> None:
+    """Commit a chunk of prefill or a checkpoint, and give back the SWA pages that the window has left."""
     lease = job.lease
     assert lease is not None
     if work.stop <= job.entry or work.checkpoint is not None:

@@ -1,10 +1,11 @@
 """The scheduler: continuous batching over one cache and one model.
 
 Laws:
-* One loop, one step at a time: room, admission, model, results. The model runs in a worker thread; nothing here blocks
-  the event loop.
-* Pages are given back only when no step uses them: a cancellation that arrives while the model runs waits for it.
-* When the loop dies, every request is told what of.
+* One loop computes one step after the other: pages for running jobs, admission, model, results. The model runs in a
+  thread of its own; nothing here blocks the event loop.
+* Pages are given back only when no step uses them: a cancellation that comes while the model runs takes effect when the
+  model has returned.
+* When the loop ends with an error, every request fails with that error.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from asynccache_shim.thread import ModelThread, returned
 
 
 class Scheduler:
-    """``async with Scheduler(cache, model) as scheduler: scheduler.submit(request)``.
+    """Continuous batching: ``async with Scheduler(cache, model) as scheduler: scheduler.submit(request)``.
 
-    The cache stays the caller's, who closes it afterwards. Belongs to the cache's loop.
+    The cache must be open, and stays the caller's, who closes it after the scheduler. All calls must be made in the
+    thread of the cache's event loop.
 
-    Where the cache has workers on other ranks, ``model`` is this rank's shard, and the others compute each step with
-    ``follow``. The tokens are those that ``model`` returns here.
+    If the cache has workers on other ranks, ``model`` is this rank's shard, and the other ranks compute each step with
+    ``follow``. The tokens are those that ``model`` returns on this rank.
+
+    Raises:
+        ConfigError: an argument cannot be used, or ``settings`` do not fit the cache's page size.
     """
 
     def __init__(self, cache: AsyncCache, model: Model, settings: Settings | None = None) -> None:
@@ -54,30 +59,34 @@ class Scheduler:
 
     @property
     def failure(self) -> BaseException | None:
-        """What its loop died of, if it did."""
+        """The error that the loop has ended with; None if there was none."""
         return self._failure
 
     async def __aenter__(self) -> Scheduler:
-        """Start the loop. Raises ``ConfigError``: the cache has workers on other ranks and none on this one, where a
-        shard of the model is to run."""
+        """Start the loop.
+
+        Raises:
+            ConfigError: the cache has workers on other ranks but none in this process, where a shard of the model is to
+                run.
+        """
         cache, own = self._board.cache, self._board.cache.worker
         if own is not None:
             self._board.shards = Shards(cache, own, self._lost)
         elif not cache.pools:
-            raise ConfigError("scheduler: it runs on a rank of the model, and this process has none")
+            raise ConfigError("scheduler: it must run in the process of a rank, and this cache has no worker here")
         self._loop = asyncio.get_running_loop().create_task(self._run(), name="asynccache-scheduler")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``aclose()``. Raises what the loop died of, if nothing else is being raised."""
+        """Call ``aclose()``. Raises the error that the loop has ended with, unless another error is being raised."""
         await self.aclose()
         if self._failure is not None and error is None:
             raise self._failure
 
     async def aclose(self) -> None:
-        """Abort what is left, give all pages back, stop. Cancelling it stops the waiting; closing goes on."""
+        """Abort all requests, give all pages back and end the loop. Cancelling ends the waiting; closing goes on."""
         self._closing = True
         for job in self._board.jobs():
             job.request.abort()
@@ -92,14 +101,14 @@ class Scheduler:
     # callers
 
     def submit(self, request: Request) -> Request:
-        """Into the queue; returns it, to iterate over. From the loop's thread.
+        """Put ``request`` into the queue, and return it. To be called in the thread of the loop.
 
         Raises:
-            CacheFull: it could not run in empty pools.
-            CacheClosed: the scheduler is closed, or died.
-            RankFailure: another rank is gone.
-            ConfigError: it is no request, or was submitted before, or one of its attributes was set to what is
-                unusable.
+            CacheFull: the request could not run even if all pools were empty.
+            CacheClosed: the scheduler is closed, or its loop has ended with an error.
+            RankFailure: another rank has failed.
+            ConfigError: it is no request, or it was submitted before, or one of its attributes was set to something
+                that cannot be used.
         """
         checks.instance("request", request, Request)
         if self._closing:
@@ -122,7 +131,8 @@ class Scheduler:
         raise CacheClosed("the scheduler is closed") from self._failure
 
     def _aborted(self, job: Job) -> None:
-        """Who waits leaves at once; who holds pages, when no step uses them."""
+        """End the request of ``job``. A job that waits is removed at once, and one that holds pages when no step uses
+        them."""
         end_request(job.request, Finish.ABORTED)
         if job.id in self._board.waiting:
             self._board.drop(job, Finish.ABORTED)
@@ -148,7 +158,8 @@ class Scheduler:
             self._board.drop(job, finish, self._failure)
 
     def _lost(self, failure: RankFailure) -> None:
-        """Another rank is gone: whoever waits is told now. What is held goes back when the model has returned."""
+        """Another rank has failed: fail all requests at once. Their pages are given back when the model has
+        returned."""
         self._failure = self._failure or failure
         self._closing = True
         for job in self._board.jobs():
@@ -158,15 +169,17 @@ class Scheduler:
     # one step
 
     async def step(self) -> bool:
-        """One step; whether anything was computed. The loop calls it: by hand only where no loop was started.
+        """Compute one step. Returns whether anything was computed. The loop calls this; a caller may only do so if the
+        loop was not started.
 
-        Cancelling it while the model runs takes effect when the model has returned and its results are applied.
+        A cancellation that comes while the model runs takes effect when the model has returned and its results are
+        applied.
         """
         board = self._board
         self._reap()
         stops, budget = await grow_all(board)
         await admit(board, budget)
-        await asyncio.sleep(0)  # whoever needs no load_back is RUNNING now
+        await asyncio.sleep(0)  # after this, jobs that need no load_back are RUNNING
         plan_admitted(board, stops, budget)
         works = await works_of(board, stops)
         if works:
@@ -174,7 +187,7 @@ class Scheduler:
         return bool(works)
 
     def _reap(self) -> None:
-        """Aborted requests leave."""
+        """Remove the jobs whose requests have ended."""
         for job in self._board.jobs():
             if job.over:
                 self._board.drop(job, Finish.ABORTED)
@@ -200,7 +213,8 @@ class Scheduler:
             raise cancelled
 
     def _forward(self, batch: Batch) -> asyncio.Future[Sequence[int]]:
-        """What the model returns, here and, where it has shards on other ranks, when they have."""
+        """Have the batch computed here and by the shards on other ranks. The future has what the model returned here,
+        and is done when all ranks have computed the batch."""
         shards = self._board.shards
         if shards is None:
             return self._thread.start(self._model.forward, batch)
@@ -210,7 +224,11 @@ class Scheduler:
 
 
 def _checked(batch: Batch, answer: Sequence[int]) -> list[int]:
-    """What the model returned, if it is what was asked for."""
+    """The tokens that the model returned.
+
+    Raises:
+        ConfigError: they are not one token for each work that samples and ``NO_TOKEN`` for each other.
+    """
     tokens = [int(token) for token in answer]
     if len(tokens) != len(batch.works):
         raise ConfigError(f"model: {len(tokens)} tokens came back for {len(batch.works)} works")

@@ -1,11 +1,14 @@
-"""Several ranks: a model's shards in other processes compute every step, too. Nothing else in here knows of them.
+"""Models that are split over several ranks: shards in other processes also compute every step.
+
+No other module of this package, except ``payload``, knows of ranks.
 
 Laws:
-* A batch is sent in the turn in which its step begins, behind the loads that it stands on. Every commit and release
-  names the last one that was sent, so no page goes to anybody else before all ranks have done with it.
-* Nothing of a step is published, and none of its tokens leaves, before all ranks have computed it. What fails on one of
-  them fails the requests of that step and nothing else.
-* When a rank is gone every request is told at once, whatever the model here is busy with.
+* A batch is sent in the same turn of the event loop in which its step begins, after the loads that it needs. Every
+  commit and release names the batch that was sent last, so no page is given to another request before all ranks have
+  computed that batch.
+* Nothing of a step is published, and none of its tokens is handed out, before all ranks have computed it. An error on
+  one rank fails the requests of that step and no others.
+* When a rank has failed, every request fails at once, even while the model on this rank is computing.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ R = TypeVar("R")
 
 
 class Shards:
-    """The scheduler's side. ``sent``: the number of the last batch that was sent; None before the first.
+    """The scheduler's side. ``sent``: the number of the batch that was sent last; None before the first one.
 
-    ``own``: the worker of this process. ``lost`` is called, at most once, when the group has failed.
+    ``own``: the worker of this process. ``lost`` is called when the group of ranks has failed, at most once.
     """
 
     def __init__(self, cache: AsyncCache, own: RankWorker, lost: Callable[[RankFailure], None]) -> None:
@@ -41,7 +44,7 @@ class Shards:
         return f"Shards({self._own!r}, batch {self.sent})"
 
     def close(self) -> None:
-        """Watch the group no more. Idempotent."""
+        """End watching the group. A second call does nothing."""
         self._watch.cancel()
 
     async def _watch_group(self) -> None:
@@ -51,28 +54,28 @@ class Shards:
             self._lost(failure)
 
     def send(self, batch: Batch) -> None:
-        """Have the other ranks compute ``batch``; ``everywhere`` is to follow.
+        """Have the other ranks compute ``batch``. The caller must await ``everywhere`` after that.
 
         Raises:
-            ConfigError: it is larger than what can be sent at once; nothing was sent.
+            ConfigError: the batch is too large to be sent in one message; nothing was sent.
             CacheClosed, RankFailure: the cache is closed.
         """
         self.sent = self._cache.send_batch(self._writer.write(batch))
 
     async def everywhere(self, own: asyncio.Future[R]) -> R:
-        """What ``own``, this rank's part of the batch that was sent last, returns, when all ranks have computed theirs.
-        Cancelling it takes effect then.
+        """Wait until all ranks have computed the batch that was sent last; ``own`` is its computation on this rank.
+        Returns the result of ``own``. A cancellation takes effect when all ranks have computed the batch.
 
         Raises:
-            RankFailure: a rank is gone.
-            Exception: what ``own`` raises.
-            BatchFailed: the model failed on other ranks alone.
+            RankFailure: a rank has failed.
+            Exception: the error of ``own``.
+            BatchFailed: the model failed on other ranks but not on this one.
         """
         number = self.sent
         assert number is not None
         over = asyncio.get_running_loop().create_task(self._cache.batch_ended(number), name=f"shards-{number}")
         cancelled = await returned(own)
-        error = own.exception()  # looked at also where another rank's failure is what is told
+        error = own.exception()  # retrieved in any case, or asyncio would warn of an error that was never retrieved
         if not over.done():
             await self._end_own(number, error)
         cancelled = await returned(over) or cancelled
@@ -80,7 +83,7 @@ class Shards:
             raise cancelled
         elsewhere = over.exception()
         if isinstance(elsewhere, RankFailure):
-            raise elsewhere  # of which the model here may have failed, too
+            raise elsewhere  # before the error of ``own``, which may be a consequence of it
         answer = own.result()
         if elsewhere is not None:
             raise elsewhere
@@ -96,14 +99,15 @@ class Shards:
 
 
 async def follow(worker: RankWorker, model: Model) -> None:
-    """Compute this rank's shard of every step of the ``Scheduler`` on the head's rank: ``model.forward`` gets the same
-    batches there and here, and what it returns here is not looked at. What it raises fails the requests of that step.
+    """Compute this rank's shard of every step of the ``Scheduler``, which runs on the head's rank.
 
-    Returns when the cache is closed. Cancelling it takes effect when the model has returned.
+    ``model.forward`` gets the same batches as on the head's rank. The tokens that it returns here are ignored; an error
+    that it raises fails the requests of that step. Returns when the cache is closed. A cancellation takes effect when
+    the model has returned.
 
     Raises:
-        RankFailure: the head is gone, or the group has failed.
-        ConfigError: an argument is unusable, or a batch came that no scheduler has sent.
+        RankFailure: the head or another rank has failed.
+        ConfigError: an argument cannot be used, or a batch came that was not sent by a scheduler.
     """
     checks.instance("worker", worker, RankWorker)
     checks.provider("model", model, Model)  # type: ignore[type-abstract]

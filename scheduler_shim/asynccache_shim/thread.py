@@ -1,6 +1,7 @@
-"""The model's thread: one call at a time, which is waited for whatever comes.
+"""The model's thread: it runs one call at a time, and whoever waits for a call waits until it has returned.
 
-Law: who is cancelled waits for the call that runs, so nothing goes back while a model may still touch it.
+Law: a task that is cancelled while it waits still waits for the call to return. So no page is given back while a model
+may still read or write it.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ R = TypeVar("R")
 
 
 class ModelThread:
-    """Calls run in the order in which they were started."""
+    """A thread that runs calls in the order in which they were started."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "model")
 
     def start(self, function: Callable[[A], R], argument: A) -> asyncio.Future[R]:
-        """``function(argument)`` in the thread."""
+        """Queue ``function(argument)`` for the thread; returns a future of its result."""
         return asyncio.get_running_loop().run_in_executor(self._thread, _call, function, argument)
 
     def close(self, wait: bool) -> None:
-        """No more calls. ``wait``: blocks until what was started has returned."""
+        """End the thread when the calls that were started have returned. With ``wait``, block until then."""
         self._thread.shutdown(wait)
 
 
 def _call(function: Callable[[A], R], argument: A) -> R:
     try:
         return function(argument)
-    except StopIteration as error:  # no future can carry it: who waits would wait for ever
+    except StopIteration as error:  # a future cannot hold StopIteration: its waiter would wait for ever
         raise RuntimeError("model: it raised StopIteration") from error
 
 
 async def returned(future: asyncio.Future[R]) -> asyncio.CancelledError | None:
-    """Return when the call has, whatever comes; the cancellation, if one came."""
+    """Wait until ``future`` is done, also if this task is cancelled meanwhile. Returns the cancellation that came, for
+    the caller to raise; None if none came."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -2,8 +2,8 @@
 
 vLLM copies KV between the device and a region of host memory; this package moves chunks of that region to stores
 (files, Redis, object stores) and back, with checksums, deadlines and a breaker. vLLM's own LRU decides what stays in
-the region. vLLM finds ``register`` by its entry point and imports the rest when somebody configures the tier. Importing
-this package imports nothing of vLLM, and works where vLLM is not installed.
+the region. vLLM finds ``register`` by its entry point, and imports the rest when the tier is configured. Importing this
+package imports nothing of vLLM, and works where vLLM is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["TIER_TYPE", "AsyncCacheTier", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """``AsyncCacheTier``, which needs vLLM: an ImportError says what to do where that is missing or unsuitable."""
+    """``AsyncCacheTier``, which needs vLLM.
+
+    Raises:
+        ImportError: vLLM is not installed or has another interface; the message says what to do.
+    """
     if name != "AsyncCacheTier":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from asynccache_vllm.tier import AsyncCacheTier

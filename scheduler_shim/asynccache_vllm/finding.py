@@ -1,4 +1,4 @@
-"""vLLM's configuration of the engine, which it does not hand to secondary tiers."""
+"""Finds vLLM's configuration of the engine, because vLLM does not hand it to secondary tiers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 
 def engine_config(extra_config: Any) -> Any | None:
-    """The ``VllmConfig`` that has ``extra_config`` as its ``kv_connector_extra_config``; None if no caller has it.
+    """The ``VllmConfig`` whose ``kv_connector_extra_config`` is the object ``extra_config``; None if it is not found.
 
-    vLLM's connector builds the tier, and has the configuration at hand; only the tier's own arguments lack it. So it
-    is looked for among the variables of the functions that called, and known by the object that both of them share.
+    vLLM's connector has the configuration when it builds the tier, but does not pass it on. So the configuration is
+    looked for among the local variables of the calling functions, and recognized by ``extra_config``, which the tier
+    was given.
     """
     for candidate in _candidates(sys._getframe(1)):
         transfer = candidate.kv_transfer_config

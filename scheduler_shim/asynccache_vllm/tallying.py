@@ -1,4 +1,4 @@
-"""What the tier counts: for vLLM's metrics, and for lines in its log that come seldom enough to be read."""
+"""The tier's counters: for vLLM's metrics, and for lines in the log, which are written at most every few seconds."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ LOADED = "vllm:kv_offload_asynccache_loaded_chunks"
 STORED = "vllm:kv_offload_asynccache_stored_chunks"
 
 DESCRIPTIONS: Mapping[str, str] = {
-    LOOKUPS: "Chunks that asynccache's stores were asked for, by what they answered: hit, miss or failed (no answer in "
-    "time, or none at all).",
-    LOADED: "Chunks that were to be read from asynccache's stores, by what became of them: hit, miss (gone since they "
-    "were asked for), corrupt (they did not verify and were deleted) or failed.",
-    STORED: "Chunks that were to be written to asynccache's stores, by what became of them: hit (they are there), "
-    "failed, or dropped (the stores are slower than what is to be stored).",
+    LOOKUPS: "Chunks that asynccache's stores were asked for, by the answer: hit, miss, or failed (no answer, or none "
+    "in time).",
+    LOADED: "Chunks that were to be read from asynccache's stores, by the result: hit, miss (gone since the look-up), "
+    "corrupt (the chunk did not verify and was deleted), or failed.",
+    STORED: "Chunks that were to be written to asynccache's stores, by the result: hit (the chunk is stored), failed, "
+    "or dropped (chunks came faster than the stores could write).",
 }
-"""By the metric's name. The one label of each is ``result``."""
+"""The description of each metric, by its name. Each metric has one label, ``result``."""
 
 DROPPED = "dropped"
 SUMMARY_EVERY = 60.0
 COMPLAINT_EVERY = 10.0
+"""Seconds between two such lines in the log, at least."""
 
 
 class Tally:
-    """Counts since the last time that somebody took them, once for metrics and once for the log."""
+    """Counts chunks by metric and result. Metrics, summaries and complaints each have counts of their own, which begin
+    again at 0 when they are taken. ``now``: the present time in seconds, by any clock."""
 
     def __init__(self, now: float) -> None:
         self._metrics: Counter[tuple[str, str]] = Counter()
@@ -49,25 +51,27 @@ class Tally:
                 self._complaint[metric, name] += count
 
     def take(self) -> dict[tuple[str, str], int]:
-        """What was counted since the last call, by metric and result."""
+        """The counts since the last call, by metric and result, for vLLM's metrics."""
         taken, self._metrics = dict(self._metrics), Counter()
         return taken
 
     def complaint(self, now: float) -> str:
-        """What failed since the last complaint, as a part of a sentence; empty if nothing did, or if it is too soon."""
+        """What failed since the last complaint, as text for the log; empty if nothing failed, or if the last complaint
+        was less than ``COMPLAINT_EVERY`` seconds ago."""
         if not self._complaint or now - self._complained < COMPLAINT_EVERY:
             return ""
         counts, self._complaint, self._complained = self._complaint, Counter(), now
         return _told(counts)
 
     def summary(self, now: float) -> str:
-        """All that was counted since the last summary; empty if nothing was, or if it is too soon."""
+        """All counts since the last summary, as text for the log; empty if there are none, or if the last summary was
+        less than ``SUMMARY_EVERY`` seconds ago."""
         if not self._summary or now - self._summed < SUMMARY_EVERY:
             return ""
         return self.rest(now)
 
     def rest(self, now: float) -> str:
-        """As ``summary``, never too soon."""
+        """All counts since the last summary, however long ago that was; empty if there are none."""
         counts, seconds = self._summary, now - self._summed
         self._summary, self._summed = Counter(), now
         return f"in {seconds:.0f} s: {_told(counts)}" if counts else ""

@@ -1,9 +1,9 @@
 """The tier itself, as vLLM's ``TieringOffloadingManager`` uses it: in the scheduler's process, one call after another.
 
-Nothing here waits for a store but ``drain_jobs`` and ``shutdown``, which end. What a store fails at is a miss for
-exactly its chunks, and is computed again.
+No call waits for a store, except ``drain_jobs`` and ``shutdown``, which have a deadline. When a store fails, exactly
+the chunks of that call are misses, and vLLM computes them again.
 
-Importing this imports vLLM, and raises ImportError where its interface is not the one that this was written for.
+Importing this module imports vLLM. It raises ImportError if vLLM's interface is not the one that this was written for.
 """
 
 from __future__ import annotations
@@ -53,19 +53,21 @@ check_interface(
 )
 
 ATTENTION_LIBRARIES = ("flash-attn", "flashinfer-python", "aiter", "amd-aiter")
-"""Distributions that vLLM takes attention from where they are installed."""
+"""Distributions that vLLM uses for attention if they are installed."""
 
 CLOSE_DEADLINE = 3.0
+"""Seconds that ``shutdown`` gives to the transfers that have begun."""
 LETTING_GO = 5.0
-"""Seconds beyond the deadline of what is under way that ``drain_jobs`` waits for a store to let go of memory."""
+"""Seconds after the transfers' deadlines for which ``drain_jobs`` waits for stores that still use their memory."""
 
 _ANSWERS = {Answer.HIT: LookupResult.HIT, Answer.MISS: LookupResult.MISS, Answer.LATER: LookupResult.RETRY}
 
 _log = init_logger("vllm.asynccache")
 
 
-class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may not be there for mypy
-    """Stores, nearest first, below vLLM's host memory. ``TierOptions`` says what can be configured."""
+class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # mypy may run where vLLM is not installed
+    """asynccache's stores below vLLM's host memory, the nearest store first. ``TierOptions`` has what can be
+    configured."""
 
     medium: ClassVar[Any] = Medium.STORAGE
 
@@ -73,10 +75,11 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, backpressure_detector: Any = None,
         **given: Any,
     ) -> None:  # fmt: skip
-        """Called by vLLM. Opens the stores. If that fails nothing is left, and vLLM gives its memory back.
+        """Open the stores. vLLM calls this; ``given``: the other keys of the tier's entry of ``secondary_tiers``. If it
+        fails, nothing is left open, and vLLM frees its memory.
 
         Raises:
-            ConfigError: a value in the tier's entry of ``secondary_tiers`` is unusable, or the weights cannot be known.
+            ConfigError: a value of the entry cannot be used, or the weights cannot be identified.
             Unavailable: a store cannot be opened now.
         """
         options = TierOptions.parse(given).placed(offloading_spec.config.parallel.data_parallel_index)
@@ -112,7 +115,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
     # lookups
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """HIT, MISS or RETRY. Waits for nothing."""
+        """Whether the stores have the chunk ``key``: HIT, MISS, or RETRY if they have not answered yet. Never waits."""
         if self._over:
             return LookupResult.MISS
         if self._answers:
@@ -120,7 +123,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         return _ANSWERS[self._lookups.ask(key, req_context.req_id, time.monotonic())]
 
     def on_new_request(self, req_context: Any) -> Any:
-        """No wish of its own about what is stored."""
+        """Note a new request. The answer leaves it to vLLM what is stored."""
         self._lookups.begin(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -129,7 +132,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         self._lookups.end(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """The keys of this step are asked of the stores, in one call."""
+        """Ask the stores for all keys of this step in one call, and take their answers to earlier ones."""
         now = time.monotonic()
         self._take_answers()
         self._lookups.begin_again(context.preempted_req_ids)
@@ -145,14 +148,14 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             return
         try:
             future = self._pages.exists(question.keys, timeout=self._timeout)
-        except AsyncCacheError as error:  # a fork, or the stores' thread was ended by an error
+        except AsyncCacheError as error:  # this process is a fork, or an error has ended the stores' thread
             self._broken(error)
             self._answers.append((question, [Result.FAILED] * len(question.keys), question.sent))
             return
         future.add_done_callback(partial(self._answered, question))
 
     def _answered(self, question: Question, future: Future[list[Result]]) -> None:
-        """In the stores' thread."""
+        """Note an answer. Runs in the stores' thread."""
         failed = future.cancelled() or future.exception() is not None
         results = [Result.FAILED] * len(question.keys) if failed else future.result()
         self._answers.append((question, results, time.monotonic()))
@@ -166,19 +169,20 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
     # jobs
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks; those that are there already keep what they have."""
+        """Begin to store chunks. A chunk that a store has already is not written again."""
         transfer = _transfer(job_metadata, loading=False, patience=STORE_TIMEOUT)
         if not self._transfers.store(transfer):
             self._tally.add(STORED, [DROPPED] * len(transfer.keys))
             transfer.results = []
 
     def submit_load(self, job_metadata: Any, **_: Any) -> None:
-        """Begin to load chunks. Each part of a load has ``lookup_timeout`` seconds; what arrived in time is kept."""
+        """Begin to load chunks. Each part of the load may take ``lookup_timeout`` seconds; the chunks that arrived in
+        time are used."""
         patience = self._lookups.left(job_metadata.keys)
         self._transfers.load(_transfer(job_metadata, loading=True, patience=patience))
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """The jobs that ended since the last call."""
+        """The jobs that have ended since the last call."""
         now = time.monotonic()
         finished = [self._finished(transfer, now) for transfer in self._transfers.ended()]
         if finished:
@@ -208,21 +212,22 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         )
 
     def drain_jobs(self) -> None:
-        """Wait until no store has any of the region: the loads and stores that began end by their deadlines.
+        """Wait until no store uses any of the region. The transfers that have begun end by their deadlines.
 
         Raises:
-            RuntimeError: a store does not let go. vLLM must not use that memory for anything else, so the reset that
-                asked for this fails, and can be tried again.
+            RuntimeError: a store hangs and still uses memory, which vLLM must not use for anything else. So the reset
+                that called this fails; it can be tried again.
         """
         held = self._transfers.drain(max(self._timeout, STORE_TIMEOUT) + LETTING_GO)
         if held:
             raise RuntimeError(
-                f"asynccache: a store ({self._stores}) hangs and has the memory of {held} chunks, which cannot be "
-                f"reset before it lets go{self._why()}"
+                f"asynccache: a store ({self._stores}) hangs and still uses the memory of {held} chunks, which cannot "
+                f"be reset before the store lets go of them{self._why()}"
             )
 
     def shutdown(self) -> None:
-        """End everything within ``CLOSE_DEADLINE`` and ``LETTING_GO`` seconds, and close the stores. Twice is fine."""
+        """End all transfers and close the stores; takes at most ``CLOSE_DEADLINE`` and five seconds more, whatever the
+        stores do. A second call does nothing."""
         if self._closed:
             return
         self._over = self._closed = True
@@ -238,15 +243,16 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
             return
         stores = [transfer for transfer in self._transfers.ended() if not transfer.loading]
         if lost := sum(result is not Result.HIT for transfer in stores for result in transfer.results):
-            _log.warning("asynccache: %d chunks were not stored before the end", lost)
+            _log.warning("asynccache: %d chunks were not stored before the shutdown", lost)
         if not closed.over:
-            _log.error("asynccache: a store (%s) hangs with the memory of %d chunks; it ends with this process",
+            _log.error("asynccache: a store (%s) hangs and uses the memory of %d chunks until this process ends",
                        self._stores, closed.held)  # fmt: skip
 
     # events, metrics, log
 
     def take_events(self) -> Iterable[Any]:
-        """Which chunks were stored, and which were deleted as corrupt, if ``enable_kv_events`` is set."""
+        """The events since the last call: chunks that were stored, and chunks that were deleted because they were
+        corrupt. None if ``enable_kv_events`` is not set."""
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -254,14 +260,14 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Counters of chunks, by ``result``."""
+        """The metrics that ``get_stats`` reports: counters of chunks by ``result``."""
         return {
             name: OffloadingCounterMetadata(documentation=text, labelnames=("result",))
             for name, text in DESCRIPTIONS.items()
         }
 
     def get_stats(self) -> Any | None:
-        """What was counted since the last call."""
+        """The counts since the last call; None if there are none."""
         counts = self._tally.take()
         if not counts:
             return None
@@ -274,7 +280,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         if spec.kv_events_config.enable_kv_cache_events:
             self._events = []
         else:
-            _log.warning("asynccache: enable_kv_events is set, and vLLM publishes no KV events (kv_events_config)")
+            _log.warning("asynccache: enable_kv_events is set, but vLLM publishes no KV events (kv_events_config)")
 
     def _event(self, keys: Sequence[bytes], *, removed: bool) -> None:
         if self._events is not None and keys:
@@ -293,7 +299,7 @@ class AsyncCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM may no
         return "".join(f" ({name}: {error})" for name, error in errors.items())
 
     def _broken(self, error: AsyncCacheError) -> None:
-        _log.error("asynccache: the stores are used no longer: %s", error)
+        _log.error("asynccache: the stores are not used any more: %s", error)
         forget_frames(error)
         self._over = True
 
@@ -320,14 +326,14 @@ def _namespace(spec: Any, options: TierOptions) -> tuple[str, Any | None]:
         facts |= naming.engine_facts(engine)
     else:
         _log.warning(
-            "asynccache: vLLM's configuration of the engine cannot be found. Its dtype, quantization and overrides are "
-            "not in the key of a chunk: let the namespace %r name them, too", options.namespace,
+            "asynccache: vLLM's configuration of the engine was not found, so its dtype, quantization and overrides "
+            "are not in the keys of chunks. The namespace %r must say them", options.namespace,
         )  # fmt: skip
     return naming.namespace_of(where, naming.layout_facts(config, canonical), facts, weights), engine
 
 
 def _version(distribution: str) -> str | None:
-    """None: it is not installed."""
+    """The version of ``distribution``; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -338,6 +344,7 @@ def _warn_of_hashes(engine: Any | None) -> None:
     algorithm = "" if engine is None else str(engine.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
         _log.warning(
-            "asynccache: prefix_caching_hash_algo=%r gives chunks other keys in each process: what this one stores no "
-            "other finds. Use 'sha256', or set PYTHONHASHSEED to one value everywhere", algorithm,
+            "asynccache: prefix_caching_hash_algo=%r gives chunks different keys in each process, so other processes "
+            "do not find what this one stores. Use 'sha256', or set PYTHONHASHSEED to the same value everywhere",
+            algorithm,
         )  # fmt: skip

@@ -1,17 +1,19 @@
-"""Chunks on their way between the region and the stores: vLLM's jobs, loads in parts, stores whole.
+"""Moves chunks between vLLM's host memory (the region) and the stores. A *transfer* is one of vLLM's jobs.
 
-A load goes in parts, at most ``WINDOW`` bytes at a time for all loads together, first come, first served. Each part has
-a deadline of its own, so that a long load from stores that deliver may take its time, and one from stores that do not
-is over soon, with what has arrived.
+A transfer that loads is split into parts. At most ``WINDOW`` bytes of parts are read at a time, of all loads together,
+in the order in which they came. Each part has its own deadline. So a long load from stores that deliver may take its
+time, and a load from stores that do not deliver ends soon, with the chunks that have arrived. A transfer that stores is
+one call.
 
 Laws:
-* A load stalls when one of its parts is late. Then the stores are not expected to deliver anything soon: whatever waits
-  behind it ends as well, as FAILED.
-* A transfer ends when every part that began has ended: from then on no store has any of its memory.
-* Stores pin chunks of the region, which vLLM cannot use for anything else meanwhile. While one of them takes longer
-  than ``BACKLOG`` seconds, no store is begun that would pin more than half of the region.
+* When a part of a load is late, the stores are not expected to deliver anything soon. So all parts that wait behind it
+  end as well, as FAILED.
+* A transfer ends when every part that began has ended. From then on no store uses any of its memory.
+* While a transfer stores chunks, vLLM cannot use them for anything else. While one of them takes longer than
+  ``BACKLOG``
+  seconds, no transfer is begun that would bring such chunks to more than half of the region.
 
-Mutable state: everything is behind ``_lock``; the stores' thread ends parts and begins what waits.
+Mutable state: all of it is behind ``_lock``; the stores' thread ends parts and begins those that wait.
 """
 
 from __future__ import annotations
@@ -28,16 +30,24 @@ from asynccache.errors import AsyncCacheError, forget_frames
 from asynccache.storage import Pages, Result
 
 PART = 16 << 20
+"""Bytes in a part of a load, at most, unless one chunk is larger."""
 WINDOW = 64 << 20
 STORE_TIMEOUT = 30.0
 BACKLOG = 2.0
 OVERDUE = 0.25
-"""Seconds after its deadline when a part that has not ended shows that a store does not let go of memory."""
+"""Seconds after its deadline at which a part that has not ended counts as stuck: a store hangs and still uses its
+memory."""
 
 
 class Transfer:
-    """One job of vLLM's. ``results`` are in the order of ``keys``; what nobody answered is FAILED. ``seconds``: from
-    its beginning to its end, once it has ended."""
+    """One of vLLM's jobs.
+
+    keys, slots, results: of each chunk its key, its place in the region, and its result; FAILED if no store answered.
+    loading: whether the chunks are read; otherwise they are stored.
+    patience: seconds that the first part of a load may take.
+    left: parts that have not ended. begun: when the transfer was made, by ``time.monotonic``.
+    seconds: from then to its end, once it has ended.
+    """
 
     __slots__ = ("begun", "job_id", "keys", "left", "loading", "patience", "request", "results", "seconds", "slots")
 
@@ -71,7 +81,8 @@ class _Part(NamedTuple):
 
 
 class Transfers:
-    """All transfers of one tier. ``timeout``: seconds for a part of a load."""
+    """All transfers of one tier. ``pages``: the stores; ``page_bytes``: bytes of a chunk; ``chunks``: how many the
+    region has; ``timeout``: seconds that a part of a load may take, except the first."""
 
     def __init__(self, pages: Pages, page_bytes: int, chunks: int, timeout: float) -> None:
         self._pages = pages
@@ -91,7 +102,7 @@ class Transfers:
         return f"Transfers(waiting={len(self._waiting)}, flying={len(self._flying)})"
 
     def load(self, transfer: Transfer) -> None:
-        """Begin a load. ``transfer.patience``: seconds that its first part may take."""
+        """Begin to read the chunks of ``transfer``; if that is refused, the transfer ends at once, as FAILED."""
         count = len(transfer.keys)
         with self._lock:
             if self._refusing or not count or self._stuck(time.monotonic()):
@@ -104,7 +115,8 @@ class Transfers:
         self._begin_waiting()
 
     def store(self, transfer: Transfer) -> bool:
-        """Begin a store. Returns whether it was begun; otherwise it has ended, and nothing of it is stored."""
+        """Begin to store the chunks of ``transfer``. Returns whether that was begun; otherwise the transfer has ended,
+        and none of its chunks is stored."""
         count = len(transfer.keys)
         with self._lock:
             if self._refusing or not count or (self._storing + count > self._most_pinned and self._behind()):
@@ -118,8 +130,8 @@ class Transfers:
         return True
 
     def ended(self) -> list[Transfer]:
-        """The transfers that ended since this was last called, in their order. To be called now and then: here it is
-        seen that a store does not let go."""
+        """The transfers that have ended since the last call, in the order of their ends. To be called regularly,
+        because this call also notices that a store hangs, and ends the parts that wait behind it."""
         with self._lock:
             if self._waiting and self._stuck(time.monotonic()):
                 self._end_waiting()
@@ -129,20 +141,20 @@ class Transfers:
 
     @property
     def stuck(self) -> bool:
-        """Whether a store has memory of a load that it should have let go of."""
+        """Whether a store hangs: it still uses memory of a load whose deadline has passed."""
         with self._lock:
             return self._stuck(time.monotonic())
 
     def drain(self, patience: float) -> int:
-        """End what waits, and wait ``patience`` seconds for what is under way. Returns the pages whose memory a store
-        has even then."""
+        """End the parts that wait, and wait at most ``patience`` seconds for those that have begun. Returns how many
+        chunks the stores still use then."""
         with self._lock:
             self._end_waiting()
             self._lock.wait_for(lambda: not self._flying, patience)
             return sum(part.pages for part in self._flying)
 
     def refuse(self) -> None:
-        """End what waits, and begin nothing any more."""
+        """End the parts that wait, and begin no more transfers."""
         with self._lock:
             self._refusing = True
             self._end_waiting()
@@ -165,7 +177,7 @@ class Transfers:
         call = self._pages.get if transfer.loading else self._pages.put
         try:
             future = call(transfer.keys[chosen], transfer.slots[chosen], timeout=part.timeout)
-        except AsyncCacheError as error:  # the stores are closed, or this is a fork
+        except AsyncCacheError as error:  # the stores are closed, or this process is a fork of theirs
             forget_frames(error)
             self._account(part, None)
         else:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from asynccache.cli.engine import Engine
+from asynccache.cli.engine import StandInEngine
 from asynccache.cli.ranked import rank
 
 
 def forget() -> None:
-    write, count = Engine.write, iter(range(1 << 30))
+    write, count = StandInEngine.write, iter(range(1 << 30))
 
-    def writes(self: Engine, pieces: Any) -> None:
+    def writes(self: StandInEngine, pieces: Any) -> None:
         if next(count) % 5 != 3:
             write(self, pieces)
 
-    Engine.write = writes  # type: ignore[method-assign]
+    StandInEngine.write = writes  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

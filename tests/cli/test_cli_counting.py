@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from asynccache.cli import meter
-from asynccache.cli.engine import Engine
+from asynccache.cli.engine import StandInEngine
 from asynccache.cli.faulty import device_faults
 from asynccache.cli.main import main
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
 from asynccache.memory.faults import Faults
 from asynccache.testing.faulty_backend import DELAY
@@ -104,7 +104,7 @@ def test_time_to_first_token_is_the_wait_and_the_prefill_of_what_was_not_cached(
     slowdown: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine prefill is slow with and without the cache."""
-    monkeypatch.setattr(Engine, "slowdown", slowdown)
+    monkeypatch.setattr(StandInEngine, "slowdown", slowdown)
     requests = [(0, 1, [1, 2, 3, 4]), (0, 1, [1, 2, 3, 4])]
     found = replay(tmp_path, *requests, more="--host-tokens none --prefill-tokens-per-s 2049")
     assert found["prefill_slowdown"] == slowdown
@@ -183,7 +183,7 @@ def test_so_many_requests_run_at_the_same_time_and_no_more(
 ) -> None:
     serve, running, most = Server.serve, 0, 0
 
-    async def counted(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def counted(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)

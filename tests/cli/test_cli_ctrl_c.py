@@ -26,7 +26,7 @@ PHASES = {
     "warm-up": "asynccache.cli.session:Meter.start",
     "first request": "asynccache.cli.serving:Server.serve",
     "run": "asynccache.runtime.lease:Lease.commit",
-    "end of the run": RUN + "Session._settle",
+    "end of the run": RUN + "Session._finish",
     "flush": RUN + "Session._flush",
     "audit": "asynccache.core.audit:check",
     "closing": "asynccache.memory.cpu:CpuDevice.aclose",

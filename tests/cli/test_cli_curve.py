@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynccache.cli import curve as module
-from asynccache.cli.curve import Request, blocks, curve, points
+from asynccache.cli.curve import PagePath, blocks, curve, points
 from asynccache.cli.trace import TraceRequest, read_trace
 
 REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.047, 10_000: 0.224, 30_000: 0.345, 100_000: 0.380}
 
 
-def lru(requests: Sequence[Request], capacity: int) -> int:
+def lru(requests: Sequence[PagePath], capacity: int) -> int:
     """Lookups that hit, by doing it."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -38,10 +38,10 @@ def lru(requests: Sequence[Request], capacity: int) -> int:
     return hits
 
 
-def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> list[Request]:
+def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> list[PagePath]:
     known: dict[tuple[int, ...], int] = {}
     paths = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
-    return [Request(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)]
+    return [PagePath(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -72,7 +72,7 @@ def test_nothing_asked_is_no_hit() -> None:
 
 def test_a_block_counts_under_its_prefix_only_and_when_it_is_full() -> None:
     trace = [TraceRequest(0, 1024, 1, (1, 2)), TraceRequest(0, 1024, 1, (3, 2)), TraceRequest(0, 1023, 1, (1, 2))]
-    assert [(len(r.path), r.looked_up) for r in blocks(trace)] == [(2, 2), (2, 2), (1, 1)]
+    assert [(len(r.keys), r.looked_up) for r in blocks(trace)] == [(2, 2), (2, 2), (1, 1)]
     found = curve(blocks(trace))
     assert (found.lookups, found.pages) == (5, 4)
     assert [found.found(c) for c in range(5)] == [0, 0, 0, 1, 1]  # 1 was pushed below 3 and the second 2

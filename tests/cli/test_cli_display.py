@@ -145,19 +145,19 @@ def test_the_summary_of_a_cache_that_costs_more_than_it_spares_says_why() -> Non
     late = {"ttft_mean_ms": 1250.0, "ttft_without_cache_mean_ms": 1050.0, "wait_mean_ms": 1300.0,
             "stages": stages | {"prefetch": slow}}
     shown = summary(report(**late))
-    assert "hits spared 1.1 s of computing" in shown
+    assert "hits saved 1.1 s of computing" in shown
     assert "requests waited 1.3 s" in shown
     assert "prefetch, p50 44.0 ms, p99 10.0 s" in shown
     assert "little to spare" not in shown
     assert "queued" not in shown
-    assert "Requests queued: 2000 came in a second, and 972.1 were served" in summary(
+    assert "Requests queued: 2000 arrived per second, and 972.1 were served" in summary(
         report(**late, settings={"prefill_tokens_per_s": 8000.0, "rate": 2000.0})
     )
     assert max(map(len, shown.split("\n"))) <= 80
     nothing = {"total": 1000, "hit": {"device": 100, "host": 0, "storage": 0}}
     idle = {name: {**stage, "ops": 0} for name, stage in stages.items()}
     shown = summary(report(**late | {"tokens": nothing, "stages": idle}))
-    assert "Only 10.0 % of the prompts had been there before" in shown
+    assert "Only 10.0 % of the prompt tokens were hits" in shown
     assert "took longest" not in shown
 
 

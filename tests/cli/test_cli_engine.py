@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asynccache.cli.engine import Engine, Piece, Verdict
+from asynccache.cli.engine import Piece, StandInEngine, Verdict
 from asynccache.cli.meter import run_delay
 from asynccache.config import CacheConfig, Full, Mamba, SlidingWindow
 from asynccache.core.settings import ComponentKind
@@ -40,27 +40,29 @@ def pools() -> dict[str, DevicePool]:
 
 @pytest.fixture
 def engine(pools: dict[str, DevicePool]) -> Any:
-    engine = Engine(CONFIG.pools(), pools, CpuDevice().gate)
+    engine = StandInEngine(CONFIG.pools(), pools, CpuDevice().gate)
     yield engine
     engine.close()
 
 
 @pytest.mark.asyncio
-async def test_what_was_written_is_found(engine: Engine) -> None:
-    lane = engine.lane()
+async def test_what_was_written_is_found(engine: StandInEngine) -> None:
+    stream = engine.stream()
     piece = full(3, 9, 1)
-    await lane.write([piece, piece._replace(component=ComponentKind.SWA)])
-    assert await lane.verify([piece, piece._replace(component=ComponentKind.SWA)]) == Verdict(6, 0)
+    await stream.write([piece, piece._replace(component=ComponentKind.SWA)])
+    assert await stream.verify([piece, piece._replace(component=ComponentKind.SWA)]) == Verdict(6, 0)
 
 
 @pytest.mark.asyncio
-async def test_a_page_without_a_slot_and_one_torn_layer_are_named(engine: Engine, pools: dict[str, DevicePool]) -> None:
-    lane = engine.lane()
-    await lane.write([full(3, 9, 1)])
+async def test_a_page_without_a_slot_and_one_torn_layer_are_named(
+    engine: StandInEngine, pools: dict[str, DevicePool]
+) -> None:
+    stream = engine.stream()
+    await stream.write([full(3, 9, 1)])
     pools["full"].layer(1)[9, 5] ^= 1
-    verdict = await lane.verify([full(3, 9, 1, first=20)])
+    verdict = await stream.verify([full(3, 9, 1, first=20)])
     assert verdict == Verdict(3, 1, ("full page 21 in slot 9 differs from layer 1 on",))
-    verdict = await lane.verify([full(3, -1, 1)])
+    verdict = await stream.verify([full(3, -1, 1)])
     assert (verdict.pages, verdict.wrong) == (3, 1)
     assert verdict.what == ("full page 1 has no slot",)
 
@@ -71,7 +73,9 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_as_slow_as_its_jobs_wait_for_a_core(
+    engine: StandInEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited = [0.0]
     monkeypatch.setattr("asynccache.cli.engine.run_delay", lambda: waited[0])
 
@@ -117,15 +121,15 @@ def test_the_kernel_says_how_long_a_thread_waited_for_a_core() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_to_do_is_done_at_once(engine: Engine) -> None:
-    lane = engine.lane()
-    assert await lane.verify([full()]) == Verdict(0, 0)
-    assert lane.work is None
+async def test_nothing_to_do_is_done_at_once(engine: StandInEngine) -> None:
+    stream = engine.stream()
+    assert await stream.verify([full()]) == Verdict(0, 0)
+    assert stream.work is None
 
 
 @pytest.mark.asyncio
 async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: StandInEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -134,14 +138,14 @@ async def test_cancelled_work_goes_on_and_its_event_tells_when_it_is_over(
         go_on.wait(30)
 
     monkeypatch.setattr(engine, "write", slow)
-    lane = engine.lane()
-    task = asyncio.create_task(lane.write([full(1)]))
+    stream = engine.stream()
+    task = asyncio.create_task(stream.write([full(1)]))
     await asyncio.to_thread(begun.wait, 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert lane.work is not None
-    assert not lane.work.done()
+    assert stream.work is not None
+    assert not stream.work.done()
     go_on.set()
-    await lane.work.wait()
-    assert lane.work.done()
+    await stream.work.wait()
+    assert stream.work.done()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.workloads import StressSource
 from tests import warm
 
@@ -43,9 +43,9 @@ def served() -> Iterator[str]:
             process.kill()
 
 
-def prompts() -> list[Request]:
+def prompts() -> list[RunRequest]:
     """What the run asks for: a request is drawn while the one before is served."""
-    source = StressSource("chat", seed=SEED, requests=None, open_sessions=4, hints=0.5, rate=12.0)
+    source = StressSource("chat", seed=SEED, requests=None, open_conversations=4, hints=0.5, rate=12.0)
     drawn = [source.next()]
     while len(drawn) < PROMPTS:
         drawn.append(source.next())

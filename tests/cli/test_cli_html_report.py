@@ -137,9 +137,9 @@ def test_what_a_policy_has_learned_is_drawn_by_kind(stress: tuple[dict[str, Any]
         assert lines == [("line k1", 7), ("line k2", 6)] * 2
     assert "42.9 %" not in "".join(cells(root, "worth")["used twice"])
     words = "".join(root.itertext())
-    assert "Most of all what was used twice: 60.0 % of it within 8.53 min." in words
-    assert "88 blocks came back after they had left" in words
-    assert "least what was used once, 34.1 min after it" in words
+    assert "Most often, pages that were used twice: 60.0 % of them within 8.53 min." in words
+    assert "88 blocks came back after they had been evicted" in words
+    assert "least of all, pages that were used once, 34.1 min after it" in words
 
 
 def test_a_policy_that_has_seen_too_little_has_no_worths(stress: tuple[dict[str, Any], str]) -> None:
@@ -211,7 +211,7 @@ def test_a_run_without_anything_makes_a_page(stress: tuple[dict[str, Any], str])
     report = {**stress[0], "ttft_percentiles_ms": empty, "loop_lag_histogram": nothing, "capacity": {},
               "eviction_age": {"bounds_s": [1.0], "device": [0, 0], "host": [0, 0]},
               "series": {**{k: [] for k in stress[0]["series"]}, "moved_bytes": {}}}
-    assert "too little to draw" in page(report)
+    assert "not enough data to draw" in page(report)
 
 
 def test_rises_are_between_samples_and_add_up() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asynccache.cli.interrupt import CancelledAt
+from asynccache.cli.runner import CancelledAt
 
 
 class Steps:

@@ -12,7 +12,7 @@ import pytest
 import asynccache
 from asynccache import compiled
 from asynccache.cli.main import main
-from asynccache.cli.options import settle
+from asynccache.cli.options import resolve_options
 from asynccache.cli.sizing import configure, tokens_needed
 from asynccache.cli.trace import TraceRequest, survey
 from asynccache.config import Full, Mamba, SlidingWindow
@@ -37,7 +37,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_misuse_is_a_sentence_and_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(*arguments) == 2
     error = capsys.readouterr().err
-    assert "--help lists what there is" in error
+    assert "--help shows what can be given" in error
     assert "Traceback" not in error
 
 
@@ -59,7 +59,7 @@ def test_a_benchmark_is_a_module_that_is_imported_when_asked_for(
 def test_room_for_all_counts_every_page_once() -> None:
     trace = [TraceRequest(0, 1024, 10, (1, 2)), TraceRequest(0, 1124, 10, (1, 2, 3)), TraceRequest(0, 600, 10, (7, 8))]
     given = {"trace": "t", "concurrency": "1", "decode_tokens": "0", "page_size": "512"}
-    settings = settle("replay", {**given, "device_tokens": "all", "host_tokens": "none"})
+    settings = resolve_options("replay", {**given, "device_tokens": "all", "host_tokens": "none"})
     needed = tokens_needed(settings, trace, survey(trace))
     assert needed % 512 == 0
     assert 4 * 512 <= needed <= 16 * 512
@@ -69,7 +69,7 @@ def test_room_for_all_counts_every_page_once() -> None:
 
 
 def test_swa_and_mamba_get_their_part() -> None:
-    settings = settle("stress", {"swa_ratio": "0.25", "device_tokens": "16384", "host_tokens": "32768"})
+    settings = resolve_options("stress", {"swa_ratio": "0.25", "device_tokens": "16384", "host_tokens": "32768"})
     _, swa, mamba = configure(settings).components
     assert isinstance(swa, SlidingWindow)
     assert (swa.device_tokens, swa.host_tokens) == (4096, 8192)

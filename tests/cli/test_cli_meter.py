@@ -10,7 +10,7 @@ import pytest
 
 import asynccache.cli.meter as meter_module
 from asynccache.cli.meter import LAGS_MS, TICK, Meter, Samples, Spread, peak_rss, spread
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.tally import Paths, Tally
 
 
@@ -39,13 +39,13 @@ def test_what_a_run_measures_takes_no_more_memory_the_longer_it_is(monkeypatch: 
 
     def size(rounds: int) -> int:
         meter, tally = Meter(), Tally(paths=Paths(limit=1 << 10))
-        request = Request(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
+        request = RunRequest(0, 64, 1, prompt=lambda: np.zeros(64, np.int32), output=lambda: np.zeros(1, np.int32))
         values = np.arange(4, dtype=np.uint64)
         monkeypatch.setattr(meter, "_arm", lambda: None)
         for number in range(rounds):
             meter._tick()
             tally.prompt(request._replace(number=number), 16, (16, 0, 0), 0.1, 8000.0, 1.0)
-            tally.path(values, 3, 4, 64)
+            tally.paths.add(values[:4], 3, 64)
             tally.problem("nothing is right")
         meter.stop()
         return len(pickle.dumps((tally, meter._lag, meter._queued, meter._recent, meter._counts)))

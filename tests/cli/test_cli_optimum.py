@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynccache.cli.curve import Request, blocks, curve
+from asynccache.cli.curve import PagePath, blocks, curve
 from asynccache.cli.optimum import NEVER, next_uses, optimum
 from asynccache.cli.policies import found
 from asynccache.cli.trace import arrivals, read_trace
@@ -22,12 +22,12 @@ REAL = Path(os.environ.get("ASYNCCACHE_TRACE", ""))
 PUBLISHED = {1_000: 0.199, 3_000: 0.307, 10_000: 0.382, 30_000: 0.382}
 
 
-def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> tuple[list[Request], dict[int, int]]:
+def tree_of(shapes: Sequence[Sequence[int]], looked_up: Sequence[int]) -> tuple[list[PagePath], dict[int, int]]:
     """Requests for these texts, and the parent of each block (-1: none)."""
     known: dict[tuple[int, ...], int] = {}
     paths = [[known.setdefault(tuple(s[: i + 1]), len(known)) for i in range(len(s))] for s in shapes]
     parents = {block: known.get(text[:-1], -1) for text, block in known.items()}
-    return [Request(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)], parents
+    return [PagePath(path, min(n, len(path))) for path, n in zip(paths, looked_up, strict=True)], parents
 
 
 def prefixes(blocks: frozenset[int], parents: dict[int, int], capacity: int) -> Iterator[frozenset[int]]:
@@ -38,7 +38,7 @@ def prefixes(blocks: frozenset[int], parents: dict[int, int], capacity: int) -> 
                 yield frozenset(kept)
 
 
-def best(requests: Sequence[Request], parents: dict[int, int], capacity: int) -> int:
+def best(requests: Sequence[PagePath], parents: dict[int, int], capacity: int) -> int:
     """Lookups that hit, by trying every way to evict: after each request any prefixes of what was there and of what
     it used may stay."""
     reached: dict[frozenset[int], int] = {frozenset(): 0}

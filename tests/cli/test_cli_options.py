@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from asynccache.cli.main import main
-from asynccache.cli.options import OPTIONS, Settings, add_arguments, settle, suggest
+from asynccache.cli.options import OPTIONS, RunSettings, add_arguments, resolve_options, suggest
 from asynccache.core.settings import PrefetchPolicy, WritePolicy
 from asynccache.errors import ConfigError
 
 
-def stress(*arguments: str) -> Settings:
+def stress(*arguments: str) -> RunSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser, "stress")
-    return settle("stress", vars(parser.parse_args(arguments)))
+    return resolve_options("stress", vars(parser.parse_args(arguments)))
 
 
-def replay(*arguments: str) -> Settings:
+def replay(*arguments: str) -> RunSettings:
     parser = argparse.ArgumentParser()
     parser.add_argument("trace")
     add_arguments(parser, "replay")
-    return settle("replay", vars(parser.parse_args(["t.jsonl", *arguments])))
+    return resolve_options("replay", vars(parser.parse_args(["t.jsonl", *arguments])))
 
 
 def test_values_arrive_in_their_types() -> None:
@@ -92,14 +92,14 @@ def test_a_missing_file_is_refused() -> None:
     (["--faults", "nan"], "--faults=nan: must be a share"),
     (["--duration", "0"], "--duration=0: must be a number above 0"),
     (["--components", "full,sva"], "'sva' is no component: one of full, swa, mamba; did you mean 'swa'"),
-    (["--components", "swa"], "must be full, then at most swa and mamba"),
+    (["--components", "swa"], "must begin with full; swa and mamba may follow, each once"),
     (["--components", "full,full"], "each once"),
     (["--write-policy", "write_trough"], "did you mean 'write_through'"),
     (["--eviction", "fifo"], "--eviction=fifo: must be one of lru, p2c"),
     (["--storage", "disk"], "--storage=disk: must be 'none' or a URL"),
     (["--host-tokens", "none", "--storage", "memory:"], "--storage=memory: needs a host tier"),
     (["--device-tokens", "all"], "--device-tokens=all works with replay only"),
-    (["--device-tokens", "none"], "--device-tokens=none: must be a number of tokens from 1 on"),
+    (["--device-tokens", "none"], "--device-tokens=none: must be a number of tokens, at least 1, or 'all'"),
     (["--loop", "trio"], "--loop=trio: must be one of uvloop, asyncio"),
 ])
 def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: str) -> None:
@@ -109,7 +109,7 @@ def test_a_bad_option_is_refused_with_its_value(arguments: list[str], message: s
 
 
 def test_every_option_of_a_command_is_a_setting() -> None:
-    names = set(Settings.__dataclass_fields__)
+    names = set(RunSettings.__dataclass_fields__)
     assert {o.field for o in OPTIONS} == names - {"command", "trace", "cache"}
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asynccache.cli.engine import Engine, Piece, Verdict
-from asynccache.cli.options import settle
+from asynccache.cli.engine import Piece, StandInEngine, Verdict
+from asynccache.cli.options import resolve_options
 from asynccache.cli.ranked.shard import shard_config, store_url
 from asynccache.cli.ranked.work import complaint, packed, understood, unpacked
 from asynccache.cli.replicas import check_replicas, replicate
@@ -21,7 +21,7 @@ from asynccache.worker import Topology
 
 
 def model(**settings: object) -> CacheConfig:
-    return configure(settle("stress", settings, {}))
+    return configure(resolve_options("stress", settings, {}))
 
 
 def test_the_parts_of_all_ranks_are_the_whole() -> None:
@@ -83,11 +83,11 @@ def test_bytes_of_another_rank_are_wrong() -> None:
         def layer(self, i: int) -> torch.Tensor:
             return layers[i]
 
-    def engine(rank: int) -> Engine:
+    def engine(rank: int) -> StandInEngine:
         place = topology.place(rank)
         config = shard_config(model(components="full", bytes_per_token="64"), topology, rank)
         specs = [s.on_rank(place.tp, 2, (place.cp, 2), (place.pp, 2)) for s in config.pools()]
-        return Engine(specs, {"full": Layers()}, lambda: None, threads=1)  # type: ignore[arg-type,return-value]
+        return StandInEngine(specs, {"full": Layers()}, lambda: None, threads=1)  # type: ignore[arg-type,return-value]
 
     engine(0).write(piece)
     assert [engine(rank).verify(piece).wrong for rank in range(8)] == [0] + [4] * 7

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from asynccache.cli.engine import Engine
+from asynccache.cli.engine import StandInEngine
 from asynccache.cli.main import main
 from asynccache.cli.options import LOOPS
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
 from asynccache.worker.stages.backup_host import BackupHostStage
 from tests.cli.trace_kit import made_trace
@@ -131,14 +131,14 @@ def test_the_second_run_starts_with_the_pages_of_the_first(tmp_path: Path, out: 
 
 def test_wrong_bytes_are_seen_and_fail_the_run(monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path],
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    write, written = Engine.write, []
+    write, written = StandInEngine.write, []
 
-    def forgetful(self: Engine, pieces: Any) -> None:
+    def forgetful(self: StandInEngine, pieces: Any) -> None:
         written.append(1)
         if len(written) != 5:
             write(self, pieces)
 
-    monkeypatch.setattr(Engine, "write", forgetful)
+    monkeypatch.setattr(StandInEngine, "write", forgetful)
     report = run("stress", *SMALL, "--requests", "40", "--seed", "1", *out, status=1)
     assert report["verify"]["mismatches"] > 0
     assert not report["ok"]
@@ -206,7 +206,7 @@ def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monk
                                                    out: tuple[str, Path]) -> None:
     serve, begun = Server.serve, []
 
-    async def pressing(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def pressing(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         begun.append(request.number)
         if len(begun) == 20:
             for press in range(presses):
@@ -229,7 +229,7 @@ def test_an_interrupt_ends_the_run_with_its_report(presses: int, loop: str, monk
 def test_a_request_that_meets_a_bug_is_a_sentence_and_its_trace_is_in_the_report(
     debug: str, monkeypatch: pytest.MonkeyPatch, out: tuple[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def breaks(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def breaks(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         raise KeyError("x")
 
     monkeypatch.setattr(Server, "serve", breaks)

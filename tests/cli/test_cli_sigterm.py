@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asynccache.cli import entry
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.serving import Server
 from tests.cli import interrupt_child
 from tests.cli.trace_kit import made_trace
@@ -114,7 +114,7 @@ def test_a_run_ends_with_its_report(
         pytest.importorskip("uvloop")
     serve, begun = Server.serve, []
 
-    async def told(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def told(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         begun.append(request.number)
         if len(begun) == 20:
             os.kill(os.getpid(), first)
@@ -134,7 +134,7 @@ def test_a_run_ends_with_its_report(
 
 
 def test_a_run_that_was_wrong_says_so_also_when_it_was_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def breaks(self: Server, request: Request, places: asyncio.Semaphore | None = None) -> None:
+    async def breaks(self: Server, request: RunRequest, places: asyncio.Semaphore | None = None) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise KeyError("x")
 

@@ -157,7 +157,7 @@ def test_one_flipped_bit_on_the_device_is_a_mismatch(tmp_path: Path, monkeypatch
     (["--write-policy", "never"], "--write-policy=never: must be one of write_through, "),
     (["--prefetch-policy", "never"], "--prefetch-policy=never: must be one of best_effort, "),
     (["--eviction", "mru"], "--eviction=mru: must be one of lru, p2c"),
-    (["--components", "swa"], "--components=swa: must be full"),
+    (["--components", "swa"], "--components=swa: must begin with full"),
     (["--loop", "trio"], "--loop=trio: must be one of uvloop, asyncio"),
     (["--device-tokens", str(1 << 44)], f"pool 'full' on the device: device_pages={1 << 40}: "),
     (["--host-tokens", str(1 << 44)], f"pool 'full' on the host: host_pages={1 << 40}: "),

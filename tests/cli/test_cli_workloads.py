@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from asynccache.cli.options import WORKLOADS
-from asynccache.cli.request import Request
+from asynccache.cli.request import RunRequest
 from asynccache.cli.workloads import StressSource
 
 
-def draw(workload: str, count: int, seed: int = 1) -> list[Request]:
-    source = StressSource(workload, seed=seed, requests=count, open_sessions=16, hints=0.5)
+def draw(workload: str, count: int, seed: int = 1) -> list[RunRequest]:
+    source = StressSource(workload, seed=seed, requests=count, open_conversations=16, hints=0.5)
     requests = []
     while (request := source.next()) is not None:
         requests.append(request)
@@ -39,7 +39,7 @@ def test_requests_are_what_they_say(workload: str) -> None:
         assert prompt.min() >= 0
 
 
-def shared_with_earlier(requests: list[Request], page: int = 16) -> float:
+def shared_with_earlier(requests: list[RunRequest], page: int = 16) -> float:
     """The share of pages whose whole prefix an earlier prompt or output had."""
     seen: set[tuple[str | None, bytes]] = set()
     hit = total = 0
@@ -61,7 +61,7 @@ def test_workloads_share_as_much_as_their_kind_does(workload: str, low: float, h
 
 
 def test_the_next_turn_waits_for_the_last() -> None:
-    source = StressSource("chat", seed=3, requests=None, open_sessions=1, hints=0.0)
+    source = StressSource("chat", seed=3, requests=None, open_conversations=1, hints=0.0)
     first, second = source.next(), source.next()
     assert first is not None
     assert second is not None

@@ -13,7 +13,7 @@ import pytest
 from asynccache import ConfigError, Full, SlidingWindow, WritePolicy, load_config
 from asynccache.cli import main as command
 from asynccache.cli.main import main
-from asynccache.cli.options import Settings, settle
+from asynccache.cli.options import RunSettings, resolve_options
 from asynccache.cli.sizing import configure
 
 ROOT = Path(__file__).parents[2]
@@ -124,11 +124,11 @@ def test_the_python_on_the_page_runs_with_the_file_on_the_page(
     config = load_config("kv.toml", env=env)
     assert (config.page_size, config.sidecars[0].bytes_per_page) == (32, 1024)
     assert config.storage_options["capacity"] == "20GiB"
-    assert settle("stress", {"config": "kv.toml"}, env).duration == 5
+    assert resolve_options("stress", {"config": "kv.toml"}, env).duration == 5
 
 
-def stress(file: Path, env: dict[str, str] | None = None, **given: object) -> Settings:
-    return settle("stress", {"config": str(file), **given}, env or {})
+def stress(file: Path, env: dict[str, str] | None = None, **given: object) -> RunSettings:
+    return resolve_options("stress", {"config": str(file), **given}, env or {})
 
 
 def test_a_run_has_the_cache_that_its_file_describes(kv: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_run_is_on_the_device_of_the_file_unless_it_is_told_another(kv: Path) 
 
 def test_an_unknown_variable_of_a_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ASYNCCACHE_STRESS__REQESTS: stress has no setting 'reqests'.*'requests'"):
-        settle("stress", {}, {"ASYNCCACHE_STRESS__REQESTS": "5"})
+        resolve_options("stress", {}, {"ASYNCCACHE_STRESS__REQESTS": "5"})
 
 
 def test_the_whole_of_a_described_cache_is_in_the_report(kv: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_no_bad_input_is_answered_with_a_traceback(arguments: list[str], capsys:
     ("[tree]\na = 1\n", "there is no table [tree]; there are [stress], [replay], [components], [sidecars], [stora"),
     ("[stres]\nduration = 1\n", "there is no table [stres]; did you mean 'stress'?"),
     ("[component.full]\nlayers = 1\n", "there is no table [component]; did you mean 'components'?"),
-    ("kept_fraction = 0.5\n", "'kept_fraction' is a setting of a cache, and this file describes none: it would name"),
+    ("kept_fraction = 0.5\n", "'kept_fraction' is a setting of a cache, but this file describes no cache: it"),
     ("devicetokens = 3\n", "stress has no setting 'devicetokens'; did you mean 'device-tokens'?"),
     ("tree = 3\n", "stress has no setting 'tree'\n"),
 ])  # fmt: skip
@@ -274,7 +274,7 @@ def test_show_takes_what_check_accepts(tmp_path: Path, capsys: Captured, monkeyp
     assert main(["config", "check", str(again)]) == 0
     runs: tuple[Literal["stress", "replay"], ...] = ("stress", "replay")
     for run in runs:
-        before, after = (settle(run, {"config": str(each), "trace": "-"}) for each in (file, again))
+        before, after = (resolve_options(run, {"config": str(each), "trace": "-"}) for each in (file, again))
         assert replace(after, config=before.config) == before
     file.write_text("[stress]\nduration = -1\n")
     assert main(["config", "show", str(file)]) == main(["config", "check", str(file)]) == 1

@@ -27,7 +27,7 @@ import pytest
 from asynccache import load_config
 from asynccache.cli import bench_tree
 from asynccache.cli.main import main
-from asynccache.cli.options import settle
+from asynccache.cli.options import resolve_options
 from asynccache.configuration import describes_cache
 from tests.docs import docs_programs
 from tests.docs.docs_kit import PAGES, ROOT, Block, all_blocks, files, shell
@@ -41,19 +41,20 @@ READ = {"python", "console", "sh", "toml", "text", "json", "yaml", ""}
 # Blocks with a reason on the page why they are not run: (page, first line).
 EXCEPTIONS = {
     ("README.md", "python3 -m venv .venv"),
+    ("docs/components.md", ".venv/bin/python -m pytest tests/core tests/worlds -q"),
     ("docs/cuda.md", "pip install 'asynccache[cuda12]'     # or cuda13: as your driver; brings cupy and NVRTC"),
     ("docs/cuda.md", "make test-gpu                                # with cupy for torch's CUDA, or CUDA=12"),
-    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment; brings no vLLM. "
+    ("docs/engines/vllm.md", "pip install 'asynccache[vllm]'     # in vLLM's environment; it does not install vLLM. "
                              "From a clone: '.[vllm]'"),
     ("docs/engines/vllm.md", "from vllm import LLM"),
     ("docs/performance.md", "build/sglang/bin/python benchmarks/sglang_backend.py --pages 2048 --rounds 3 "
                             "--batches 128     # make test-sglang makes build/sglang"),
-    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; brings no SGLang. "
-                               "From a clone: '.[sglang]'"),
+    ("docs/engines/sglang.md", "pip install 'asynccache[sglang]'   # in SGLang's environment; it does not install "
+                               "SGLang. From a clone: '.[sglang]'"),
     ("docs/engines/transformers.md", "pip install 'asynccache[hf]'       # or from a clone: pip install '.[hf]'"),
     ("docs/engines/transformers.md", "pip install -e '.[server]'"),
-    ("README.md", "pip install '.[vllm]'                 # in the environment of the vLLM that is there"),
-    ("README.md", "pip install '.[sglang]'               # in the environment of the SGLang that is there"),
+    ("README.md", "pip install '.[vllm]'                 # in vLLM's environment; it does not install vLLM"),
+    ("README.md", "pip install '.[sglang]'               # in SGLang's environment; it does not install SGLang"),
 }
 # Blocks that are drawings, not code.
 DRAWINGS = {"docs/cuda.md": 1, "docs/design.md": 3}
@@ -225,7 +226,7 @@ def test_files_can_be_used(block: Block, tmp_path: Path) -> None:
     if describes_cache(table):
         assert load_config(file, env={}).model == table["model"]
     for command in ("stress", "replay"):
-        settings = settle(command, {"config": str(file), "trace": "-"}, env={})
+        settings = resolve_options(command, {"config": str(file), "trace": "-"}, env={})
         for name, value in table.get(command, {}).items():
             assert getattr(settings, name) == value
 

@@ -50,7 +50,7 @@ def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("broken", "said"), [
     (lambda batching, prompts, given: batching([[*prompts[0][:-1], 1], *prompts[1:]], **given), "different tokens"),
-    (lambda batching, prompts, given: batching(prompts, **given, extra_key=str(prompts)), "no such hit: 0 tokens"),
+    (lambda batching, prompts, given: batching(prompts, **given, extra_key=str(prompts)), "not the expected hit: 0"),
 ], ids=["other tokens", "no hit"])  # fmt: skip
 def test_ways_that_make_different_tokens_or_hit_nothing_are_no_figure(
     broken: Callable[..., list[BatchRequest]], said: str, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +74,7 @@ def test_a_hit_in_another_tier_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> 
         """The device keeps what it has."""
 
     monkeypatch.setattr(Bench, "_empty_device", nothing)
-    with pytest.raises(RuntimeError, match=r"no such hit: Hits\(device=64, .*\), not \(0, 64, 0\)"):
+    with pytest.raises(RuntimeError, match=r"not the expected hit: Hits\(device=64, .*\), not \(0, 64, 0\)"):
         run(options)
 
 

@@ -115,7 +115,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 
 
 def test_a_token_that_the_model_has_not_is_named() -> None:
-    with pytest.raises(ApiError, match="prompt=258 is no token: the model has those from 0 to 257") as told:
+    with pytest.raises(ApiError, match="prompt=258 is no token: the model has tokens from 0 to 257") as told:
         tokens(completion(prompt=[1, 258]))
     assert told.value.status == 400
 

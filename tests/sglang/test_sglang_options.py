@@ -30,8 +30,8 @@ def test_all_options() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"storge": "memory:"}, "'storge' is none of its options"),
-        ({"storage": "memory:", "timout": 1}, "'timout' is none of its options"),
+        ({"storge": "memory:"}, "there is no option 'storge'; there are storage,"),
+        ({"storage": "memory:", "timout": 1}, "there is no option 'timout'; there are storage,"),
         ({}, "storage=None must be the URL of a store"),
         ({"storage": []}, r"storage=\[\] must be the URL"),
         ({"storage": ["memory:", 7]}, "storage=.* must be the URL"),

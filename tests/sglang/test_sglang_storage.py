@@ -294,7 +294,7 @@ def test_what_the_server_was_started_with_is_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_weights_or_namespace_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="which weights stored pages belong to cannot be told"):
+    with pytest.raises(ConfigError, match="the weights that computed a stored page cannot be identified"):
         AsyncCacheStorage(config({"storage": "memory:", "namespace": None}), {})
 
 
@@ -304,7 +304,7 @@ def test_sglangs_factory_loads_it(tmp_path: Path) -> None:
     assert isinstance(made, AsyncCacheStorage)
     assert isinstance(made, HiCacheStorage)
     made.close()
-    with pytest.raises(ConfigError, match="'storge' is none of its options"):
+    with pytest.raises(ConfigError, match="there is no option 'storge'; there are storage,"):
         StorageBackendFactory.create_backend("dynamic", config(named | {"storge": "memory:"}), mha())
 
 

@@ -371,7 +371,7 @@ def test_a_scheduler_runs_where_a_shard_of_the_model_does() -> None:
     async def world(loop: SimulatedLoop) -> None:
         group = SimulatedGroup(Random(1), TP2, own=None)
         async with AsyncCache(config(16), workers=group.workers) as cache:
-            with pytest.raises(ConfigError, match="this process has none"):
+            with pytest.raises(ConfigError, match="this cache has no worker here"):
                 async with Scheduler(cache, PatternModel(cache)):
                     pass
         await group.ended()

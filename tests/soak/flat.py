@@ -27,7 +27,7 @@ from typing import NamedTuple
 from asynccache import AsyncCache
 from asynccache.cli.display import choose
 from asynccache.cli.loops import loop_factory
-from asynccache.cli.options import Settings, settle
+from asynccache.cli.options import RunSettings, resolve_options
 from asynccache.cli.presses import Presses
 from asynccache.cli.report import Report
 from asynccache.cli.session import Session
@@ -82,7 +82,7 @@ def differences(looks: Sequence[Look]) -> Iterator[str]:
 class Soak(Session):
     """One run that is looked at while it lasts. ``looks`` are those after the warm-up."""
 
-    def __init__(self, settings: Settings, presses: Presses, warm_up: float) -> None:
+    def __init__(self, settings: RunSettings, presses: Presses, warm_up: float) -> None:
         super().__init__(settings, choose(quiet=True), presses)
         self.looks: list[Look] = []
         self._warm_up = warm_up
@@ -154,9 +154,9 @@ async def asked(exposed: Exposed) -> None:
         await writer.wait_closed()
 
 
-def stress(seconds: float, seed: int, folder: str) -> Settings:
+def stress(seconds: float, seed: int, folder: str) -> RunSettings:
     """Two stores that are full soon, faults and cancellations, as many requests as the machine can serve."""
-    return settle("stress", {
+    return resolve_options("stress", {
         "duration": str(seconds), "seed": str(seed), "rate": "0", "faults": "0.1", "cancel_rate": "0.1",
         "device_tokens": "16384", "host_tokens": "32768",
         "storage": ["memory:?capacity=32MiB", f"file:{folder}/kv?capacity=128MiB&segment=8MiB"],

@@ -15,7 +15,7 @@ import pytest
 from asynccache_backends.memory import MemoryBackend
 
 from asynccache.cli import bench_store
-from asynccache.cli.bench_meter import Meter, summary
+from asynccache.cli.bench_meter import PassMeter, summary
 from asynccache.cli.bench_raw import CopyClient
 from asynccache.cli.main import main
 from asynccache.errors import BackendError, ConfigError
@@ -129,7 +129,7 @@ def test_a_run_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(MemoryBackend, "get", get)
     monkeypatch.setattr(MemoryBackend, "aclose", aclose)
-    with pytest.raises(BackendError, match="the store failed 8 of 8 pages"):
+    with pytest.raises(BackendError, match="the store failed for 8 of 8 pages"):
         bench_store.run(options("memory:", *SMALL))
     assert left == [0]
 
@@ -169,7 +169,7 @@ def test_without_a_url_it_uses_a_folder_of_its_own_and_removes_it() -> None:
 
 def test_quantiles_and_medians() -> None:
     calls = [ms / 1e3 for ms in range(1, 501)]
-    passes = [Meter(10, 1000, calls, wall=wall, cpu=wall / 2) for wall in (1.0, 9.0, 2.0)]
+    passes = [PassMeter(10, 1000, calls, wall=wall, cpu=wall / 2) for wall in (1.0, 9.0, 2.0)]
     found = summary(passes)
     assert (found["p50_ms"], found["p99_ms"], found["p999_ms"]) == (251, 496, 500)
     assert (found["pages_per_s"], found["gb_per_s"], found["cpu_us_per_page"]) == (5, 0.0, 100_000.0)

@@ -133,7 +133,7 @@ def test_the_capacity_is_the_stores_own_as_far_as_it_was_noted(
         (("ls", "file:{}", "--yes"), "--yes is for asynccache store clear"),
         (("stat", "file:{}", "--rate", "1GiB"), "--rate is for asynccache store verify"),
         (("stat", "file:{}", "--timeout", "0"), "--timeout=0.0"),
-        (("clear", "file:{}"), "say --yes"),
+        (("clear", "file:{}"), "give --yes"),
         (("verify", "none"), "is no store"),
         (("verify", "tea:pot"), "unknown backend 'tea'"),
         (("stat", "file:{}?colour=red"), "unknown option 'colour'"),
@@ -208,7 +208,7 @@ def test_clear_asks_first(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("sys.stdin", Screen(True, answer))
     assert main(["store", "clear", f"file:{folder}"]) == status
-    assert capsys.readouterr().err == f"Forget every page of file:{folder}? [y/N] "
+    assert capsys.readouterr().err == f"Remove every page of file:{folder}? [y/N] "
     assert main(["store", "stat", f"file:{folder}", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["pages"] == left
 
@@ -315,7 +315,8 @@ def test_a_store_that_cannot_be_looked_through_says_so(
             return {"pages": 230, "bytes": 5000, "errors": 0}
 
     monkeypatch.setattr("asynccache.storage.opening.backend_class", lambda scheme: Plain)
-    for action, complaint in (("ls", "cannot list"), ("verify", "none can be verified"), ("gc", "no garbage")):
+    complaints = {"ls": "cannot list", "verify": "none can be verified", "gc": "nothing that gc could remove"}
+    for action, complaint in complaints.items():
         assert main(["store", action, listed_store]) == 2
         assert complaint in capsys.readouterr().err
     assert main(["store", "stat", listed_store]) == 0
@@ -357,7 +358,7 @@ def test_a_store_that_does_not_answer_is_not_ok(
     monkeypatch.setattr(MemoryBackend, "exists", broken)
     assert main(["store", "stat", listed_store]) == 1
     out = capsys.readouterr().out
-    assert "NOT OK: it did not answer 5 of the questions; breaker open" in out
+    assert "NOT OK: it failed to answer 5 of the questions; breaker open" in out
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from typing import Any
 from asynccache import AsyncCache
 from asynccache.cli.display import choose
 from asynccache.cli.loops import loop_factory
-from asynccache.cli.options import Settings, add_arguments, settle
+from asynccache.cli.options import RunSettings, add_arguments, resolve_options
 from asynccache.cli.presses import Presses
-from asynccache.cli.request import Request, Source
+from asynccache.cli.request import RunRequest, Source
 from asynccache.cli.serving import Server
 from asynccache.cli.session import Session
 from asynccache.cli.tally import Tally
@@ -47,11 +47,11 @@ class Moments:
         """Hear of all that happens from now on in this process."""
         leased, prompt, enter, prefetch = Server._leased, Tally.prompt, Breaker._enter, Prefetching.begin
 
-        async def came(server: Server, request: Request, *rest: Any) -> None:
+        async def came(server: Server, request: RunRequest, *rest: Any) -> None:
             self._came[request.number] = time.monotonic()
             await leased(server, request, *rest)
 
-        def ready(tally: Tally, request: Request, *rest: Any) -> None:
+        def ready(tally: Tally, request: RunRequest, *rest: Any) -> None:
             self.asked.append(self._came[request.number])
             prompt(tally, request, *rest)
 
@@ -98,7 +98,7 @@ def main() -> None:
     """Run until Ctrl-C."""
     parser = argparse.ArgumentParser()
     add_arguments(parser, "stress")
-    settings: Settings = settle("stress", vars(parser.parse_args()))
+    settings: RunSettings = resolve_options("stress", vars(parser.parse_args()))
     moments = Moments()
     moments.watch()
     with Presses() as presses:

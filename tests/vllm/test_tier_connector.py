@@ -133,6 +133,6 @@ def test_keys_that_no_other_process_has_are_told(
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with built(model, tmp_path):
-        assert "gives chunks other keys in each process" not in told.text
+        assert "gives chunks different keys in each process" not in told.text
     with built(model, tmp_path, prefix_caching_hash_algo="xxhash"):
-        assert "prefix_caching_hash_algo='xxhash' gives chunks other keys in each process" in told.text
+        assert "prefix_caching_hash_algo='xxhash' gives chunks different keys in each process" in told.text

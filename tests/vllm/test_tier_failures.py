@@ -195,7 +195,7 @@ def test_a_store_that_keeps_memory_holds_up_its_own_request_only(monkeypatch: py
         hits, seconds = timed(lambda: playing.serve(keys_of(8)[1:]))
         assert hits == 0
         assert seconds < SLACK, "nothing is asked of a store that does not let go"
-        with pytest.raises(RuntimeError, match="hangs and has the memory of 1 chunks, which cannot be reset before it"):
+        with pytest.raises(RuntimeError, match="hangs and still uses the memory of 1 chunks, which cannot be reset"):
             playing.reset()
         assert playing.manager.lookup(keys_of(1)[0], request) is LookupResult.HIT_PENDING, "its chunk is no other's"
         store.gate.set()
@@ -235,7 +235,7 @@ def test_the_end_comes_though_a_store_hangs(monkeypatch: pytest.MonkeyPatch, tol
         assert time.monotonic() - began < 0.2 + SLACK
         assert playing.tier.lookup(keys_of(9)[8], request) is LookupResult.MISS
         monkeypatch.setattr(playing, "shutdown", lambda: None)
-    assert "8 chunks were not stored before the end" in told.text
+    assert "8 chunks were not stored before the shutdown" in told.text
     assert store.closed == 0, "somebody else's store is not closed"
 
 
@@ -249,7 +249,7 @@ def test_the_end_comes_though_a_store_keeps_memory(
         playing.compute(keys_of(8))
         until(store.inside.is_set)
     assert left_in_shm() == [], "the region's file is gone; the memory lives until the store lets go"
-    assert "hangs with the memory of 8 chunks" in told.text
+    assert "hangs and uses the memory of 8 chunks" in told.text
     store.gate.set()
     until(lambda: not store_threads())
     del playing
@@ -490,7 +490,7 @@ def test_in_a_forked_process_the_stores_are_refused_by_name(told: pytest.LogCapt
         assert reading.poll(10)
         first, second, text = reading.recv()
         assert (first, second) == ("RETRY", "MISS")
-        assert "the stores are used no longer: these Pages were opened in process" in text
+        assert "the stores are not used any more: these Pages were opened in process" in text
         reading.close()
         writing.close()
         assert playing.serve(keys_of(1)) == 0

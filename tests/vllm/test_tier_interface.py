@@ -135,7 +135,7 @@ def one_less() -> type:
     [
         (another_method, "its secondary tiers must have the method submit_copy()"),
         (one_less, "its secondary tiers need not have the method drain_jobs()"),
-        (another_parameter, "lookup() of its secondary tiers has a parameter step more"),
+        (another_parameter, "lookup() of its secondary tiers has an additional parameter step"),
         (another_name, "submit_store() of its secondary tiers has no parameter job_metadata"),
     ],
 )
@@ -143,7 +143,7 @@ def test_another_interface_is_refused_in_a_sentence(base: Callable[[], type], sa
     with pytest.raises(ImportError) as refused:
         registering.check_interface(base(), TYPES)
     assert str(refused.value) == (
-        f"asynccache_vllm does not work with vLLM 0.34.1: {said}. It was tested with 0.32.0, and, without an engine, "
+        f"asynccache_vllm does not work with vLLM 0.34.1: {said}. It was tested with 0.32.0, and without an engine "
         f"with 0.33.0"
     )
 
@@ -196,4 +196,4 @@ def test_a_vllm_without_tiers_is_told_and_left_alone(
     monkeypatch.setattr(registering, "check_installed", lambda: "0.20.0")
     monkeypatch.setattr(registering, "import_module", no_module)
     asynccache_vllm.register()
-    assert "the tier type 'asynccache' is not there: asynccache_vllm does not work with vLLM 0.20.0" in told.text
+    assert "the tier type 'asynccache' was not registered: asynccache_vllm does not work with vLLM 0.20.0" in told.text

@@ -180,7 +180,7 @@ def test_weights_that_cannot_be_known_are_refused_with_what_to_do(tmp_path: Path
         weights_fact(unknown, None)
     assert str(refused.value).startswith("namespace: ")
     assert why in str(refused.value)
-    assert "name them yourself, as in namespace='llama-3.1-8b 2026-11-01'" in str(refused.value)
+    assert "Name them yourself, as in namespace='llama-3.1-8b 2026-11-01'" in str(refused.value)
     assert weights_fact(unknown, "mine")["namespace"] == "mine"
 
 

@@ -26,12 +26,12 @@ class RankedEngine:
         """1.0: the work is done in the processes of the ranks, and not measured."""
         return 1.0
 
-    def lane(self) -> RankedLane:
+    def stream(self) -> RankedStream:
         """For one request."""
-        return RankedLane(self._cache, self._pools)
+        return RankedStream(self._cache, self._pools)
 
 
-class RankedLane:
+class RankedStream:
     """The work of one request. ``work``: the last batch, for whoever gives the pages back."""
 
     def __init__(self, cache: AsyncCache, pools: Mapping[ComponentKind, int]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from asynccache.cli.devices import make_device
-from asynccache.cli.engine import Engine, Piece, Verdict
+from asynccache.cli.engine import Piece, StandInEngine, Verdict
 from asynccache.cli.faulty import device_faults, faulty_stores
 from asynccache.cli.loops import loop_factory
 from asynccache.cli.meter import Meter, peak_rss
@@ -64,7 +64,7 @@ class Rank:
             shard = partial(shard_config, topology=self._topology, rank=duty.rank)
             with faulty_stores(duty.faults, self._seed):
                 async with connect(duty.address, duty.rank, shard=shard, device=device, arrival=ARRIVAL) as worker:
-                    engine = Engine(self._specs(worker), worker.pools, device.gate, threads=1)
+                    engine = StandInEngine(self._specs(worker), worker.pools, device.gate, threads=1)
                     try:
                         await self._work(worker, engine)
                     finally:
@@ -77,7 +77,7 @@ class Rank:
         part = (place.tp, topology.tp, (place.cp, topology.cp), (place.pp, topology.pp))
         return [spec.on_rank(*part) for spec in worker.config.pools()]
 
-    async def _work(self, worker: RankWorker, engine: Engine) -> None:
+    async def _work(self, worker: RankWorker, engine: StandInEngine) -> None:
         async for batch in worker:
             if self._duty.delay:
                 await asyncio.sleep(self._random.random() * self._duty.delay)
@@ -89,7 +89,7 @@ class Rank:
                 _, written = engine.submit(partial(engine.write, pieces))
                 batch.end(written)
 
-    def _verify(self, engine: Engine, batch: EngineBatch, pieces: list[Piece]) -> None:
+    def _verify(self, engine: StandInEngine, batch: EngineBatch, pieces: list[Piece]) -> None:
         verdicts: list[Verdict] = []
         done, _ = engine.submit(lambda: verdicts.append(engine.verify(pieces)))
         done.add_done_callback(lambda ended: self._verified(ended, verdicts, batch))

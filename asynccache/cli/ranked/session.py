@@ -16,13 +16,13 @@ from typing import Any
 from asynccache import AsyncCache
 from asynccache.cli import leaks, report
 from asynccache.cli.meter import Spread
-from asynccache.cli.options import Settings
+from asynccache.cli.options import RunSettings
 from asynccache.cli.ranked.crew import Crew, Member
 from asynccache.cli.ranked.duty import Duty
-from asynccache.cli.ranked.engine import RankedEngine, RankedLane
+from asynccache.cli.ranked.engine import RankedEngine, RankedStream
 from asynccache.cli.ranked.shard import shard_config, store_url
-from asynccache.cli.request import Request, Source
-from asynccache.cli.serving import Lane, Server
+from asynccache.cli.request import RunRequest, Source
+from asynccache.cli.serving import EngineStream, Server
 from asynccache.cli.session import Session
 from asynccache.config import CacheConfig
 from asynccache.core.settings import ComponentKind
@@ -39,12 +39,12 @@ _NOTHING: dict[str, Any] = {
 class RankedServer(Server):
     """Every other request does as an engine with a stream: it goes on while its work is queued."""
 
-    async def _compute(self, request: Request, lane: Lane, pieces: Sequence[Any]) -> object:
+    async def _compute(self, request: RunRequest, stream: EngineStream, pieces: Sequence[Any]) -> object:
         if request.number % 2:
-            return await super()._compute(request, lane, pieces)
-        assert isinstance(lane, RankedLane)
-        lane.begin(pieces)
-        return lane.work
+            return await super()._compute(request, stream, pieces)
+        assert isinstance(stream, RankedStream)
+        stream.begin(pieces)
+        return stream.work
 
 
 class RankedSession(Session):
@@ -68,10 +68,10 @@ class RankedSession(Session):
                 async with Crew(duties, secret, Path(folder)) as crew:
                     cache = AsyncCache(whole, workers=workers)
                     found = _NOTHING | await self._served(cache, crew, workers, _pools(shards), source)
-        left: leaks.Left = found.pop("left", leaks.Left(0, 0, 0))
+        left: leaks.Leaks = found.pop("left", leaks.Leaks())
         self._add_up(crew.members)
         tasks = len(asyncio.all_tasks() - before) + sum(one.account["tasks"] for one in crew.members if one.account)
-        result = self._report(found, report.Leaks(left.device_pages, left.host_pages, left.pins, tasks))
+        result = self._report(found, left._replace(tasks=tasks))
         return result | _about(result, crew, topology)
 
     async def _served(
@@ -91,7 +91,7 @@ class RankedSession(Session):
                     await self._drive(cache, server, source)
                 finally:
                     self._meter.stop()
-                found = await self._settle(cache)
+                found = await self._finish(cache)
         except (CacheClosed, RankFailure) as error:
             await asyncio.sleep(0.1)                       # a process that was killed is gone before it can be asked
             crew.note_ends()
@@ -120,11 +120,11 @@ class RankedSession(Session):
             self._tally.mismatches = sum(account["mismatches"] for account in accounts)
 
 
-def _topology(settings: Settings) -> Topology:
+def _topology(settings: RunSettings) -> Topology:
     return Topology(settings.tp, settings.cp, settings.pp)
 
 
-def _duty(settings: Settings, rank: int, address: str) -> Duty:
+def _duty(settings: RunSettings, rank: int, address: str) -> Duty:
     topology = (settings.tp, settings.cp, settings.pp)
     return Duty(rank, address, topology, settings.device, settings.loop, settings.seed, settings.faults,
                 settings.rank_delay / 1e3)  # fmt: skip

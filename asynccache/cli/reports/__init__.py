@@ -1,8 +1,8 @@
-"""A report as one page: no file beside it, no script, nothing from a network. The report's JSON is in it, too.
+"""Makes one HTML page of a report. It needs no other file, no script and no network; the report's JSON is in it as
+well.
 
-The page is XML as well as HTML. The reader's system chooses light or dark. Whoever cannot tell the colours apart has
-the order of legend and table, and the figures of every plot beside it.
-"""
+The page is valid XML as well as HTML. The reader's system chooses light or dark. For readers who cannot tell the
+colours apart, legend and table have the same order, and a table beside every plot has its figures. """
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Report = Mapping[str, Any]
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """The whole page for the report of a run or of a benchmark."""
     figures = bench.figures(report) if "bench" in report else run.figures(report)
     title, lead = _bench_lead(report) if "bench" in report else _run_lead(report)
-    body = "".join(map(_figure, figures)) or "<p>There was too little to draw.</p>"
+    body = "".join(map(_figure, figures)) or "<p>There was not enough data to draw.</p>"
     return (
         '<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
@@ -93,7 +93,7 @@ def _settings(report: Report) -> str:
 
 
 def _data(report: Report) -> str:
-    """The report itself, for programs. Nothing in it can end the element."""
+    """The report as JSON, for programs. ``<``, ``>`` and ``&`` are escaped, so that nothing in it ends the element."""
     text = json.dumps(report)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

@@ -1,4 +1,4 @@
-"""The figures of the benchmarks, as far as their JSON is known here."""
+"""The figures of the benchmarks that have a page: tree, store, runtime and ttft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asynccache.cli.text import milliseconds, size
 
 
 def figures(report: Report) -> list[Figure]:
-    """All that the report has data for."""
+    """The figures that the report has data for; none for other benchmarks."""
     makers = {"tree": tree, "store": store, "runtime": runtime, "ttft": ttft}
     make = makers.get(report.get("bench", ""))
     return [] if make is None else list(make(report))
@@ -36,13 +36,13 @@ def _log_axis(rows: Sequence[svg.Row], show: Any) -> svg.Axis:
 
 
 def tree(report: Report) -> Iterator[Figure]:
-    """Time per operation against its goal, by shape; growth with the tree."""
+    """The time of each operation beside its goal, for each shape of tree; and how it grows with the tree."""
     for i, (shape, operations) in enumerate(report["shapes"].items()):
         rows = [svg.Row(name, [("limit", op["goal_us"]), ("l2", op["cpu"]["p99"]), ("l1", op["cpu"]["mean"])])
                 for name, op in operations.items()]
         missed = [name for name, op in operations.items() if op["cpu"]["mean"] > op["goal_us"]]
         yield Figure(f"tree-{i}", f"What does a call of the core cost? ({shape})",
-                     "Every mean is within its goal." if not missed else f"Beyond its goal: {', '.join(missed)}.",
+                     "Every mean is within its goal." if not missed else f"Above their goals: {', '.join(missed)}.",
                      _dots(rows, "CPU time", _log_axis(rows, _micros)),
                      [("mean", "l1"), ("99th percentile", "l2"), ("goal", "limit")],
                      Table(("operation", "mean µs", "p99 µs", "goal µs"), [
@@ -77,7 +77,7 @@ def _growth(kind: str, sizes: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def store(report: Report) -> Iterator[Figure]:
-    """Bandwidth by page size and mode beside the raw client's."""
+    """The bandwidth beside that of the raw client, for each page size and mode."""
     for i, figures in enumerate(report["sizes"]):
         for mode, found in figures.items():
             if isinstance(found, dict) and "ratio" in found:
@@ -92,7 +92,8 @@ def _store(name: str, pages: str, found: Mapping[str, Any]) -> Figure:
                                             if op in found.get(kind, {})]) for op in operations]
     ratios = [f"{op} {ratio:.2f} with checksums {kind}" for kind, one in found["ratio"].items()
               for op, ratio in one.items()]
-    answer = f"Of the raw client's rate: {'; '.join(ratios)}." if ratios else "There is no raw client to compare with."
+    answer = f"Divided by the raw client's rate: {'; '.join(ratios)}." if ratios \
+        else "There is no raw client to compare with."
     cells = [(op.replace("_", ", "), kind, found[kind][op]) for op in operations for kind in colours
              if op in found.get(kind, {})]
     return Figure(name, f"How fast is the store with {pages}?", answer,
@@ -106,12 +107,12 @@ def _store(name: str, pages: str, found: Mapping[str, Any]) -> Figure:
 
 
 def runtime(report: Report) -> Iterator[Figure]:
-    """What an await adds; lag under stress."""
+    """What an await adds to a call of the core; and how late the loop is under stress."""
     found = [(f"{loop} {name}", row) for loop, calls in report["overhead"].items() for name, row in calls.items()]
     rows = [svg.Row(name, [("limit", row["goal_us"]), ("l1", row["adds_us"])]) for name, row in found]
     missed = [name for name, row in found if row["adds_us"] > row["goal_us"]]
     yield Figure("overhead", "What does an await add to a call of the core?",
-                 "Within the goals." if not missed else f"Beyond the goal: {', '.join(missed)}.",
+                 "Within the goals." if not missed else f"Above their goals: {', '.join(missed)}.",
                  _dots(rows, "CPU time added", _log_axis(rows, _micros)), [("added", "l1"), ("goal", "limit")],
                  Table(("call", "core µs", "adds µs", "goal µs"), [
                      (n, f"{r['core_us']:g}", f"{r['adds_us']:g}", f"{r['goal_us']:g}") for n, r in found]))
@@ -129,11 +130,11 @@ def _lag(lags: Sequence[tuple[str, Mapping[str, Any]]]) -> Figure:
         [("lag of the loop", "l1"), ("wait for a core", "l2")],
         Table(("", "lag", "wait for a core"), [
             (row.name, milliseconds(row.dots[1][1]), milliseconds(row.dots[0][1])) for row in rows]),
-        "Where the thread waited as long for a core, the machine was busy and not the loop.")
+        "If the thread waited for a core for as long as it was late, the machine was busy and did not run the loop.")
 
 
 def ttft(report: Report) -> Iterator[Figure]:
-    """Time to first token of a real model, by the tier that has the prefix."""
+    """The time to first token of a real model, for each tier that may have the prefix."""
     rows = [svg.Row(way, [*(("l2", ms) for ms in report["all_ms"][way]), ("l1", median)])
             for way, median in report["ttft_ms"].items()]
     yield Figure("ttft", "How much sooner does the first token come, by tier?", "; ".join(
@@ -149,7 +150,7 @@ def ttft(report: Report) -> Iterator[Figure]:
 
 
 def _together(report: Report) -> Figure:
-    """New tokens per CPU second of many requests at once."""
+    """How many new tokens a second of CPU time makes when many requests run at once."""
     speeds, first = report["tokens_per_cpu_second"], report["first_tokens_ms"]
     rows = [svg.Row(way, [*(("l2", value) for value in report["all_tokens_per_cpu_second"][way]), ("l1", median)])
             for way, median in speeds.items()]

@@ -1,7 +1,4 @@
-"""What a page is made of: figures that each answer a question with a sentence, a plot and its numbers as a table.
-
-No figure where there is nothing to show: whoever makes one returns None then.
-"""
+"""The parts of a page: figures, each of which answers a question with a sentence, a plot and a table of its numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +14,15 @@ WIDE, NARROW = 720, 360
 
 
 class Table(NamedTuple):
-    """Cells as they are shown; the first of each row is its name."""
+    """A table of texts; the first cell of each row is the row's name."""
 
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
 class Figure(NamedTuple):
-    """``draw`` makes the plot for a width in pixels; ``colours``: names and classes for the legend."""
+    """One figure. ``draw`` makes the plot for a width in pixels; ``colours``: the names and classes of the legend;
+    ``source``: where the numbers are from and how to read them."""
 
     name: str
     question: str
@@ -36,10 +34,10 @@ class Figure(NamedTuple):
 
 
 def height(width: int, wide: int = 300) -> int:
-    """Narrow plots are a little lower."""
+    """The height of a plot in pixels: ``wide``, but at most 260 if it is narrow."""
     return wide if width > 500 else min(wide, 260)
 
 
 def dot_height(width: int, rows: int) -> int:
-    """Rows of dots, with names above them where it is narrow."""
+    """The height of a dot plot in pixels; in a narrow one each row needs room for its name above it."""
     return 80 + rows * (30 if width > 500 else 40)

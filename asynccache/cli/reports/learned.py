@@ -1,4 +1,4 @@
-"""The figures of what an eviction policy has learned, for runs that had one that learns."""
+"""The figures of what an eviction policy has learned, for runs whose policy learns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from asynccache.cli.text import number, percent
 from asynccache.runtime.learning import share_at, worth_at
 
 FEW_BLOCKS = 30
-"""A curve is drawn as far as so many blocks have come."""
+"""A curve ends at the age that fewer blocks than this have reached."""
 _COLOURS = 8
 _TICKS = (1.0, 10.0, 60.0, 600.0, 3600.0)
 _TOLD = (10.0, 60.0, 600.0)
 
 
 class _Kind(NamedTuple):
-    """One kind of page. ``points``: how many ages of its curve are known well enough."""
+    """One kind of page. ``blocks``: how many blocks of it were seen. ``again``, ``worth``: values by age. ``points``:
+    how many ages at least ``FEW_BLOCKS`` blocks have reached."""
 
     name: str
     colour: str
@@ -29,7 +30,7 @@ class _Kind(NamedTuple):
 
 
 def again(report: Report) -> Figure | None:
-    """The share of each kind of page that comes back, by the time until then."""
+    """The share of each kind of page that is used again within a time since its last use."""
     kinds = _kinds(report)
     if not kinds:
         return None
@@ -51,18 +52,18 @@ def again(report: Report) -> Figure | None:
     best = max(kinds, key=lambda kind: kind.again[kind.points - 1])
     last = best.points - 1
     return Figure("again", "Which pages come back, and when?",
-                  f"Most of all what was {best.name}: {percent(best.again[last], 1)} of it within "
+                  f"Most often, pages that were {best.name}: {percent(best.again[last], 1)} of them within "
                   f"{_span(edges[last])}.",
                   draw, [(kind.name, kind.colour) for kind in kinds],
                   Table(("kind", "blocks", *map(_span, _TOLD)), rows),
                   f"What {found['policy']} has learned from {number(found['requests'])} requests: the share of a kind "
-                  "of page that is used again within a time since its last use (Kaplan and Meier 1958), as far as "
-                  f"{FEW_BLOCKS} blocks of 512 tokens have come. What is longer ago counts less. "
-                  f"{number(round(found['returned_blocks']))} blocks came back after they had left.")
+                  "of page that is used again within a time since its last use (Kaplan and Meier 1958), up to the age "
+                  f"that {FEW_BLOCKS} blocks of 512 tokens have reached. Older observations count less. "
+                  f"{number(round(found['returned_blocks']))} blocks came back after they had been evicted.")
 
 
 def worth(report: Report) -> Figure | None:
-    """What a page is worth, by kind and age."""
+    """What a page of each kind is worth to the policy, by its age."""
     kinds = _kinds(report)
     if not kinds or not report["learned"]["lessons"]:
         return None
@@ -83,16 +84,18 @@ def worth(report: Report) -> Figure | None:
     rows = [(kind.name, *(_small(worth_at(edges, kind.worth, age)) if age < edges[kind.points - 1] else ""
                           for age in _TOLD)) for kind in kinds]
     return Figure("worth", "What is worth keeping?",
-                  f"Most what was {most[2]}, {_span(most[1])} after its last use ({_small(most[0])}); least what was "
-                  f"{least[2]}, {_span(least[1])} after it ({_small(least[0])}).",
+                  f"Most of all, pages that were {most[2]}, {_span(most[1])} after their last use "
+                  f"({_small(most[0])}); least of all, pages that were {least[2]}, {_span(least[1])} after it "
+                  f"({_small(least[0])}).",
                   draw, [(kind.name, kind.colour) for kind in kinds],
                   Table(("kind", *map(_span, _TOLD)), rows),
-                  "The uses that a block is good for in each second that it is held, until the best moment to give it "
-                  "up. Of the oldest and the newest pages of all kinds the one goes that is worth least.")
+                  "The uses to be expected of a block for each second that it is held, up to the best moment to give "
+                  "it up. The policy compares the oldest and the newest page of every kind and evicts the one that is "
+                  "worth least.")
 
 
 def _kinds(report: Report) -> list[_Kind]:
-    """The kinds of which something is known."""
+    """The kinds whose curve has more than two points."""
     found: Mapping[str, Any] = report.get("learned", {})
     every = [_Kind(curve["name"], f"k{i % _COLOURS + 1}", curve["reached"][0], curve["again"], curve["worth"],
                    sum(count >= FEW_BLOCKS for count in curve["reached"]))

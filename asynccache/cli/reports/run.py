@@ -1,4 +1,5 @@
-"""The figures of ``stress`` and ``replay``."""
+"""The figures of the page for ``stress`` and ``replay``. Each function returns None if the report has too little
+data."""
 
 from __future__ import annotations
 
@@ -7,15 +8,14 @@ from typing import Any
 
 from asynccache.cli.reports import learned, svg
 from asynccache.cli.reports.figures import Figure, Report, Table, dot_height, height
-from asynccache.cli.text import HIT_RATIO, milliseconds, number, percent, size
+from asynccache.cli.text import ARROWS, HIT_RATIO, milliseconds, number, percent, size
 
 HITS = (("L1 device", "device", "l1"), ("L2 host", "host", "l2"), ("L3 storage", "storage", "l3"))
-ARROWS = {"backup_host": "L1→L2", "load_back": "L2→L1", "backup_storage": "L2→L3", "prefetch": "L3→L2"}
 _BINS = 40
 
 
 def figures(report: Report) -> list[Figure]:
-    """All that the report has data for."""
+    """The figures that the report has data for."""
     makers = (hits, capacity, first_token, filling, bandwidth, lag, ages, learned.again, learned.worth)
     return [found for make in makers if (found := make(report)) is not None]
 
@@ -39,7 +39,8 @@ def _count(value: float) -> str:
 
 
 def bins(times: Sequence[float], columns: Sequence[Sequence[int]], count: int) -> list[tuple[float, list[int]]]:
-    """What counters rose by between samples, at most ``count`` times evenly spaced: (end, rise of each)."""
+    """By how much counters rose in each of at most ``count`` spans of equally many samples: the time at the end of the
+    span, and the rise of each of ``columns``."""
     step = max(1, -(-(len(times) - 1) // count))
     ends = [*range(step, len(times) - 1, step), len(times) - 1]
     starts = [0, *ends[:-1]]
@@ -47,7 +48,7 @@ def bins(times: Sequence[float], columns: Sequence[Sequence[int]], count: int) -
 
 
 def hits(report: Report) -> Figure | None:
-    """Hit ratio by tier over time."""
+    """The hit ratio over time, by tier."""
     series = report["series"]
     rises = [(t, rise) for t, rise in bins(series["t_s"], [series[k] for k in ("tokens", "device", "host", "storage")],
                                            _BINS) if rise[0]]
@@ -66,18 +67,18 @@ def hits(report: Report) -> Figure | None:
     total, hit = report["tokens"]["total"], report["tokens"]["hit"]
     rows = [(name, percent(hit[key], total), number(hit[key])) for name, key, _ in HITS]
     rows.append(("computed", percent(total - sum(hit.values()), total), number(total - sum(hit.values()))))
-    return Figure("hits", "Where do prompts come from?", f"{percent(sum(hit.values()), total)} of "
+    return Figure("hits", "Where did the KV of prompts come from?", f"{percent(sum(hit.values()), total)} of "
                   f"{number(total)} prompt tokens were in the cache when their request arrived.", draw,
                   [(name, kind) for name, _, kind in HITS], Table(("tier", "share", "prompt tokens"), rows),
-                  f"Hit ratio: {HIT_RATIO}. Of those that became complete since the point before, each at the nearest "
-                  "tier that had it.")
+                  f"Hit ratio: {HIT_RATIO}. Each point is of the prompts that became complete since the point before. "
+                  "A token counts for the nearest tier that had it.")
 
 
 # capacity
 
 
 def capacity(report: Report) -> Figure | None:
-    """What caches of other sizes would have had, under other policies, too."""
+    """The hit ratios of caches of other sizes, also under other policies."""
     found: Mapping[str, Any] = report.get("capacity", {})
     points = [(p["units"], p["hit_ratio"]) for p in found.get("points", ())]
     if len(points) < 3 or not points[-1][1]:
@@ -98,17 +99,17 @@ def capacity(report: Report) -> Figure | None:
 
     colours = [*((one.name, one.kind) for one in curves),
                *((f"measured: {t['tier']} and above", t["tier"].lower()) for t in tiers)]
-    return Figure("capacity", "What would more, or less, memory buy?",
+    return Figure("capacity", "What would more memory bring, or less memory cost?",
                   f"No cache, however large, finds more than {percent(most, 1)} of the prompt tokens; "
                   f"that takes {number(points[-1][0])} pages of {unit} tokens.", draw, colours, _sizes(found, points),
-                  f"Hit ratio, all of them: {HIT_RATIO}. One request at a time. LRU: one pass of stack distances "
-                  f"(Mattson et al. 1970) over {found['source']}; {number(found['lookups'])} lookups of "
-                  f"{number(found['different'])} different pages. Best: no cache of that size finds more, with the "
-                  "whole future known (Belady 1966).")
+                  f"Every hit ratio here is {HIT_RATIO}, with requests served one at a time. LRU: one pass of stack "
+                  f"distances (Mattson et al. 1970) over {found['source']}; {number(found['lookups'])} lookups of "
+                  f"{number(found['different'])} different pages. Best: no cache of that size finds more, even if it "
+                  "knows the whole future (Belady 1966).")
 
 
 def _curves(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> list[svg.Series]:
-    """The policy in use in ink, what it is to be compared with in grey."""
+    """The curves: the policy in use in the colour of the text, those that it is compared with in grey."""
     compared, policy = found.get("compared", ()), found.get("eviction", "lru")
     named = {name: [(row["units"], row[name]) for row in compared] for name in ("policy", "optimum")}
     lru = svg.Series("LRU of this size", "ink" if policy == "lru" else "soft", points)
@@ -117,7 +118,7 @@ def _curves(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> 
 
 
 def _sizes(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> Table:
-    """What the tiers gave, and a few sizes by policy."""
+    """The hit ratios of the tiers' own sizes, with what the run measured, and of a few other sizes."""
     compared, policy = found.get("compared", ()), found.get("eviction", "lru")
     names = {"optimum": "best"} if policy == "lru" else {"policy": policy, "optimum": "best"}
     others = {row["units"]: [percent(row[name], 1) for name in names] for row in compared}
@@ -134,7 +135,7 @@ def _sizes(found: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> T
 
 
 def first_token(report: Report) -> Figure | None:
-    """With the cache and without it."""
+    """The distribution of the time to first token, with the cache and without it."""
     found = report["ttft_percentiles_ms"]
     if len(set(found["with"])) < 2:
         return None
@@ -157,15 +158,16 @@ def first_token(report: Report) -> Figure | None:
                   _sooner(report["ttft_mean_ms"], report["ttft_without_cache_mean_ms"]), draw,
                   [(p.name, p.kind) for p in plots],
                   Table(("", "with", "without"), rows),
-                  f"Share of requests that had their first token by then: the measured wait for pages, and prefill "
-                  f"modelled at {rate} tokens/s, {slowdown:.2f} times as long for what else the machine had to do.")
+                  f"Share of requests that had their first token by then. The time is the measured wait for pages plus "
+                  f"prefill, modelled at {rate} tokens/s and {slowdown:.2f} times as long because the machine was busy "
+                  "with other work.")
 
 
 def _sooner(mean: float, without: float) -> str:
     if without >= mean > 0:
-        return f"{without / mean:.2f} times sooner in the mean."
-    return (f"Not sooner: in the mean it took {milliseconds(mean)}, and computing all of it would have taken "
-            f"{milliseconds(without)}. Waiting for pages cost more than it saved.")
+        return f"{without / mean:.2f} times sooner on average."
+    return (f"Not sooner: on average it took {milliseconds(mean)}, and computing the whole prompt would have taken "
+            f"{milliseconds(without)}. Waiting for pages cost more time than their hits saved.")
 
 
 def _ms(value: float) -> str:
@@ -176,7 +178,7 @@ def _ms(value: float) -> str:
 
 
 def filling(report: Report) -> Figure | None:
-    """How full L1 and L2 are."""
+    """How full L1 and L2 were over time."""
     series = report["series"]
     tiers = [(name, key, kind) for name, key, kind in (("L1", "l1", "l1"), ("L2", "l2", "l2")) if any(series[key])]
     if len(series["t_s"]) < 3 or not tiers:
@@ -193,14 +195,14 @@ def filling(report: Report) -> Figure | None:
     rows = [(name, percent(last[key], 1), number(evicted[side])) for (name, key, _), side in
             zip(tiers, ("device", "host"), strict=False)]
     full = " and ".join(name for name, key, _ in tiers if max(series[key]) > 0.95)
-    return Figure("filling", "Are the tiers full?", f"{full} filled up." if full else "No: there was room left.", draw,
+    return Figure("filling", "Are the tiers full?", f"{full} filled up." if full else "No, there was room left.", draw,
                   [(p.name, p.kind) for p in plots], Table(("tier", "in use at the end", "pages evicted"), rows),
                   "Share of FULL's pages in use. Evictions count pages of all components; "
                   f"{number(report['lost_pages'])} pages were lost for good.")
 
 
 def bandwidth(report: Report) -> Figure | None:
-    """Stages against what the machine can copy."""
+    """The bandwidth of each stage beside what one thread of this machine can copy."""
     series, limit = report["series"], report.get("memcpy_bytes_per_s")
     times, moved = series["t_s"], series["moved_bytes"]
     found = []
@@ -228,8 +230,9 @@ def bandwidth(report: Report) -> Figure | None:
                   f"{name} came to {percent(peak, limit)} of what one thread copies here ({size(limit)}/s).", draw,
                   [("mean of the run", "l1"), ("peak between two samples", "l2")],
                   Table(("stage", "mean", "peak", "bytes"), [*rows, ("memcpy", size(limit) + "/s", "", "")]),
-                  "memcpy of 64 MiB by one thread, measured right after the run. A stage moves what is asked of it: "
-                  "far below the limit means that there was no more to move, or that something else was the limit.")
+                  "memcpy: 64 MiB copied by one thread, measured right after the run. A stage moves what is asked of "
+                  "it. So a bandwidth far below memcpy's means that there was no more to move, or that something else "
+                  "set the limit.")
 
 
 def _powers(low: float, high: float) -> tuple[float, ...]:
@@ -240,7 +243,7 @@ def _powers(low: float, high: float) -> tuple[float, ...]:
 
 
 def lag(report: Report) -> Figure | None:
-    """Lateness of the loop."""
+    """How late the event loop was."""
     found = report["loop_lag_histogram"]
     if not sum(found["counts"]):
         return None
@@ -256,12 +259,13 @@ def lag(report: Report) -> Figure | None:
                   f"late; the worst was {milliseconds(spread['max'])}.", draw,
                   [("ticks, on a logarithmic scale", "l1")],
                   Table(("ms late", "ticks"), _told(names, [found["counts"]])),
-                  f"99.9 % of ticks waited at most {milliseconds(report['run_queue_ms']['p999'])} for a core: that "
-                  "much of the lag is the machine's, not the loop's.")
+                  f"At 99.9 % of ticks the loop's thread had waited at most "
+                  f"{milliseconds(report['run_queue_ms']['p999'])} for a core. So much of the lateness comes from a "
+                  "busy machine and not from work in the loop.")
 
 
 def ages(report: Report) -> Figure | None:
-    """How old what was evicted had become."""
+    """How long evicted pages had not been used."""
     found = report["eviction_age"]
     sides = [(name, key, kind) for name, key, kind in HITS[:2] if sum(found[key])]
     if not sides:
@@ -274,8 +278,9 @@ def ages(report: Report) -> Figure | None:
         return _histogram(width, names, plots, "seconds since a page was used last")
 
     name, key, _ = sides[0]
-    return Figure("ages", "For how long is a page kept that nobody asks for?",
-                  f"Half of what left {name} had been idle for {_half(found['bounds_s'], found[key])}.", draw,
+    return Figure("ages", "For how long is an unused page kept?",
+                  f"Half of the pages that left {name} had not been used for {_half(found['bounds_s'], found[key])}.",
+                  draw,
                   [(f"{p.name}, pages on a logarithmic scale", p.kind) for p in plots],
                   Table(("seconds", *(p.name for p in plots)),
                         _told(names, [found[key][:last] for _, key, _ in sides])),

@@ -1,7 +1,7 @@
 """Plots as SVG text: axes, lines, areas, bars and dots. Pure functions of their values.
 
-Colours, fonts and dashes are classes that the page's style sheet fills in, so one drawing serves light and dark. A plot
-is drawn for a given width; the page has one for wide and one for narrow screens, so that letters stay legible.
+Colours, fonts and dashes are classes of the page's style sheet, so one drawing serves light and dark. A plot is drawn
+for a given width. The page has a plot for wide screens and one for narrow screens, so that text stays legible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _LETTER = 6.6
 
 
 class Axis(NamedTuple):
-    """From ``low`` to ``high``; ``show`` writes a value. A logarithmic one begins above 0."""
+    """An axis from ``low`` to ``high``. ``show`` writes a value as text. ``log``: the scale is logarithmic; ``low``
+    must be above 0 then. ``at``: the values that get a tick; empty: round values are chosen."""
 
     label: str
     low: float
@@ -28,7 +29,7 @@ class Axis(NamedTuple):
     at: tuple[float, ...] = ()
 
     def share(self, value: float) -> float:
-        """Where ``value`` lies, 0 to 1; what is beyond an end lies there."""
+        """Where ``value`` lies on the axis, from 0 to 1. A value beyond an end lies at that end."""
         if self.log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(max(value, self.low))
         else:
@@ -36,14 +37,14 @@ class Axis(NamedTuple):
         return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
 
     def ticks(self, most: int) -> list[float]:
-        """At most so many round values."""
+        """The values that get a tick, at most ``most``."""
         found = list(self.at) or (_decades(self.low, self.high) if self.log else _round(self.low, self.high, most))
         step = -(-len(found) // max(2, most))
         return found[::step]
 
 
 class Series(NamedTuple):
-    """``kind``: the class that colours it."""
+    """A line or a set of bars. ``kind``: the style sheet's class that gives it its colour."""
 
     name: str
     kind: str
@@ -51,14 +52,14 @@ class Series(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of a dot plot: values by the class of their dot."""
+    """A line of a dot plot. ``dots``: for each dot its class in the style sheet and its value."""
 
     name: str
     dots: Sequence[tuple[str, float]]
 
 
 class Mark(NamedTuple):
-    """A value on the x axis that has a name."""
+    """A value on the x axis that is marked with a name."""
 
     name: str
     at: float
@@ -80,7 +81,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 class Frame:
-    """The area between the axes."""
+    """A drawing with two axes: places of values, and the SVG elements drawn so far (``parts``). Lengths are pixels."""
 
     def __init__(self, width: int, height: int, x: Axis, y: Axis, left: int = 52) -> None:
         self.width, self.height, self.x, self.y, self.left = width, height, x, y, left
@@ -120,20 +121,20 @@ class Frame:
         self.text((self.left + right) / 2, self.height - 8, self.x.label, kind="label")
 
     def _x_tick(self, value: float, y: float) -> None:
-        """In the middle below its line, or as far to one side as it takes to be seen whole."""
+        """Write a tick of the x axis, centred below its line, but moved sideways as far as needed to be whole."""
         words = self.x.show(value)
         half = len(words) * _LETTER / 2
         self.text(max(half, min(self.at_x(value), self.width - half)), y, words)
 
     def svg(self, name: str, title: str) -> str:
-        """The drawing. ``name``: unique on the page; ``title``: what a screen reader says."""
+        """The drawing as an SVG element. ``name``: an id, unique on the page; ``title``: what a screen reader says."""
         return (f'<svg class="{"wide" if self.width > 500 else "narrow"}" role="img" aria-labelledby="{name}" '
                 f'viewBox="0 0 {self.width} {self.height}" xmlns="http://www.w3.org/2000/svg">'
                 f'<title id="{name}">{escape(title)}</title>{"".join(self.parts)}</svg>')
 
 
 def lines(frame: Frame, series: Sequence[Series], marks: Sequence[Mark] = (), dots: Sequence[Series] = ()) -> None:
-    """Lines, values on the x axis with their names, and single dots."""
+    """Draw lines, marks on the x axis, and single dots."""
     frame.axes()
     _marks(frame, marks)
     for one in series:
@@ -144,7 +145,7 @@ def lines(frame: Frame, series: Sequence[Series], marks: Sequence[Mark] = (), do
 
 
 def areas(frame: Frame, series: Sequence[Series]) -> None:
-    """Areas on top of each other, the first at the bottom. All have the same x."""
+    """Draw areas stacked on each other, the first at the bottom. All must have the same x values."""
     frame.axes()
     floor = [0.0] * len(series[0].points)
     for one in series:
@@ -158,7 +159,8 @@ def areas(frame: Frame, series: Sequence[Series]) -> None:
 
 
 def bars(frame: Frame, names: Sequence[str], series: Sequence[Series]) -> None:
-    """A group of bars for each name; the points' x are not looked at. ``frame.x`` counts groups from 0."""
+    """Draw a group of bars for each name: bar n of group i is ``series[n].points[i]``, of which only y is used.
+    ``frame.x`` must count the groups from 0."""
     frame.axes()
     bottom = frame.height - _BOTTOM
     room = frame.at_x(1) - frame.at_x(0)
@@ -174,7 +176,7 @@ def bars(frame: Frame, names: Sequence[str], series: Sequence[Series]) -> None:
 
 
 def rows(frame: Frame, found: Sequence[Row], marks: Sequence[Mark] = ()) -> None:
-    """A dot plot: a line for each row, its name above it where the frame has no room at the left."""
+    """Draw a dot plot: a line for each row, with its name at the left, or above it where there is no room."""
     frame.axes(y_ticks=False)
     _marks(frame, marks)
     step = (frame.height - _TOP - _BOTTOM - (14 if marks else 0)) / max(1, len(found))
@@ -190,7 +192,7 @@ def rows(frame: Frame, found: Sequence[Row], marks: Sequence[Mark] = ()) -> None
 
 
 def _dot(frame: Frame, x: float, y: float, kind: str) -> None:
-    """Round, but a tick for what is a limit."""
+    """Draw a dot; a value of class ``limit`` is a short vertical line instead."""
     if kind == "limit":
         frame.line(x, y - 8, x, y + 8, "limit")
     else:
@@ -198,7 +200,7 @@ def _dot(frame: Frame, x: float, y: float, kind: str) -> None:
 
 
 def _marks(frame: Frame, marks: Sequence[Mark]) -> None:
-    """Names that would lie on each other go one below the other."""
+    """Draw marks with their names; names that would overlap are put one below the other."""
     ends: list[float] = []
     for mark in sorted(marks, key=lambda m: m.at):
         x = frame.at_x(mark.at)
@@ -212,6 +214,6 @@ def _marks(frame: Frame, marks: Sequence[Mark]) -> None:
 
 
 def legend(found: Iterator[tuple[str, str]] | Sequence[tuple[str, str]]) -> str:
-    """Name and class of each colour, as a list."""
+    """The legend as an HTML list. ``found``: the name and class of each colour."""
     items = "".join(f'<li><span class="swatch {kind}"></span>{escape(name)}</li>' for name, kind in found)
     return f'<ul class="legend">{items}</ul>'
