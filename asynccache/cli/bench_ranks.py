@@ -47,6 +47,7 @@ TIMEOUT = 30.0
 GOAL_RATIO = 1.5
 GOAL_CPU_US = 30.0
 LIMIT = 120.0
+_DONE = Status.DONE
 _CONFIG = CacheConfig(model="bench", components=(Full(bytes_per_token=16, device_tokens=1024, host_tokens=1024),))
 
 
@@ -152,7 +153,7 @@ class Head:
         group.start(Reports(self._ended, self._failed, lambda *_: None))
 
     def _ended(self, outcome: Outcome) -> None:
-        assert outcome.status is Status.DONE
+        assert outcome.status is _DONE
         self._left -= 1
         if not self._left:
             self._done.set()
@@ -169,8 +170,7 @@ class Head:
         """There and back."""
         self._done.clear()
         self._left = len(plan)
-        for work in plan:
-            self._group.perform(work)
+        self._group.perform(plan)
         await self._done.wait()
 
 
@@ -290,7 +290,7 @@ async def _work(rank: int, address: str) -> None:
     """Until the head closes."""
 
     def ends_at_once(self: Performer, order: messages.Perform) -> None:
-        self._ended(Outcome(order.op, Status.DONE))
+        self._ended(Outcome(order.op, _DONE))
 
     Performer._perform = ends_at_once  # type: ignore[method-assign]
     server = await asyncio.get_running_loop().create_server(_Echoing, "127.0.0.1", 0)

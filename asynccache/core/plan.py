@@ -98,7 +98,8 @@ class Cleared(NamedTuple):
 
 
 Event = Publish | Cleared
-Effect = BackupHost | LoadBack | Clone | BackupStorage | Retire | Event
+Copy = BackupHost | LoadBack | Clone
+Effect = Copy | BackupStorage | Retire | Event
 
 
 class Ended(NamedTuple):

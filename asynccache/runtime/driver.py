@@ -22,9 +22,9 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from asynccache.core.cache import CacheCore
 from asynccache.core.plan import (
@@ -32,7 +32,9 @@ from asynccache.core.plan import (
     BackupHost,
     BackupStorage,
     Cleared,
+    Copy,
     Effect,
+    Event,
     More,
     Outcome,
     Plan,
@@ -55,8 +57,6 @@ from asynccache.runtime.treelock import TreeLock
 T = TypeVar("T")
 P = ParamSpec("P")
 
-Sink = Callable[[Any], None]
-
 REFUSALS = (ConfigError, CacheFull)
 """What a core call raises to refuse its arguments. It has changed nothing then."""
 
@@ -70,7 +70,7 @@ class Nudge(Enum):
 Ack = Outcome | Nudge
 
 
-def nothing() -> None:
+def nothing(*_: object) -> None:
     """For who has nothing to do, or nothing to check."""
 
 
@@ -79,9 +79,14 @@ class Driver:
 
     ``lock``: the tree lock. ``acks``: what the transfer stages report, on its way to the ack task; it has no bound of
     its own, the core bounds the operations in flight. ``draining``: whether the cache is about to be closed, and takes
-    no new requests. ``closed``: why every call is refused, once the cache is closed.
+    no new requests. ``closed``: why every call is refused, once the cache is closed. ``copy``: what takes the copies of
+    each plan; ``store``, ``publish``: what take a backup to storage, and a KV event. None of them blocks or fails.
     ``clock``: seconds, told to the core with each call. ``broken``: whether the core's books may be wrong.
     """
+
+    copy: Callable[[Sequence[Copy]], None]
+    store: Callable[[BackupStorage], None]
+    publish: Callable[[Event], None] = staticmethod(nothing)
 
     def __init__(self, core: CacheCore) -> None:
         self.core = core
@@ -97,7 +102,6 @@ class Driver:
         self._in_hand: list[Ack] = []
         self._waiting = False
         self._nudged = False
-        self._sinks: dict[type, Sink] = {}
         self.on_failure: Callable[[BaseException], None] = self.close
         self._thread = threading.get_ident()
         self.clock: Callable[[], float] = time.monotonic
@@ -110,10 +114,6 @@ class Driver:
     def unapplied(self) -> int:
         """How many outcomes wait to be applied, those in the hands of the ack task among them."""
         return len(self._in_hand) + self.acks.qsize()
-
-    def route(self, effect: type, sink: Sink) -> None:
-        """Effects of this type go to ``sink``, which must not block and may not fail."""
-        self._sinks[effect] = sink
 
     def post(self, outcome: Outcome) -> None:
         """An operation's I/O has let go; the next one to take the lock applies it."""
@@ -232,14 +232,14 @@ class Driver:
         self.on_failure(error)
 
     def perform(self, plan: Plan, retiring: list[int] | None = None) -> None:
-        """Hand every effect to its stage and wake who waits for what ended or was freed.
+        """Hand every effect to its stage, all copies at once, and wake who waits for what ended or was freed.
 
         ``retiring`` collects the operations that the caller answers itself, once the engine's events have fired.
         """
         effects, ended, freed = plan
         try:
-            for effect in effects:
-                self._begin(effect, retiring)
+            if effects:
+                self._begin(effects, retiring)
             for op, status in ended:
                 self.saving.discard(op)
                 self.ops.end(op, status)
@@ -250,21 +250,25 @@ class Driver:
             self._break(error)
             raise
 
-    def _begin(self, effect: Effect, retiring: list[int] | None) -> None:
-        if isinstance(effect, (Publish, Cleared)):
-            sink = self._sinks.get(Publish)
-            if sink is not None:
-                sink(effect)
-            return
-        self.ops.open(effect.op)
-        if isinstance(effect, (BackupHost, BackupStorage)):
-            self.saving.add(effect.op)
-        if not isinstance(effect, Retire):
-            self._sinks[type(effect)](effect)
-        elif retiring is None:
-            self.post(Outcome(effect.op, Status.DONE))
-        else:
-            retiring.append(effect.op)
+    def _begin(self, effects: Sequence[Effect], retiring: list[int] | None) -> None:
+        copies: list[Copy] = []
+        for effect in effects:
+            if isinstance(effect, (Publish, Cleared)):
+                self.publish(effect)
+                continue
+            self.ops.open(effect.op)
+            if isinstance(effect, (BackupHost, BackupStorage)):
+                self.saving.add(effect.op)
+            if isinstance(effect, BackupStorage):
+                self.store(effect)
+            elif not isinstance(effect, Retire):
+                copies.append(effect)
+            elif retiring is None:
+                self.post(Outcome(effect.op, Status.DONE))
+            else:
+                retiring.append(effect.op)
+        if copies:
+            self.copy(copies)
 
     async def slices(
         self, call: Callable[[], T | More], check: Callable[[], object] = nothing

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from asynccache.config import PoolSpec
 from asynccache.core.cache import CacheCore
 from asynccache.core.cache import Lease as CoreLease
-from asynccache.core.plan import BackupHost, Clone, LoadBack
+from asynccache.core.plan import BackupHost, Copy, LoadBack
 from asynccache.core.settings import ComponentKind
 from asynccache.errors import ConfigError
 from asynccache.runtime.fences import Fences, not_over
@@ -85,11 +85,13 @@ class Engine:
         self._ready = {batch.number: batch for batch in alive}
         return alive
 
-    def begin(self, effect: BackupHost | LoadBack | Clone) -> None:
-        """Hand ``effect`` to the worker, with the batches that it has to wait for."""
-        self._worker.perform(Work(effect, tuple(batch.number for batch in self._before(effect))))
+    def begin(self, effects: Sequence[Copy]) -> None:
+        """Hand the copies of a plan to the worker, with the batches that each has to wait for."""
+        self._worker.perform([
+            Work(effect, tuple([batch.number for batch in self._before(effect)])) for effect in effects
+        ])  # fmt: skip
 
-    def _before(self, effect: BackupHost | LoadBack | Clone) -> Sequence[Batch]:
+    def _before(self, effect: Copy) -> Sequence[Batch]:
         if isinstance(effect, BackupHost):
             return self.pending()
         if not len(self.fences):

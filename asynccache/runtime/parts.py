@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from asynccache.config import CacheConfig, PoolSpec
 from asynccache.core.cache import CacheCore
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Publish
 from asynccache.events import Notice
 from asynccache.runtime.announcing import Announcing, EventStage
 from asynccache.runtime.attaching import Stores
@@ -97,11 +96,9 @@ class Parts:
         return Publisher(self.driver, self.engine, retire, hashes=hashes)
 
     def _route(self) -> None:
-        for effect in (BackupHost, LoadBack, Clone):
-            self.driver.route(effect, self.engine.begin)
-        self.driver.route(BackupStorage, self.clearing.put)
+        self.driver.copy, self.driver.store = self.engine.begin, self.clearing.put
         if self.events is not None:
-            self.driver.route(Publish, self.events.put)
+            self.driver.publish = self.events.put
 
     def _tell_late(self, late: bool) -> None:
         """Called by a timer, too, which nobody awaits: a core that fails here has closed the cache, and those who are

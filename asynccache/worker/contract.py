@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asynccache import checks
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, LoadBack, Outcome
+from asynccache.core.plan import BackupStorage, Copy, Outcome
 from asynccache.memory.device import Device
 from asynccache.storage.checked import CheckedStore
 from asynccache.storage.contract import Result, StorageBackend
@@ -32,7 +32,7 @@ Storage = str | StorageBackend | CheckedStore
 class Work(NamedTuple):
     """An effect of the core. ``after``: the batches, by number, that the device must see the end of first."""
 
-    effect: BackupHost | LoadBack | Clone
+    effect: Copy
     after: tuple[int, ...] = ()
 
 
@@ -156,8 +156,8 @@ class Worker(Protocol):
         """
         ...
 
-    def perform(self, work: Work) -> None:
-        """Begin; ``Reports.ended`` hears of the end."""
+    def perform(self, plan: Sequence[Work]) -> None:
+        """Begin all of it, which one plan of the core has; ``Reports.ended`` hears of the end of each."""
         ...
 
     async def layer(self, op: int, i: int) -> None:

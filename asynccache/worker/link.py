@@ -106,8 +106,7 @@ class StreamLink(asyncio.Protocol):
         self._heard: Callable[[bytes], None] | None = None
         self._lost: Callable[[RankFailure], None] | None = None
         self._failure: RankFailure | None = None
-        self._ended = False
-        self._leaving = False
+        self._ended = self._leaving = self._congested = False
         self._timer: asyncio.TimerHandle | None = None
         self._timeout = self._patience = 0.0
         self._spoke = False
@@ -168,9 +167,9 @@ class StreamLink(asyncio.Protocol):
         if self._ended or self._transport is None:
             return
         self._is_open = True
-        for frame in self._early:
-            self._write(frame)
-        self._early.clear()
+        early, self._early = self._early, []
+        for frame in early:
+            self.send(frame)
         self._pause_early()
         self._beat_at = self._loop.time() + timeout / 4
         self._watch()
@@ -206,10 +205,14 @@ class StreamLink(asyncio.Protocol):
             raise ValueError(f"a frame has 1 to {MOST_FRAME} bytes, and not {size}")
         if self._ended or self._leaving:
             return
-        if self._is_open:
-            self._write(frame)
-        else:
+        if not self._is_open:
             self._early.append(frame)
+            return
+        assert self._transport is not None
+        self._spoke = True
+        self._transport.write(_PACK(size) + frame)
+        if self._congested and (kept := self._transport.get_write_buffer_size()) > MOST_UNSENT:
+            self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
 
     def patience(self, seconds: float | None) -> None:
         """See ``Link``."""
@@ -237,13 +240,13 @@ class StreamLink(asyncio.Protocol):
 
     # sending
 
-    def _write(self, frame: bytes) -> None:
-        assert self._transport is not None
-        self._spoke = True
-        self._transport.write(_PACK(len(frame)) + frame)
-        kept = self._transport.get_write_buffer_size()
-        if kept > MOST_UNSENT:
-            self._end(RankFailure(f"reads nothing any more: {kept} bytes are unsent"))
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``: not all was sent at once."""
+        self._congested = True
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``: all that was kept is sent."""
+        self._congested = False
 
     def _watch(self) -> None:
         """Send a sign of life if one is due, and look whether the peer has been silent for too long."""
@@ -269,6 +272,7 @@ class StreamLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See ``asyncio.Protocol``."""
         self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(0)     # uvloop keeps less than this until the end of its turn
         if self._ended:
             self._transport.abort()
         elif self._made is not None:

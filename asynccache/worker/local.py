@@ -206,10 +206,10 @@ class LocalWorker:
         """See ``Worker``."""
         raise ConfigError("batch_ended: a cache without workers= has one worker, in this process: wait for its events")
 
-    def perform(self, work: Work) -> None:
+    def perform(self, plan: Sequence[Work]) -> None:
         """See ``Worker``."""
-        effect, after = work
-        self.put[type(effect)](effect, self._batches.events(after) if after else ())
+        for effect, after in plan:
+            self.put[type(effect)](effect, self._batches.events(after) if after else ())
 
     async def layer(self, op: int, i: int) -> None:
         """See ``Worker``."""

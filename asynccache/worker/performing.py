@@ -9,15 +9,17 @@ Laws:
   fails, too, and an engine is told whose batch names it.
 * Each effect and each call is answered once, when its buffers are let go, also if it is cancelled.
 * Whatever goes wrong where nothing was asked (a device that refuses a copy, a stage that ends) is the end of the group.
+  The engine here is told first, so that it takes nothing that is lost for something that has come.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asynccache import checks
@@ -55,9 +57,13 @@ CLOSED = "the worker is closed"
 
 class Performer:
     """``rank`` of ``topology``. ``tell``: hears what it has to say to the head. ``local``: its pools and stores, once
-    they are open. ``batches``: what the engine is told."""
+    they are open. ``batches``: what the engine is told. ``notes``: by kind, who hears of a message before it is taken.
+    """
 
-    def __init__(self, rank: int, topology: Topology, given: Given, shard: Shard | None, tell: Tell) -> None:
+    def __init__(
+        self, rank: int, topology: Topology, given: Given, shard: Shard | None, tell: Tell,
+        notes: Mapping[type, Callable[[Any], None]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.topology = topology
         self.config: CacheConfig | None = None
@@ -66,6 +72,7 @@ class Performer:
         self._given = given
         self._shard = shard
         self._tell = tell
+        self._notes = notes
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[m.Message | None]] = {}
         self._storing: set[int] = set()
@@ -92,6 +99,7 @@ class Performer:
             m.Close: lambda o: self.aclose(o.patience),
         }
         self._take: dict[type, Callable[[Any], object]] = {
+            **dict.fromkeys(self._do, self._begin),
             m.Ready: lambda _: None,
             m.Lost: lambda _: None,
             m.Perform: self._effect,
@@ -108,15 +116,17 @@ class Performer:
     def __repr__(self) -> str:
         return f"Performer(rank {self.rank}, {self.local!r}, {len(self._calls)} calls, {len(self._held)} held)"
 
-    def take(self, message: m.Message) -> None:
+    def take(self, *messages: m.Message) -> None:
         """Do what the head says. Never waits and never raises; what goes wrong is told to the head."""
-        try:
-            if isinstance(message, m.Call):
-                self._begin(message)
-            else:
-                self._take[type(message)](message)
-        except Exception as error:
-            self._die(error)
+        notes, take = self._notes, self._take
+        for message in messages:
+            kind = type(message)
+            try:
+                if kind in notes:
+                    notes[kind](message)
+                take[kind](message)
+            except Exception as error:
+                self._die(error)
 
     @property
     def _own(self) -> LocalWorker:
@@ -131,8 +141,10 @@ class Performer:
         return self._own.layers
 
     def _die(self, error: BaseException) -> None:
+        """It cannot go on. The engine hears of it before it can take what was lost for what has come."""
         if not self._stopped:
             self._stopped = True
+            self.finish(RankFailure(said(error), self.rank))
             self._tell(m.Died(said(error)))
 
     # opening and closing
@@ -204,9 +216,9 @@ class Performer:
     # effects
 
     def _effect(self, order: m.Perform) -> None:
-        if order.kind is not m.Kind.BACKUP:
+        if order.kind is not m.BACKUP:
             self._loads.add(order.op)
-        if self._must_wait(order):
+        if (order.after or order.source) and self._must_wait(order):
             self._held[order.op] = order
         else:
             self._perform(order)
@@ -239,12 +251,13 @@ class Performer:
             self._die(error)
 
     def _ended(self, outcome: Outcome) -> None:
-        if outcome.op in self._loads:
-            self._loads.discard(outcome.op)
-            if outcome.status is Status.FAILED:
-                self._failed.add(outcome.op)
-                self.batches.lose(outcome.op)
-        self._tell(m.Ended(outcome.status, [outcome.op]))
+        op, status = outcome
+        if op in self._loads:
+            self._loads.discard(op)
+            if status is Status.FAILED:
+                self._failed.add(op)
+                self.batches.lose(op)
+        self._tell(m.Ended(status, [op]))
 
     # the engine's side
 
@@ -268,9 +281,10 @@ class Performer:
     async def layer(self, op: int, i: int) -> None:
         """See ``Worker.layer``. Raises ``RankFailure``: it is closed, or the group has failed, and nobody knows what
         has arrived."""
+        self.batches.check()
         while op in self._held:
-            self.batches.check()
             await self._begun.wait()
+            self.batches.check()
         await self._own.layer(op, i)
 
     def wait_layers(self, stream: object, ops: Sequence[int], i: int) -> None:
@@ -290,6 +304,7 @@ class Performer:
         self._own.hold(stream, batch.arriving, i)
 
     def _arriving(self, ops: Sequence[int]) -> list[Copying]:
+        self.batches.check()
         for op in ops:
             order = self._held.get(op)
             if order is not None:

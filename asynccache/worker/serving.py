@@ -8,10 +8,10 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asynccache import checks
 from asynccache.errors import AsyncCacheError, ConfigError, RankFailure
@@ -37,7 +37,11 @@ class Serving:
     """A worker's end of its link."""
 
     def __init__(self, link: Link, rank: int, topology: Topology, given: Given, shard: Shard | None = None) -> None:
-        self.performer = Performer(rank, topology, given, shard, self._tell)
+        self.performer = Performer(rank, topology, given, shard, self._tell, {
+            m.Ready: self._all_open, m.Close: self._is_closing,
+            m.Lost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
+            m.OpenStore: self._wait_for_stores, m.UseStore: self._wait_for_stores, m.DropStore: self._wait_for_stores,
+        })  # fmt: skip
         self.worker = RankWorker(self.performer)
         self._link = link
         self._wire = Wire([link], lambda failure: self._wire.put(m.Died(failure.reason)))
@@ -49,11 +53,6 @@ class Serving:
         self._gives_up_at = inf
         self._closing_takes = 0.0
         self._opening: set[int] = set()
-        self._notes: dict[type, Callable[[Any], None]] = {
-            m.Ready: self._all_open, m.Close: self._is_closing,
-            m.Lost: lambda lost: self._end(RankFailure(lost.reason, lost.rank if lost.rank >= 0 else None)),
-            m.OpenStore: self._wait_for_stores, m.UseStore: self._wait_for_stores, m.DropStore: self._wait_for_stores,
-        }  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Serving({self.performer!r})"
@@ -86,11 +85,9 @@ class Serving:
             await self._link.aclose()
 
     def _heard(self, frame: bytes) -> None:
-        for order in m.decode_orders(frame):
-            note = self._notes.get(type(order))
-            if note is not None:
-                note(order)
-            self.performer.take(order)
+        orders = m.decode_orders(frame)
+        self._wire.hold()
+        self.performer.take(*orders)
         self._wire.flush()
 
     def _all_open(self, _: m.Ready) -> None:

@@ -1,4 +1,4 @@
-"""Messages over links: those of one turn of the loop travel in one frame, the same for every link.
+"""Messages over links: those of one turn of the loop travel in one frame, the same for every link; a plan's at once.
 
 Laws:
 * What is put is sent in the order in which it was put, over each link. Putting never waits and never fails; a frame
@@ -49,6 +49,7 @@ class Wire:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._unsent: list[Message] = []
+        self._held = False
 
     def __repr__(self) -> str:
         return f"Wire({len(self.links)} links, {len(self._unsent)} unsent)"
@@ -57,7 +58,8 @@ class Wire:
         """Send it with the others of this turn."""
         unsent = self._unsent
         if not unsent:
-            self._loop.call_soon(self.flush)
+            if not self._held:
+                self._loop.call_soon(self.flush)
         elif (
             type(message) is Ended and type(last := unsent[-1]) is Ended
             and last.status is message.status and len(last.ops) < SLICE
@@ -66,9 +68,18 @@ class Wire:
             return
         unsent.append(message)
 
+    def send(self, messages: Iterable[Message]) -> None:
+        """Send these now, behind what was put."""
+        self._unsent += messages
+        self.flush()
+
+    def hold(self) -> None:
+        """What is put from now on is sent by the next ``flush``, which must follow in this turn."""
+        self._held = True
+
     def flush(self) -> None:
         """Send now what was put."""
-        unsent, self._unsent = self._unsent, []
+        unsent, self._unsent, self._held = self._unsent, [], False
         for at in range(0, len(unsent), SLICE):
             self._send(unsent[at : at + SLICE])
 

@@ -34,10 +34,9 @@ def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None
             worker = cache._opened().worker
             plain, after = worker.perform, list[tuple[int, ...]]()
 
-            def perform(work: Any) -> None:
-                if isinstance(work.effect, BackupHost):
-                    after.append(work.after)
-                plain(work)
+            def perform(plan: Any) -> None:
+                after.extend(work.after for work in plan if isinstance(work.effect, BackupHost))
+                plain(plan)
 
             worker.perform = perform  # type: ignore[method-assign]
             async with cache.lease(text(3)) as lease:

@@ -86,13 +86,13 @@ def one_done_is_done(patch: Patch) -> None:
 
     def end(self: WorkerGroup, rank: int, op: int, status: Status) -> None:
         one = self._open.get(op)
-        if one is not None and status is Status.DONE and len(one.left) > 1 and self._reports is not None:
+        if one is not None and status is Status.DONE and one.left & (one.left - 1) and self._reports is not None:
             if not hasattr(self, "early"):
                 self.early = set[int]()  # type: ignore[attr-defined]
             if op not in self.early:  # type: ignore[attr-defined]
                 self.early.add(op)  # type: ignore[attr-defined]
                 self._reports.ended(Outcome(op, Status.DONE))
-            one.left.discard(rank)
+            one.left &= ~(1 << rank)
             return
         early = op in getattr(self, "early", ())
         reports = self._reports
@@ -110,13 +110,14 @@ def one_done_is_done(patch: Patch) -> None:
 
 def failures_are_forgotten(patch: Patch) -> None:
     """An operation that failed on one worker is DONE when all have let go."""
-    plain = WorkerGroup._close_op
+    plain = WorkerGroup._close_ops
 
-    def close_op(self: WorkerGroup, op: int, done: Any, now: float) -> None:
-        done.failed = False
-        plain(self, op, done, now)
+    def close_ops(self: WorkerGroup, over: Sequence[Any]) -> None:
+        for one in over:
+            one.failed = False
+        plain(self, over)
 
-    patch.setattr(WorkerGroup, "_close_op", close_op)
+    patch.setattr(WorkerGroup, "_close_ops", close_ops)
 
 
 def one_failure_ends_it(patch: Patch) -> None:
@@ -131,8 +132,7 @@ def one_failure_ends_it(patch: Patch) -> None:
             one = self._open.get(op)
             if one is not None and news.status is not Status.DONE:
                 gone.add(op)
-                one.left.clear()
-                one.left.add(rank)
+                one.left = 1 << rank
             plain(self, rank, m.Ended(news.status, [op]))
 
     patch.setattr(WorkerGroup, "_ended", ended)
@@ -196,8 +196,8 @@ def sent_after_an_await(patch: Patch) -> None:
     plain = WorkerGroup.perform
     random = Random(1)
 
-    def perform(self: WorkerGroup, work: Work) -> None:
-        asyncio.get_running_loop().call_later(random.random() * 0.002, plain, self, work)
+    def perform(self: WorkerGroup, plan: Sequence[Work]) -> None:
+        asyncio.get_running_loop().call_later(random.random() * 0.002, plain, self, plan)
 
     patch.setattr(WorkerGroup, "perform", perform)
 

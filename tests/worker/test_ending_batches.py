@@ -114,6 +114,30 @@ async def test_an_engine_is_told_of_a_load_that_failed_before_it_asked() -> None
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("asked_at_once", [True, False])
+async def test_loads_that_the_device_refuses_are_not_taken_for_loads_that_have_come(asked_at_once: bool) -> None:
+    """A worker that cannot go on tells its engine, which does not wait for the head to hear of it and to answer."""
+    async with opened() as worker:
+        local = worker.performer.local
+        assert local is not None
+
+        def refuse(*_: object) -> None:
+            raise OSError("the driver is gone")
+
+        local.mover.load = refuse  # type: ignore[method-assign, assignment]
+        batch = worker.loaded(1)
+        for turns in range(0 if asked_at_once else 5):
+            await asyncio.sleep(0)
+            with pytest.raises((RankFailure, OSError), match="the driver is gone"):
+                await worker.face.layer(batch, turns % 2)
+        with pytest.raises((RankFailure, OSError), match="the driver is gone"):
+            worker.face.wait_layers(worker.stream, batch, 0)
+        with pytest.raises(RankFailure, match="rank 0: OSError: the driver is gone"):
+            await anext(worker.face)
+        assert m.Died("OSError: the driver is gone") in worker.told
+
+
+@pytest.mark.asyncio
 async def test_a_worker_whose_group_has_failed_says_why_whatever_its_engine_asks() -> None:
     """And hands out no batch, though one was not read: nobody wants it any more."""
     async with opened() as worker:

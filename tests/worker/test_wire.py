@@ -73,6 +73,30 @@ def test_outcomes_of_a_turn_that_are_alike_are_one_message_and_none_overtakes_an
     ]
 
 
+def test_what_is_sent_goes_at_once_behind_what_was_put_and_what_is_held_waits_for_a_flush() -> None:
+    frames: list[list[m.Message]] = []
+
+    async def main(loop: SimulatedLoop) -> None:
+        link = simulated_links(loop.entropy("links"))[0]
+        link.send = lambda frame: frames.append(list(m.decode_orders(frame)))  # type: ignore[method-assign]
+        one = Wire([link], lambda failure: None)
+        one.put(m.Flush(1))
+        one.send([m.Flush(2), m.Flush(3)])
+        assert frames == [[m.Flush(1), m.Flush(2), m.Flush(3)]]
+        await asyncio.sleep(1)
+        one.hold()
+        one.put(m.Flush(4))
+        one.put(m.Flush(5))
+        assert len(frames) == 1
+        one.flush()
+        assert frames[1:] == [[m.Flush(4), m.Flush(5)]]
+        one.put(m.Flush(6))
+        await asyncio.sleep(1)
+        assert frames[2:] == [[m.Flush(6)]], "as ever, at the end of the turn"
+
+    simulate(main, 1)
+
+
 def test_more_outcomes_than_a_frame_holds_are_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MOST_FRAME", 4096)
     monkeypatch.setattr(wire, "SLICE", 256)

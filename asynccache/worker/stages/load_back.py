@@ -109,8 +109,8 @@ class LoadBackStage:
         return self._by_op.get(op)
 
     def submit_now(self) -> None:
-        """``submit`` for those who cannot wait for a worker. A device that refuses the batch is the end of the cache,
-        not of the caller alone: its loads are lost."""
+        """``submit``, or the end of the cache: of a batch that the device refuses the loads are lost. It is told before
+        anybody can ask for them, and take them for loads that have ended."""
         try:
             self.submit()
         except BaseException as error:
@@ -157,7 +157,7 @@ class LoadBackStage:
     async def _serve(self, line: _Line) -> None:
         while True:
             await self._something(line)
-            self.submit()
+            self.submit_now()
             await self._land(line)
 
     async def _something(self, line: _Line) -> None:
