@@ -288,10 +288,11 @@ class _Progress(_Nothing):
     def _batches(self, figures: Figures) -> None:
         first, speed = figures["first_tokens_ms"], figures["tokens_per_cpu_second"]
         base = next(iter(speed.values()))
-        print(f"\n{figures['requests']} requests at once, {figures['prompt_tokens']} tokens each and "
-              f"{figures['new_tokens']} new ones\n", file=sys.stderr)  # fmt: skip
-        print(f"| {'continuous batching':<32} | until all have a token | new tokens per CPU second |      |\n"
-              "|---|---:|---:|---:|", file=sys.stderr)  # fmt: skip
+        sizes = f"of {figures['prompt_tokens']} tokens and {figures['new_tokens']} new ones"
+        print(f"\n{figures['requests']} requests at once, {sizes}: until all have a token,\n"
+              "and new tokens per second of CPU time\n", file=sys.stderr)  # fmt: skip
+        print(f"| {'continuous batching':<32} | first tokens | a CPU second |       |\n|---|---:|---:|---:|",
+              file=sys.stderr)  # fmt: skip
         for way, value in first.items():
-            print(f"| {way:<32} | {value:>19.1f} ms | {speed[way]:>25.1f} | {speed[way] / base:>3.2f}× |",
+            print(f"| {way:<32} | {value:>9.1f} ms | {speed[way]:>12.1f} | {speed[way] / base:>4.2f}× |",
                   file=sys.stderr)  # fmt: skip

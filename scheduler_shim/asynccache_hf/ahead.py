@@ -16,8 +16,22 @@ from collections.abc import Sequence
 import numpy as np
 
 Beginning = tuple[str | bytes | None, int]
-"""A namespace and a number for some first pages: different ones have the same number once in 2**64 or so, and then
-somebody waits in vain."""
+"""A namespace, and what ``numbers`` has for some first pages of it."""
+
+
+def numbers(tokens: Sequence[int], page_size: int) -> list[int]:
+    """A number for the first whole page of ``tokens``, for the first two, and so on: the same for all that begin alike.
+    Others have the same once in 2**64 or so; so it may say who waits or who goes together, and not what is found."""
+    own, size = np.asarray(tokens, np.int32).tobytes(), 4 * page_size
+    found: list[int] = []
+    for at in range(0, len(own) - size + 1, size):
+        found.append(hash((found[-1] if found else 0, own[at : at + size])))
+    return found
+
+
+def findable(tokens: Sequence[int], page_size: int) -> int:
+    """Pages of ``tokens`` that a lease may find: the last token of a prompt is computed in any case."""
+    return (len(tokens) - 1) // page_size
 
 
 class Prompt:
@@ -64,18 +78,10 @@ class Prompts:
         self._page_size = page_size
         self._alike: dict[Beginning, dict[Prompt, None]] = {}  # in the order in which they came
 
-    def __len__(self) -> int:
-        return len({prompt for alike in self._alike.values() for prompt in alike})
-
     def enter(self, tokens: Sequence[int], extra_key: str | bytes | None) -> Prompt:
         """``tokens``, in the namespace ``extra_key``, are the next to be computed. ``leave`` has to follow."""
-        own, size = np.asarray(tokens, np.int32).tobytes(), 4 * self._page_size
-        beginnings, number = [], 0
-        for at in range(0, len(own) - size + 1, size):
-            number = hash((number, own[at : at + size]))
-            beginnings.append((extra_key, number))
-        # the last token of a prompt is always computed
-        prompt = Prompt(self, beginnings, (len(tokens) - 1) // self._page_size)
+        beginnings = [(extra_key, number) for number in numbers(tokens, self._page_size)]
+        prompt = Prompt(self, beginnings, findable(tokens, self._page_size))
         for beginning in beginnings:
             self._alike.setdefault(beginning, {})[prompt] = None
         return prompt

@@ -26,6 +26,7 @@ from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, 
 from asynccache_hf.ahead import Prompt, Prompts
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
+from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 
 try:
@@ -286,25 +287,28 @@ class ContinuousBatching:
         served.request.end(finish, error)
 
     async def _leased(self, served: _Served) -> Finish:
-        asked = served.request.asked
-        prompt = self._prompts.enter(asked.tokens, asked.extra_key)
-        try:
-            await prompt.turn()
-            while True:
+        asked, attempt = served.request.asked, 1
+        while True:
+            prompt = self._prompts.enter(asked.tokens, asked.extra_key)
+            try:
+                await prompt.turn()
                 async with self._cache.lease(asked.tokens, new_tokens=asked.most, extra_key=asked.extra_key) as lease:
                     prompt.reach(lease.cached)
                     try:
                         await lease.loaded()
                     except LoadFailed:
-                        continue  # what failed is forgotten: the next lease computes it
+                        if attempt == LOAD_ATTEMPTS:
+                            raise
+                        attempt += 1
+                        continue  # behind those that wait, who may find it loaded then
                     return await self._run(served, lease, prompt)
-        finally:
-            self._prompts.leave(prompt)
+            finally:
+                self._prompts.leave(prompt)
 
     async def _run(self, served: _Served, lease: Lease, prompt: Prompt) -> Finish:
         """From here on nothing but the end of the request at transformers ends it here."""
         request, asked = served.request, served.request.asked
-        self._counts = self._counts.plus(len(asked.tokens), lease)
+        self._counts = self._counts.plus(len(asked.tokens), lease.hits)
         request.hits = lease.hits
         swa = lease.page_table("swa") if self._layout.window else np.empty(0, np.int32)
         places = places_of(self._layout, lease.pages, swa, self._model.device)

@@ -19,6 +19,10 @@ from asynccache_hf.paged import PagedModel
 
 _NONE = np.empty(0, np.int32)
 
+LOAD_ATTEMPTS = 8
+"""How often what is cached is copied to the device for one request, if that fails: as often as by the scheduler. The
+copies on the host stay, so every lease finds them again."""
+
 
 class Generated(NamedTuple):
     """New tokens, and the logits that each was chosen from. ``cached``: prompt tokens that were not computed."""
@@ -58,18 +62,23 @@ class Generator:
 
         Raises:
             CacheFull: the pages can never be had.
+            LoadFailed: cached pages could not be copied to the device, ``LOAD_ATTEMPTS`` times.
             CacheClosed: the cache is closed.
             ConfigError: an argument is unusable.
         """
         new_tokens = checks.integer("new_tokens", new_tokens, 1)
         self._model.layout.check_length(len(tokens) + new_tokens - 1)
+        attempt = 1
         while True:
-            try:
-                async with self._cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key) as lease:
+            async with self._cache.lease(tokens, new_tokens=new_tokens, extra_key=extra_key) as lease:
+                try:
                     await lease.loaded()
-                    return await self._run(lease, tokens, new_tokens)
-            except LoadFailed:
-                continue  # what failed is forgotten: the next lease computes it
+                except LoadFailed:
+                    if attempt == LOAD_ATTEMPTS:
+                        raise
+                    attempt += 1
+                    continue
+                return await self._run(lease, tokens, new_tokens)
 
     async def _run(self, lease: Lease, tokens: Sequence[int], new_tokens: int) -> Generated:
         run = _Run(self, lease, next(self._ids), tokens, new_tokens)

@@ -108,7 +108,7 @@ class PagedModel:
         for request_id in batch.ended:
             self._tails.pop(request_id, None)
         logits = self._each(batch.works)
-        self._synchronize(logits)
+        self.synchronize()
         return [
             draw(last, work.sampling, work.stop) if work.sample else NO_TOKEN
             for work, last in zip(batch.works, logits, strict=True)
@@ -123,7 +123,7 @@ class PagedModel:
             ConfigError: the work reaches further than the model's positions mean the same (``layout.limit``).
         """
         logits = self._packed.compute([work], keep)[0] if self._packed else self._alone(work, keep)
-        self._synchronize([logits])
+        self.synchronize()
         return logits
 
     def open(self, tables: Mapping[str, Any], start: int) -> Opened:
@@ -131,6 +131,12 @@ class PagedModel:
         tables, by component."""
         nothing = [None] * len(self._bound)
         return Opened(copy.deepcopy(self._empty), self._bound, tables, start, nothing, self.layout.page_size)
+
+    def synchronize(self) -> None:
+        """Return when all that this thread has asked of the model and of the pages is done. Copies of pages run on
+        other streams, so this comes before what was written is published."""
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
         """The logits of the last token of each."""
@@ -162,11 +168,6 @@ class PagedModel:
             return run(self._model, ids, cache, keep, work.start)
         logits = [run(self._model, ids[i : i + 1], cache, 1, work.start + i) for i in range(len(ids))]
         return torch.cat(logits[-keep:])
-
-    def _synchronize(self, logits: Sequence[torch.Tensor]) -> None:
-        """Copies of these pages run on other streams."""
-        if logits and logits[0].is_cuda:
-            torch.cuda.current_stream(logits[0].device).synchronize()
 
     def _copy_state(self, source: int, target: int) -> None:
         """A checkpoint: the recurrent state in one slot, of every layer, to another."""

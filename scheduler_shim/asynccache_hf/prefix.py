@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from asynccache_shim.model import Checkpoint, Work
+from transformers.generation.configuration_utils import GenerationMode
 
-from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Lease, LoadFailed, PrefetchHandle, checks
+from asynccache import AsyncCache, CacheConfig, CacheFull, ConfigError, Hits, Lease, LoadFailed, PrefetchHandle, checks
 from asynccache_hf.call import cache_name
 from asynccache_hf.describing import describe
-from asynccache_hf.generation import due
+from asynccache_hf.generation import LOAD_ATTEMPTS, due
 from asynccache_hf.layout import Layout
 from asynccache_hf.loop import LoopThread
 from asynccache_hf.paged import PagedModel
@@ -36,14 +37,36 @@ REFUSED = {
     "past_key_values": "the cache is what this object brings",
     "cache_params": "the cache is what this object brings",
     "cache_implementation": "the cache is what this object brings",
-    "inputs_embeds": "a prompt is found by its tokens",
     "assistant_model": "speculation takes tokens back, and pages keep them",
-    "prompt_lookup_num_tokens": "speculation takes tokens back, and pages keep them",
     "custom_generate": "a loop of your own may use the cache in ways that are not known",
     "encoder_outputs": "an encoder's states are not a prefix of anything",
     "position_ids": "they follow from the tokens",
 }
-"""What ``generate`` takes, ``PrefixCache`` does not, and why."""
+"""Arguments that ``generate`` takes, ``PrefixCache`` does not, and why."""
+
+REFUSED_SETTINGS = {
+    "prompt_lookup_num_tokens": "speculation takes tokens back, and pages keep them",
+    "use_mtp": "speculation takes tokens back, and pages keep them",
+    "assistant_early_exit": "speculation takes tokens back, and pages keep them",
+    "token_healing": "it takes the last tokens of the prompt back",
+}
+"""The same of a generation configuration, whoever made it."""
+
+REFUSED_FOR_ROWS = {
+    "streamer": "a stream has one row, and there are several",
+    "prefix_allowed_tokens_fn": "it is told the number of a row, and rows are not always computed together",
+    "negative_prompt_ids": "it is of one row, and rows are not always computed together",
+    "negative_prompt_attention_mask": "it is of one row, and rows are not always computed together",
+}
+"""Arguments that ``PrefixCache`` takes for a single row only."""
+
+PASSED = frozenset(REFUSED_FOR_ROWS) | {
+    "generation_config", "logits_processor", "stopping_criteria", "synced_gpus", "tokenizer", "trust_remote_code",
+}  # fmt: skip
+"""Arguments of ``generate`` that no generation configuration has, and no forward call is given."""
+
+OURS = {"cache_implementation": None, "use_cache": True, "num_return_sequences": 1}
+"""What the caller has said by calling ``PrefixCache``, whatever a generation configuration says."""
 
 USUAL_LENGTH = 20
 """Tokens that transformers generates up to where nothing says how many."""
@@ -57,9 +80,8 @@ class Counts(NamedTuple):
     host: int = 0
     storage: int = 0
 
-    def plus(self, prompt: int, lease: Lease) -> Counts:
-        """With a prompt of so many tokens, and what its lease found."""
-        hits = lease.hits
+    def plus(self, prompt: int, hits: Hits) -> Counts:
+        """With a prompt of so many tokens, and what was found of it."""
         return Counts(self.prompt + prompt, self.device + hits.device, self.host + hits.host,
                       self.storage + hits.storage)  # fmt: skip
 
@@ -92,7 +114,7 @@ class PrefixCache:
         self._loop, self._cache = opened("asynccache-prefix", config_of(self._layout, settings), on_event)
         self._paged = PagedModel(model, self._layout, self._cache.pools)
         self._ids = count(1)
-        self._one = threading.Lock()
+        self._one, self._counting = threading.Lock(), threading.Lock()
         self._counts = Counts()
 
     def __repr__(self) -> str:
@@ -139,8 +161,8 @@ class PrefixCache:
         beyond that, and there is room for them at a time. Otherwise, and where they are sampled, each has a call of its
         own, so a draw of random numbers goes to another row than in a batch.
 
-        Blocks the thread. A prompt that has no room in the cache, or is longer than its model's positions mean the
-        same, is generated without the cache.
+        Blocks the thread. A prompt that has no room in the cache, that cannot be copied to the device, or is longer
+        than its model's positions mean the same, is generated without the cache.
 
         Raises:
             ConfigError: an argument that a cache of prefixes cannot do; names it.
@@ -148,13 +170,10 @@ class PrefixCache:
         """
         ids = _tokens(input_ids, options)
         extra_key = checks.namespace("extra_key", extra_key)
-        settings = _settings(self._model, options)
-        _refuse(options, settings)
-        copies = int(options.pop("num_return_sequences", None) or settings.num_return_sequences or 1)
-        options["num_return_sequences"] = 1
-        options["cache_implementation"] = None  # which cache there is, the caller has said by calling this
         given = options.pop("attention_mask", None)
-        settings.update(**options)
+        settings = _settings(self._model, options)
+        copies = int(settings.num_return_sequences or 1)
+        options |= {name: value for name, value in OURS.items() if getattr(settings, name) not in (None, value)}
         mask = _mask(ids, given, settings)
         rows = [(row[kept], len(row) - int(kept.sum())) for row, kept in zip(ids, mask, strict=True)
                 for _ in range(copies)]  # fmt: skip
@@ -165,6 +184,10 @@ class PrefixCache:
         else:
             made = [self._row(row, *_bounded(options, settings, len(row), pads), extra_key) for row, pads in rows]
         return made[0] if len(rows) == 1 and not rows[0][1] else _stacked(made, rows, settings)
+
+    def _count(self, prompt: int, hits: Hits) -> None:
+        with self._counting:
+            self._counts = self._counts.plus(prompt, hits)
 
     # several rows
 
@@ -217,12 +240,13 @@ class PrefixCache:
         try:
             texts, ids = texts[: len(leases)], ids[: len(leases)]
             for text, lease in zip(texts, leases, strict=True):
-                self._counts = self._counts.plus(len(text), lease)
+                self._count(len(text), lease.hits)
             opened = Rows([self._paged.open(self._tables(lease), lease.cached) for lease in leases])
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids),
                                        **{**options, cache_name(self._model): opened.cache})  # fmt: skip
             with torch.inference_mode():
                 opened.save(out.shape[1] - 1)  # the last token has not been computed
+            self._paged.synchronize()
             ends = _ends(settings)
             for made, lease in zip(out.tolist(), leases, strict=True):
                 self._loop.call(lease.commit(made[: _end(made, ids.shape[1], ends)]))
@@ -241,22 +265,23 @@ class PrefixCache:
         limit = self._layout.limit
         if limit is not None and len(tokens) + most - 1 > limit:
             return self._without(row, options)
-        while True:
+        for _ in range(LOAD_ATTEMPTS):
             try:
                 lease = self._loop.call(_entered(self._cache, tokens, most, extra_key, handle))
             except LoadFailed:
                 handle = None
-                continue  # what failed is forgotten: the next lease computes it
+                continue
             except CacheFull:
-                return self._without(row, options)
+                break
             try:
-                self._counts = self._counts.plus(len(tokens), lease)
+                self._count(len(tokens), lease.hits)
                 return self._leased(lease, row, tokens, options)
             finally:
                 self._loop.call(_left(lease))
+        return self._without(row, options)
 
     def _without(self, row: torch.Tensor, options: Mapping[str, Any]) -> Any:
-        self._counts = self._counts._replace(prompt=self._counts.prompt + len(row))
+        self._count(len(row), Hits(0, 0, 0))
         return self._model.generate(row.unsqueeze(0), attention_mask=torch.ones_like(row).unsqueeze(0), **options)
 
     def _leased(self, lease: Lease, row: torch.Tensor, tokens: list[int], options: Mapping[str, Any]) -> Any:
@@ -269,6 +294,7 @@ class PrefixCache:
         stop = len(made) - 1  # the last token has not been computed
         with torch.inference_mode():
             opened.save(stop)
+        self._paged.synchronize()
         self._loop.call(lease.commit(made[:stop]))
         return out
 
@@ -391,31 +417,40 @@ def _tokens(input_ids: Any, options: dict[str, Any]) -> torch.Tensor:
 
 
 def _settings(model: Any, options: Mapping[str, Any]) -> Any:
-    """A copy of the call's ``generation_config``, and the model's own where that says nothing: as in transformers."""
+    """The generation configuration of a call with ``options``, as transformers has it: what they say, what the
+    ``generation_config`` among them says, and the model's own where that says nothing.
+
+    Raises:
+        ConfigError: they ask for what a cache of prefixes cannot do; names it.
+    """
+    for name, why in REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"{name}={checks.shown(options[name])}: {why}")
+    if not options.get("use_cache", True):
+        raise ConfigError("use_cache=False: then there is nothing to cache; call model.generate")
     given = options.get("generation_config")
     settings = copy.deepcopy(model.generation_config if given is None else given)
     if given is not None:
         settings.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    for name, value in settings.update(**options).items():
+        if value is not None and name not in PASSED:
+            raise ConfigError(f"{name}: the model would compute from more than tokens, and a prompt is found by them")
+    if (settings.num_beams or 1) != 1:
+        raise ConfigError(f"num_beams={settings.num_beams}: beams swap their pasts, and a page has one")
+    for name, why in REFUSED_SETTINGS.items():
+        if getattr(settings, name, None):
+            raise ConfigError(f"{name}={checks.shown(getattr(settings, name))}: {why}")
+    mode = settings.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ConfigError(f"generation mode {mode.value!r}: it uses the cache in ways that are not known")
     return settings
-
-
-def _refuse(options: Mapping[str, Any], settings: Any) -> None:
-    for name, why in REFUSED.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"{name}={checks.shown(options[name])}: {why}")
-    if getattr(settings, "prompt_lookup_num_tokens", None) is not None:
-        raise ConfigError(f"generation_config.prompt_lookup_num_tokens: {REFUSED['prompt_lookup_num_tokens']}")
-    beams = options.get("num_beams", getattr(settings, "num_beams", None)) or 1
-    if beams != 1:
-        raise ConfigError(f"num_beams={beams}: beams swap their pasts, and a page has one")
-    if not options.get("use_cache", True):
-        raise ConfigError("use_cache=False: then there is nothing to cache; call model.generate")
 
 
 def _refuse_rows(options: Mapping[str, Any], settings: Any) -> None:
     """What makes sense for a single row only."""
-    if options.get("streamer") is not None:
-        raise ConfigError("streamer: a stream has one row, and there are several")
+    for name, why in REFUSED_FOR_ROWS.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"{name}: {why}")
     if settings.return_dict_in_generate:
         raise ConfigError("return_dict_in_generate=True: several rows have no single such answer; ask one at a time")
 
@@ -444,8 +479,11 @@ def _ends(settings: Any) -> list[int]:
 
 
 def _bounded(options: Mapping[str, Any], settings: Any, length: int, pads: int) -> tuple[dict[str, Any], int]:
-    """A row's own options, and how many tokens it may get. ``max_length`` counts the padding, which a row has not."""
+    """A row's own options, and how many tokens it may get. ``max_length`` and ``min_length`` count the padding, which a
+    row has not."""
     options = dict(options)
+    if pads and settings.min_length:
+        options["min_length"] = max(0, int(settings.min_length) - pads)
     most = settings.max_new_tokens
     if most is None:
         whole = settings.max_length
@@ -468,13 +506,17 @@ def _sequences(out: Any) -> torch.Tensor:
 
 
 def _stacked(made: Sequence[Any], rows: Sequence[tuple[torch.Tensor, int]], settings: Any) -> Any:
-    """All rows in one tensor: the padding that a row came with, the row, and padding where others are longer."""
-    if not isinstance(made[0], torch.Tensor):
-        return made[0]
+    """All rows in one tensor: the padding that a row came with, the row, and padding where others are longer. It is the
+    ``sequences`` of a single row whose answer is more than tokens."""
     pad = settings.pad_token_id
     pad = next(iter(_ends(settings)), 0) if pad is None else int(pad)
-    whole = [torch.cat([out.new_full((pads,), pad), out[0]]) for out, (_, pads) in zip(made, rows, strict=True)]
-    return torch.stack(list(_padded(whole, pad)))
+    sequences = [_sequences(out)[0] for out in made]
+    whole = [torch.cat([own.new_full((pads,), pad), own]) for own, (_, pads) in zip(sequences, rows, strict=True)]
+    stacked = torch.stack(list(_padded(whole, pad)))
+    if isinstance(made[0], torch.Tensor):
+        return stacked
+    made[0].sequences = stacked
+    return made[0]
 
 
 def _padded(rows: Sequence[torch.Tensor], pad: int) -> Iterator[torch.Tensor]:

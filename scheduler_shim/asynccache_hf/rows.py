@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from asynccache import AsyncCache, CacheFull, Lease, LoadFailed, PrefetchHandle
+from asynccache_hf.ahead import findable, numbers
 from asynccache_hf.layout import Layout
 from asynccache_hf.paged import Opened
 from asynccache_hf.parts import Attention
@@ -28,18 +29,18 @@ def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int)
     Those of one call have one length, begin at one place, and share no page beyond it. What a call computes is cached
     for the calls after it: so it is said here, from the tokens alone. What is evicted meanwhile may have it otherwise.
     """
-    marks = [_marks(text, page_size) for text in texts]
+    marks, most = [numbers(text, page_size) for text in texts], [findable(text, page_size) for text in texts]
     pages = [begin // page_size for begin in begins]
     computed: set[int] = set()
     left, calls = list(range(len(texts))), []
     while left:
         for i in left:
-            while pages[i] < _findable(texts[i], page_size) and marks[i][pages[i]] in computed:
+            while pages[i] < most[i] and marks[i][pages[i]] in computed:
                 pages[i] += 1
         first, call, beyond = left[0], [], set()
         for i in left:
             if (len(texts[i]), pages[i]) == (len(texts[first]), pages[first]):
-                mark = marks[i][pages[i]] if pages[i] < _findable(texts[i], page_size) else None
+                mark = marks[i][pages[i]] if pages[i] < most[i] else None
                 if mark is None or mark not in beyond:
                     beyond.add(mark)
                     call.append(i)
@@ -48,19 +49,6 @@ def calls_for(texts: Sequence[list[int]], begins: Sequence[int], page_size: int)
         calls.append(call)
         left = sorted({*left}.difference(call))
     return calls
-
-
-def _findable(text: Sequence[int], page_size: int) -> int:
-    """Pages of ``text`` that a lease may find: its last token is computed in any case."""
-    return (len(text) - 1) // page_size
-
-
-def _marks(text: Sequence[int], page_size: int) -> list[int]:
-    """A number for each whole page of ``text``, and all before it: the same for texts that begin with the same."""
-    marks: list[int] = []
-    for end in range(page_size, len(text) + 1, page_size):
-        marks.append(hash((marks[-1] if marks else 0, *text[end - page_size : end])))
-    return marks
 
 
 async def fetching(

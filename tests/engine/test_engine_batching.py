@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, continuous
+from asynccache_hf import ContinuousBatching, Counts, PrefixCache, continuous
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -77,7 +77,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("asynccache-batching")}
 
 
-def empty_device(batching: ContinuousBatching) -> None:
+def empty_device(batching: ContinuousBatching | PrefixCache) -> None:
     async def taken() -> None:
         await settled(batching._cache)
         slots = batching._cache.statistics().device

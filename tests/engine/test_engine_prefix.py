@@ -150,6 +150,15 @@ def test_what_has_no_room_is_generated_without_it() -> None:
     ({"cache_implementation": "static"}, "cache_implementation='static'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3: speculation"),
     ({"use_cache": False}, "use_cache=False"),
+    ({"use_mtp": True}, "use_mtp=True: speculation"),
+    ({"assistant_early_exit": 1}, "assistant_early_exit=1: speculation"),
+    ({"token_healing": True}, "token_healing=True: it takes the last tokens of the prompt back"),
+    ({"dola_layers": "low"}, "generation mode 'dola_generation': it uses the cache in ways"),
+    ({"penalty_alpha": 0.5, "top_k": 4}, "generation mode 'contrastive_search'"),
+    ({"inputs_embeds": torch.ones(1, 4, 32)}, "inputs_embeds: the model would compute from more than tokens"),
+    ({"token_type_ids": torch.ones(1, 4)}, "token_type_ids: the model would compute from more than tokens"),
+    ({"pixel_values": torch.ones(1, 3, 8, 8)}, "pixel_values: the model would compute from more than tokens"),
+    ({"position_ids": torch.arange(4)[None]}, "position_ids=.*: they follow from the tokens"),
     ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "attention_mask: rows must be padded on the left"),
     ({"attention_mask": torch.ones(1, 3)}, r"attention_mask: its shape is \(1, 3\)"),
     ({"extra_key": 3}, "extra_key"),
@@ -208,6 +217,63 @@ def test_the_models_own_configuration_may_ask_for_what_several_rows_have_not() -
         with pytest.raises(ConfigError, match="return_dict_in_generate=True: several rows have no single such answer"):
             cached.generate(ids(*[prompt(9)] * 2), generation_config=transformers.GenerationConfig(max_new_tokens=3))
         assert cached.counts == Counts()
+
+
+@pytest.mark.parametrize("given", [{"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 7}])
+def test_how_a_configuration_would_keep_a_cache_changes_nothing(given: dict[str, Any]) -> None:
+    model, text = make("llama"), ids(prompt(LENGTH))
+    wanted = model.generate(text, max_new_tokens=9, do_sample=False).tolist()
+    model.generation_config.update(**given)
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for _ in range(2):
+            assert cached.generate(text, max_new_tokens=9, do_sample=False).tolist() == wanted
+        assert cached.counts.device == 40
+
+
+@pytest.mark.parametrize("given", [
+    {"max_length": 60, "min_length": 48}, {"min_length": 50, "max_new_tokens": 15}, {"min_new_tokens": 4}, {},
+    {"max_length": 47}, {"return_dict_in_generate": True, "max_new_tokens": 4},
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+def test_lengths_count_the_padding_as_transformers_does(given: dict[str, Any], rows: int) -> None:
+    """Here every token but the pad token ends an answer, as soon as it may."""
+    if rows > 1 and given.get("return_dict_in_generate"):
+        return
+    model = make("llama")
+    model.generation_config.update(pad_token_id=0, eos_token_id=list(range(1, 512)))
+    text = ids(*([0] * (40 - length) + [t or 1 for t in prompt(length, seed=length)] for length in (29, 33)[:rows]))
+    given = {"do_sample": False, "attention_mask": (text != 0).long(), **given}
+    wanted = model.generate(text, **given)
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for _ in range(2):
+            made = cached.generate(text, **given)
+            assert type(made) is type(wanted)
+            if given.get("return_dict_in_generate"):
+                assert made.sequences.tolist() == wanted.sequences.tolist()
+            else:
+                assert made.tolist() == wanted.tolist()
+
+
+def test_a_configuration_of_the_call_alone_is_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with PrefixCache(model_of("llama"), name="llama", **SIZES) as cached, caplog.at_level("WARNING"):
+        transformers.logging.enable_propagation()
+        try:
+            config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+            cached.generate(ids(prompt(9)), generation_config=config)
+        finally:
+            transformers.logging.disable_propagation()
+    assert "together with generation-related" not in caplog.text
+
+
+def test_threads_count_every_prompt(cached: PrefixCache) -> None:
+    threads = [threading.Thread(target=lambda i=i: [cached.generate(ids(prompt(9, seed=i)), max_new_tokens=1)
+                                                    for _ in range(20)]) for i in range(4)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cached.counts.prompt == 4 * 20 * 9
 
 
 def test_an_error_of_the_model_gives_the_pages_back(cached: PrefixCache) -> None:

@@ -14,6 +14,7 @@ from asynccache_hf import Counts, PrefixCache
 from asynccache_hf.rows import calls_for
 
 from asynccache.core.audit import check
+from asynccache.errors import ConfigError
 from tests.engine.engine_kit import model_of, prompt, settled
 from tests.engine.engine_models import make
 from tests.engine.test_engine_prefix import SIZES, ids
@@ -217,3 +218,39 @@ def test_rows_of_a_call_begin_at_one_place_and_share_nothing_beyond(
     texts: list[list[int]], begins: list[int], calls: list[list[int]]
 ) -> None:
     assert calls_for(texts, begins, 2) == calls
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_whose_own_configuration_samples_draws_row_by_row(own: bool) -> None:
+    """Unless the call says otherwise."""
+    model, text, mask = make("llama"), rows_of(3), torch.ones(3, LENGTH, dtype=torch.long)
+    model.generation_config.update(do_sample=True, temperature=1.3, pad_token_id=0)
+    more: dict[str, Any] = {} if own else {"do_sample": False}
+    with PrefixCache(model, name="llama", **SIZES) as cached:
+        for _ in range(2):
+            torch.manual_seed(5)
+            wanted = [model.generate(text[i : i + 1], attention_mask=mask[:1], max_new_tokens=NEW, **more)[0].tolist()
+                      for i in range(3)]  # fmt: skip
+            torch.manual_seed(5)
+            with calls_of(model) as calls:
+                made = cached.generate(text, attention_mask=mask, max_new_tokens=NEW, **more).tolist()
+            assert made == wanted
+            assert calls == ([1] * 3 * NEW if own else [3] * NEW)
+        assert cached.counts.device == 3 * 40
+
+
+def test_rows_of_one_token_are_a_call(llama: PrefixCache) -> None:
+    """Nothing of them may be found."""
+    text = ids([5], [6], [5])
+    for _ in range(2):
+        assert llama.generate(text, **GIVEN).tolist() == model_of("llama").generate(text, **GIVEN).tolist()
+
+
+@pytest.mark.parametrize(("option", "value"), [
+    ("prefix_allowed_tokens_fn", lambda row, tokens: [1, 2]), ("negative_prompt_ids", ids([1, 2], [3, 4])),
+    ("streamer", object()),
+])  # fmt: skip
+def test_what_is_of_a_single_row_is_refused_for_several(llama: PrefixCache, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: "):
+        llama.generate(rows_of(2), **GIVEN, **{option: value})
+    assert llama.counts == Counts()

@@ -46,6 +46,7 @@ def test_every_way_is_measured_in_every_round(tmp_path: Path, capsys: pytest.Cap
     assert "| L3 " in shown.err
     assert shown.err.count("| ContinuousBatching, ") == 2
     assert "psutil" not in shown.err
+    assert max(map(len, shown.err.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("broken", "said"), [
