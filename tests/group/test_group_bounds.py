@@ -52,6 +52,30 @@ def test_a_backup_waits_for_a_batch_once_however_many_commits_named_it() -> None
     play(main)
 
 
+def test_the_copies_of_a_plan_leave_in_one_frame_before_anything_else_runs() -> None:
+    async def main(loop: SimulatedLoop) -> None:
+        world = GroupWorld(loop, Topology(tp=2), settings(8, 16))
+        async with world.opened() as cache:
+            worker, link = cache._opened().worker, world.process(1).link.peer
+            plain, frames = worker.perform, list[int]()
+
+            def perform(plan: Any) -> None:
+                before = link.frames
+                plain(plan)
+                frames.append(link.frames - before)
+
+            worker.perform = perform  # type: ignore[method-assign]
+            for _ in range(2):
+                await world.serve(text(3))
+                await cache.flush()
+                await world.push_out(8)
+            assert len(frames) > 1
+            assert set(frames) == {1}
+        await world.aclose()
+
+    play(main)
+
+
 def test_a_batch_of_pages_is_given_up_by_workers_that_still_write_it_and_forgotten_by_the_others() -> None:
     async def main(loop: SimulatedLoop) -> None:
         world = GroupWorld(loop, Topology(tp=2), settings(8, 16, stored=True))

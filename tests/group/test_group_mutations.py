@@ -411,7 +411,7 @@ MUTATIONS = {
         a_backup_to_storage_loses_its_last_page, 11, matters=lambda c: c.calm and stored(c)
     ),
     "windows need not be whole": Mutation(windows_need_not_be_whole, 1160, matters=windows_break),
-    "pools are not aligned": Mutation(pools_are_not_aligned, 4, matters=ends_differ),
+    "pools are not aligned": Mutation(pools_are_not_aligned, 884, matters=ends_differ),
     "nobody is told of the end": Mutation(nobody_is_told, 2, matters=has_fate),
     "the others are not told": Mutation(the_others_are_not_told, 2, matters=has_fate),
 }
