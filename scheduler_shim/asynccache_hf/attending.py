@@ -4,17 +4,31 @@ transformers' continuous batching holds the tokens of all requests of a step aga
 mask takes most of it back. Here requests are grouped: those with one new token, of about the same length, are one call
 with a row each; one with more is a call of its own. What is attended to is read through an index of places; a
 request's place for a token is ``page * page_size + offset``, so a sliding window is a part of the same index.
+
+transformers asks an attention function by name. Those that take part (``IMPLEMENTATIONS``) are registered anew, and do
+as before unless they are given ``Attended`` pages as their ``cache``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as functional
+from transformers import AttentionInterface
 
+from asynccache_hf.layout import Layout
 from asynccache_hf.memory import Scratch, Slots
+from asynccache_hf.parts import Attention
+
+IMPLEMENTATIONS = ("sdpa", "paged|eager")
+"""Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while transformers' continuous
+batching serves it."""
+
+LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
+"""What transformers calls the layers of a component."""
 
 PADDED = 2
 """A request may be read as if it were so many times as long, to be computed in one call with longer ones."""
@@ -78,6 +92,81 @@ def attend(
         out = _computed(asks, keys, values, group.mask, scaling, softcap, sinks)
         made[group.tokens] = out.transpose(1, 2).flatten(0, 1)
     return made.unsqueeze(0)
+
+
+class Attended:
+    """What a model's attention is computed on, layer by layer: keys and values by token, in pages."""
+
+    def __init__(self, layout: Layout, slots: Sequence[Slots]) -> None:
+        """``slots``: of each layer's keys and values."""
+        parts = kept_by_token(layout)
+        self.windows = {part.tracks[0].source: part.window for part in parts}
+        self._components = [part.tracks[0].source for part in parts]
+        self._slots = slots
+        self._scratch = Scratch()
+        self._plans: Mapping[str, Plan] = {}
+
+    def plan(self, rows: Sequence[Row]) -> None:
+        """The next call computes these, in this order."""
+        self._plans = {component: planned(rows, component, window) for component, window in self.windows.items()}
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
+        given: Mapping[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """One layer's attention: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
+        layer = module.layer_idx
+        plan = self._plans[self._components[layer]]
+        options = options_of(given, module)
+        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
+
+    @property
+    def mask(self) -> Any:
+        """What the model is given as a mask, so that it makes none: requests are kept apart by their places."""
+        none = torch.empty(1, 1, 1, 1)
+        return none if len(self.windows) == 1 else {LAYER_TYPES[component]: none for component in self.windows}
+
+
+def kept_by_token(layout: Layout) -> list[Attention]:
+    """What each layer keeps, where that is keys and values by token and nothing else."""
+    parts = [layer.parts[0] for layer in layout.layers]
+    assert all(len(layer.parts) == 1 for layer in layout.layers)
+    return [part for part in parts if isinstance(part, Attention)]
+
+
+def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """By component, the place of every token, from its page tables."""
+    size = layout.page_size
+    tables = {"full": full, "swa": swa} if layout.window else {"full": full}
+    offsets = np.arange(size)
+    return {name: torch.from_numpy((np.asarray(table, np.int64)[:, None] * size + offsets).reshape(-1)).to(device)
+            for name, table in tables.items()}  # fmt: skip
+
+
+def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that does as ``usual`` unless it is given ``Attended`` pages."""
+
+    def attention(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+        scaling: float | None = None, cache: Any = None, **given: Any,
+    ) -> Any:  # fmt: skip
+        if isinstance(cache, Attended):
+            return cache.attend(module, query, key, value, scaling, given), None
+        if cache is not None:
+            given["cache"] = cache
+        return usual(module, query, key, value, attention_mask, scaling=scaling, **given)
+
+    attention.asynccache = True  # type: ignore[attr-defined]
+    return attention
+
+
+def take_part() -> None:
+    """Register the attention functions, once in a process."""
+    known = AttentionInterface()
+    for name in IMPLEMENTATIONS:
+        usual = known[name]
+        if not getattr(usual, "asynccache", False):
+            AttentionInterface.register(name, _taking_part(usual))
 
 
 # groups

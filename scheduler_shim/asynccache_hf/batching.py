@@ -24,14 +24,15 @@ from asynccache_shim.request import Finish, as_tokens
 
 from asynccache import AsyncCache, CacheClosed, ConfigError, Lease, LoadFailed, checks
 from asynccache_hf.ahead import Prompt, Prompts
+from asynccache_hf.attending import places_of, take_part
 from asynccache_hf.batch_request import Asked, BatchRequest
 from asynccache_hf.describing import describe
 from asynccache_hf.generation import LOAD_ATTEMPTS
 from asynccache_hf.prefix import USUAL_LENGTH, Counts, R, asked_of, config_of, opened
 
 try:
-    from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract, take_part
-    from asynccache_hf.trial_together import places_of, slots_of, tried_together, wanted_of
+    from asynccache_hf.continuous import Held, Manager, PageCache, Told, check_model, contract
+    from asynccache_hf.trial_together import slots_of, tried_together, wanted_of
 except (ImportError, AttributeError) as error:
     if (error.name or "").partition(".")[0] == "asynccache_hf":
         raise

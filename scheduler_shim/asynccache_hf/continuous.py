@@ -6,8 +6,7 @@ allocated, shared or evicted), its scheduler and processor (what becomes of requ
 its manager (which makes the other three). ``contract`` says in a sentence if a version of transformers has moved one of
 the names.
 
-The attention of a step is computed by ``asynccache_hf.attending``. transformers asks an attention function by name;
-those that take part (``IMPLEMENTATIONS``) are registered anew, and do as before unless they are given a ``PageCache``.
+The attention of a step is computed by ``asynccache_hf.attending``.
 
 Law: whatever becomes of a request, its ``Held.over`` is called once, when no step will touch its pages again.
 """
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AttentionInterface
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paging
 from transformers.generation.continuous_batching import continuous_api as api
@@ -32,16 +30,10 @@ from transformers.generation.continuous_batching import input_outputs, model_run
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 
 from asynccache import ConfigError
-from asynccache_hf.attending import Plan, Row, attend, options_of, planned
+from asynccache_hf.attending import IMPLEMENTATIONS, LAYER_TYPES, Attended, Row, kept_by_token
 from asynccache_hf.layout import Layout
-from asynccache_hf.memory import Scratch, Slots
+from asynccache_hf.memory import Slots
 from asynccache_hf.parts import Attention
-
-IMPLEMENTATIONS = ("sdpa", "paged|eager")
-"""Attention functions that take part. A model that has ``eager`` has ``paged|eager`` while it is served."""
-
-LAYER_TYPES = {"full": "full_attention", "swa": "sliding_attention"}
-"""What transformers calls the layers of a component."""
 
 READ = 4
 """A step reads at most so many times the tokens of the device, since requests may share pages."""
@@ -92,7 +84,6 @@ USED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (RequestState, "__init__", ("request_id", "initial_tokens", "max_new_tokens", "eos_token_id", "streaming",
                                 "logit_processor_kwargs")),
     (GenerationOutput, "is_finished", ()),
-    (AttentionInterface, "register", ()),
 )  # fmt: skip
 """What is called, or called here, with the parameters that must be there."""
 
@@ -136,7 +127,7 @@ def check_model(model: Any, layout: Layout) -> None:
     if not types <= set(LAYER_TYPES.values()):
         odd = ", ".join(sorted(types - set(LAYER_TYPES.values())))
         raise ConfigError(f"{who}: transformers' continuous batching has no layers of type {odd}; {ELSEWHERE}")
-    windows = {_attention(layer.parts).window for layer in layout.layers} - {None}
+    windows = {window for part in kept_by_token(layout) if (window := part.window) is not None}
     if len(windows) > 1:
         raise ConfigError(f"{who}: its sliding windows are of {len(windows)} lengths, and transformers' continuous "
                           f"batching has one; {ELSEWHERE}")  # fmt: skip
@@ -152,12 +143,6 @@ def check_model(model: Any, layout: Layout) -> None:
 def _kept(part: Any) -> str:
     known = {"Attention": "keys and values", "Recurrent": "recurrent states"}
     return known.get(type(part).__name__, f"{type(part).__name__} data")
-
-
-def _attention(parts: Sequence[Any]) -> Attention:
-    part = parts[0]
-    assert isinstance(part, Attention)
-    return part
 
 
 # requests and their pages
@@ -195,7 +180,7 @@ class _NoSectors:
     def try_to_free_sectors(self) -> None: ...
 
 
-class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
+class PageCache(Attended, paging.PagedAttentionCache):  # type: ignore[misc]
     """What transformers takes for its cache. Its own constructor is not called: it would allocate memory. ``held`` may
     be added to by any thread; all else belongs to the one that generates."""
 
@@ -209,20 +194,15 @@ class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
     def __init__(self, layout: Layout, slots: Sequence[Slots], tokens: int, step_tokens: int) -> None:
         """``slots``: of each layer's keys and values. ``tokens``: how many fit on the device. ``step_tokens``: the most
         that one step computes."""
-        parts = [_attention(layer.parts) for layer in layout.layers]
-        self._slots = slots
-        self._components = [part.tracks[0].source for part in parts]
-        self._windows = {part.tracks[0].source: part.window for part in parts}
+        Attended.__init__(self, layout, slots)
         self.cache_allocators = {LAYER_TYPES[component]: _Kind(index, window)
-                                 for index, (component, window) in enumerate(self._windows.items())}  # fmt: skip
+                                 for index, (component, window) in enumerate(self.windows.items())}  # fmt: skip
         self.pool = _NoSectors()
         self.max_batch_tokens = step_tokens
         self.max_tokens_read = READ * tokens
         self.num_blocks = tokens // layout.page_size
         self.held: dict[str, Held] = {}
         self._rows: list[Row] = []
-        self._scratch = Scratch()
-        self._plans: Mapping[str, Plan] = {}
 
     # a request
 
@@ -274,54 +254,12 @@ class PageCache(paging.PagedAttentionCache):  # type: ignore[misc]
     def begin(self) -> None:
         """Plan the step of which all requests were named."""
         rows, self._rows = self._rows, []
-        self._plans = {component: planned(rows, component, window) for component, window in self._windows.items()}
-
-    def attend(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None,
-        given: Mapping[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        """One layer's attention: ``[1, heads, tokens, width]`` in, ``[1, tokens, heads, width]`` out."""
-        layer = module.layer_idx
-        plan = self._plans[self._components[layer]]
-        options = options_of(given, module)
-        return attend(plan, self._slots[layer], query, key, value, scaling, scratch=self._scratch, **options)
+        self.plan(rows)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         raise ConfigError(f"layer {layer_idx} computes its attention by a function of its own")
-
-    @property
-    def mask(self) -> Any:
-        """What the model is given as a mask, so that it makes none: requests are kept apart by their places."""
-        none = torch.empty(1, 1, 1, 1)
-        return none if len(self._windows) == 1 else dict.fromkeys(self.cache_allocators, none)
-
-
-def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention function that does as ``usual`` unless it is given a ``PageCache``."""
-
-    def attention(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-        scaling: float | None = None, cache: Any = None, **given: Any,
-    ) -> Any:  # fmt: skip
-        if isinstance(cache, PageCache):
-            return cache.attend(module, query, key, value, scaling, given), None
-        if cache is not None:
-            given["cache"] = cache
-        return usual(module, query, key, value, attention_mask, scaling=scaling, **given)
-
-    attention.asynccache = True  # type: ignore[attr-defined]
-    return attention
-
-
-def take_part() -> None:
-    """Register the attention functions, once in a process."""
-    known = AttentionInterface()
-    for name in IMPLEMENTATIONS:
-        usual = known[name]
-        if not getattr(usual, "asynccache", False):
-            AttentionInterface.register(name, _taking_part(usual))
 
 
 # steps

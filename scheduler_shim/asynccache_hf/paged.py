@@ -140,13 +140,9 @@ class PagedModel:
 
     def _each(self, works: Sequence[Work]) -> list[torch.Tensor]:
         """The logits of the last token of each."""
-        if self._packed is None:
+        if self._packed is None or not works:
             return [self._alone(work, 1)[-1] for work in works]
-        logits: dict[int, torch.Tensor] = {}
-        for group in self._packed.groups(works):
-            made = self._packed.compute([works[i] for i in group], 1)
-            logits |= {i: each[-1] for i, each in zip(group, made, strict=True)}
-        return [logits[i] for i in range(len(works))]
+        return [logits[-1] for logits in self._packed.compute(works, 1)]
 
     def _alone(self, work: Work, keep: int) -> torch.Tensor:
         """One request, through transformers' own cache."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from asynccache import ConfigError
+from asynccache_hf.attending import places_of
 from asynccache_hf.call import run_alone
 from asynccache_hf.continuous import ELSEWHERE, Held, Manager, PageCache, Processor, heard, waiting
 from asynccache_hf.layout import Layout
@@ -111,15 +112,6 @@ def slots_of(layout: Layout, pools: dict[str, Pool] | Any) -> list[Slots]:
         track = part.tracks[0]
         found.append(Slots(track, pools[track.pool].layer(place), layout.page_size))
     return found
-
-
-def places_of(layout: Layout, full: Any, swa: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """By component, the place of every token, from its page tables."""
-    size = layout.page_size
-    tables = {"full": full, "swa": swa} if layout.window else {"full": full}
-    offsets = np.arange(size)
-    return {name: torch.from_numpy((np.asarray(table, np.int64)[:, None] * size + offsets).reshape(-1)).to(device)
-            for name, table in tables.items()}  # fmt: skip
 
 
 def _nothing(*_: int) -> None: ...

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from asynccache_hf import ContinuousBatching, Counts, PrefixCache, continuous
+from asynccache_hf import ContinuousBatching, Counts, PrefixCache, attending, continuous
 from asynccache_shim import Finish
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -504,7 +504,7 @@ def test_a_model_that_it_cannot_page_is_refused_with_what_can(family: str, said:
 
 def test_a_model_that_computes_something_else_in_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here: its caps are lost, as in transformers' own continuous batching."""
-    monkeypatch.setattr(continuous, "options_of", lambda given, module: {})
+    monkeypatch.setattr(attending, "options_of", lambda given, module: {})
     model = make("gemma2", attn_logit_softcapping=1.0)
     with pytest.raises(ConfigError, match="in steps of several requests its logits differ by"):
         ContinuousBatching(model, page_size=8, name="gemma2")

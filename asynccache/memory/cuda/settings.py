@@ -22,7 +22,7 @@ class Settings:
     blocks: int = field(default=8, metadata=checks.within(1, 1024))
 
     def __post_init__(self) -> None:
-        checks.settle_fields(self)
+        checks.check_fields(self)
 
 
 def settings_from(options: Mapping[str, str]) -> Settings:
