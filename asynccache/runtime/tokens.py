@@ -52,7 +52,7 @@ def as_key(tokens: Tokens) -> bytes:
 
 
 def _as_it_is(tokens: npt.NDArray[np.int32]) -> bytes:
-    """``argmin`` takes a third of what slicing the key takes, and there is less of it to run than of a reduction."""
+    """``argmin`` takes a third of what it takes to slice the key; a reduction takes longer, for there is more of it."""
     key = tokens.tobytes()
     if key and tokens.item(tokens.argmin()) < 0:
         raise _negative(key)

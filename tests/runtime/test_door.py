@@ -129,6 +129,27 @@ async def test_a_lease_enters_the_namespace_that_there_is_when_it_is_entered(alo
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("outdated", "publishes"), [("tenant", False), ("other", True), (None, True), ("all", False)])
+@pytest.mark.parametrize("entered", [False, True])
+async def test_what_was_invalidated_while_a_lease_was_held_decides_whether_it_publishes(
+    outdated: str | None, publishes: bool, entered: bool
+) -> None:
+    """``entered``: that namespace, or all of them, had been invalidated before, since the lease was asked for."""
+    async with opened(settings(device=16)) as cache:
+
+        async def outdate() -> None:
+            await (cache.reset() if outdated == "all" else cache.invalidate(outdated))
+
+        lease = cache.lease(text(3), extra_key="tenant")
+        if entered:
+            await outdate()
+        async with lease:
+            await outdate()
+            await lease.commit(text(3))
+        assert (await cache.match(text(3), extra_key="tenant")).device == (3 * PAGE if publishes else 0)
+
+
+@pytest.mark.asyncio
 async def test_leaving_the_line_wakes_the_next() -> None:
     async with opened(settings(device=8)) as cache:
         first = await enter(cache, 6, 1)
