@@ -14,9 +14,8 @@ import pytest
 
 from asynccache.errors import CopyFailed
 from asynccache.runtime.engine import Engine
-from asynccache.runtime.fences import Fences, not_over
+from asynccache.runtime.fences import Fences, RetireStage, not_over
 from asynccache.runtime.publishing import Publishing
-from asynccache.runtime.fences import RetireStage
 from asynccache.worker.contract import Batch
 from tests.simulated.loop import Deadlock
 from tests.simulated.world import WrongBytes, play
