@@ -158,8 +158,7 @@ class Duel:
 
     def _withdraw(self, one: _Seen) -> None:
         queue = self._queues[one.kind]
-        at = bisect_left(queue, (one.used, one.number))  # type: ignore[type-var]
-        del queue[at]
+        del queue[bisect_left(queue, (one.used, one.number, one))]
 
     def _evict(self, now: int) -> bool:
         """What is worth least of all that waits goes; whether there was any."""

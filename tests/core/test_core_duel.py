@@ -171,7 +171,10 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
     for number in range(300):
         run.core.at(number)
         text = "".join(draw.choice("abc") for _ in range(draw.randrange(1, 12)))
-        (insert_and_end if draw.random() < 0.2 else lambda run, text: run.insert(text))(run, text)
+        if draw.random() < 0.2:
+            insert_and_end(run, text)
+        else:
+            run.insert(text)
         check(policy.duel)
         assert len(policy.duel) <= 2 * 40
 
