@@ -64,9 +64,6 @@ class Duel:
         self._queues: list[list[tuple[int, int, _Seen]]] = [[] for _ in worth]
         self.leads = False
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def draw(self) -> int:
         """The number of a node that is new, 0 if it is not drawn."""
         if self._mask:

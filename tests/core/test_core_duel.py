@@ -152,7 +152,7 @@ def test_what_was_ended_leaves_both() -> None:
         check(tree.duel)
     assert held(tree) == (2, 2)
     tree.duel.end(tree.node(tree.root, "ab"))
-    assert len(tree.duel) == 0
+    assert len(tree.duel._seen) == 0
 
 
 def test_of_large_caches_only_some_nodes_are_drawn() -> None:
@@ -176,7 +176,7 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
         else:
             run.insert(text)
         check(policy.duel)
-        assert len(policy.duel) <= 2 * 40
+        assert len(policy.duel._seen) <= 2 * 40
 
 
 def test_as_long_as_it_does_not_lead_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
