@@ -1,8 +1,8 @@
 """Prefetch: storage to host. What an end needs from storage is pure arithmetic; the rest is bookkeeping of host slots.
 
 A prefetch hangs below the root or an anchor whose FULL path is on the host. It may also end before the anchor, where
-the host lacks no more than a window or a state. It pins the anchor, and the unbroken run
-of SWA that ends there, until it commits or is revoked. Its slots are its own until then. It begins when the host has
+the host lacks no more than a window or a state. It pins the anchor, and what there is of SWA in the windows that it may
+complete, until it commits or is revoked. Its slots are its own until then. It begins when the host has
 room for all that it may bring: who waits for room holds nothing, and who has begun waits for no room.
 """
 
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     """The geometry of one prefetch, in tokens.
 
     ``anchor``: where its FULL pages begin; ``covered``: the valid match end without it; ``length``: the key's whole
-    pages; ``window``: 0 without SWA; ``swa_run``: how far back from the anchor SWA is unbroken.
+    pages; ``window``: 0 without SWA; ``swa``: from where to where SWA is there before the anchor, the first run first.
     """
 
     page_size: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     covered: int
     length: int
     window: int
-    swa_run: int
+    swa: tuple[tuple[int, int], ...]
     mamba: bool
 
 
@@ -51,9 +51,12 @@ def needed_pages(shape: Shape, component: int, end: int) -> tuple[int, ...]:
         return (stop - 1,) if shape.mamba and stop else ()
     if not shape.window:
         return ()
-    first = max(0, stop - -(-shape.window // size))
-    run = anchor - shape.swa_run // size
-    return (*range(first, min(run, stop)), *range(max(first, anchor), stop))
+    pages: list[int] = []
+    at = max(0, stop - -(-shape.window // size))
+    for start, end in shape.swa:
+        pages.extend(range(at, min(start // size, stop)))
+        at = max(at, end // size)
+    return (*pages, *range(at, stop))
 
 
 def usable_end(
@@ -117,9 +120,10 @@ class Taken(NamedTuple):
 
 
 class Fetch:
-    """One prefetch in flight. ``wants``: slots that it may still take, by component."""
+    """One prefetch in flight. ``wants``: slots that it may still take, by component. ``runs``: from which page to which
+    it pins SWA, component ``swa``, the last run first."""
 
-    __slots__ = ("anchor", "aux_end", "held", "key", "low", "op", "shape", "spare", "swa", "tiers", "total", "wants")
+    __slots__ = ("anchor", "aux_end", "held", "key", "op", "runs", "shape", "spare", "swa", "tiers", "total", "wants")
 
     def __init__(self, op: Operation, anchor: Node, key: bytes, shape: Shape, components: int) -> None:
         self.op = op
@@ -131,7 +135,7 @@ class Fetch:
         self.aux_end = 0
         self.spare = b""
         self.tiers: tuple[int, ...] = (HOST,)
-        self.low = 0
+        self.runs: list[tuple[int, int]] = []
         self.swa = 0
         self.wants = [0] * components
 
@@ -143,11 +147,13 @@ class Fetch:
 
 
 def run_nodes(fetch: Fetch) -> list[Node]:
-    """The nodes whose SWA the prefetch pins, from the anchor up."""
+    """The nodes whose SWA the prefetch pins, from the anchor up. They may have been divided since."""
     nodes, node = [], fetch.anchor
-    while node.parent is not None and node.end > fetch.low:
-        nodes.append(node)
-        node = node.parent
+    for start, end in fetch.runs:
+        while node.parent is not None and node.end > start:
+            if node.end <= end:
+                nodes.append(node)
+            node = node.parent
     return nodes
 
 
@@ -265,38 +271,42 @@ class Prefetches:
             node = split_at(world, node, anchor)
         op = world.ledger.open(PREFETCH)
         swa = self._index.get(ComponentKind.SWA)
-        run = self._run(node) if swa is not None else 0
+        runs = self._runs(node, covered) if swa is not None else []
         window = world.config.components[swa].window if swa is not None else 0
         size = self._size
         shape = Shape(
-            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window, run * size,
-            ComponentKind.MAMBA in self._index,
+            size, anchor * size, covered * size, len(key) // world.page_bytes * size, window,
+            tuple([(start * size, end * size) for start, end in reversed(runs)]), ComponentKind.MAMBA in self._index,
         )  # fmt: skip
         fetch = Fetch(op, node, key, shape, world.count)
         self._promise(fetch, self._wants(anchor, fetch.total))
         self.active[op.id] = fetch
-        self._hold(fetch, run)
+        self._hold(fetch, runs)
         return Opened(op.id, shape, world.plan())
 
-    def _run(self, node: Node) -> int:
-        """Pages of unbroken SWA that end at ``node``, at most a window."""
-        world, swa = self._world, self._index[ComponentKind.SWA]
-        low, end = max(0, node.end - self._window_pages()), node.end
+    def _runs(self, node: Node, covered: int) -> list[tuple[int, int]]:
+        """From which page to which SWA is there on the path to ``node``, the last run first, as far up as a window
+        could begin that ends behind page ``covered``."""
+        world, swa, runs = self._world, self._index[ComponentKind.SWA], []
+        low, end = covered + 1 - self._window_pages(), 0
         while node.parent is not None and node.end > low:
-            device, host = node.state[swa], node.state[swa + world.count]
-            if device != PRESENT and host != PRESENT:
-                return end - node.end
+            here = node.state[swa] == PRESENT or node.state[swa + world.count] == PRESENT
+            if here and not end:
+                end = node.end
+            elif end and not here:
+                runs.append((node.end, end))
+                end = 0
             node = node.parent
-        return end - max(node.end, low)
+        return [*runs, (node.end, end)] if end else runs
 
     def _window_pages(self) -> int:
         swa = self._index.get(ComponentKind.SWA)
         return -(-self._world.config.components[swa].window // self._size) if swa is not None else 0
 
-    def _hold(self, fetch: Fetch, run: int) -> None:
-        """Pin the anchor, and its run of SWA on whichever tiers hold it."""
+    def _hold(self, fetch: Fetch, runs: list[tuple[int, int]]) -> None:
+        """Pin the anchor, and the runs of SWA on whichever tiers hold them."""
         world, swa = self._world, self._index.get(ComponentKind.SWA, 0)
-        fetch.low, fetch.swa = fetch.anchor.end - run, swa
+        fetch.runs, fetch.swa = runs, swa
         nodes = run_nodes(fetch)
         if any(node.state[swa + world.count] != PRESENT for node in nodes):
             fetch.tiers = (DEVICE, HOST)
@@ -304,9 +314,6 @@ class Prefetches:
             world.pin_full(fetch.anchor, tier)
             for node in nodes:
                 world.pin_cell(node, tier * world.count + swa)
-        if nodes:
-            last = nodes[-1].parent
-            fetch.low = last.end if last is not None else 0
 
     def _drop(self, fetch: Fetch, status: Status) -> None:
         """Unpin, give back what is held, and leave the ledger."""

@@ -152,7 +152,7 @@ def _reach(core: CacheCore, pools: Layout, found: Explanation, present: Mapping[
     config = core.config
     window = next((component.window for component in config.components if component.window), 0)
     mamba = any(component.kind is ComponentKind.MAMBA for component in config.components)
-    shape = Shape(config.page_size, found.full, found.host, found.length, window, 0, mamba)
+    shape = Shape(config.page_size, found.full, found.host, found.length, window, (), mamba)
     there = {name: [result == Result.HIT for result in results] for name, results in present.items()}
     return usable_end(shape, pools.named(), there, found.length)
 

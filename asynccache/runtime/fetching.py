@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from asynccache.config import PoolSpec
 from asynccache.core.cache import Shape, Taken, needed_pages, usable_end
 from asynccache.core.plan import More, Wait
+from asynccache.core.settings import ComponentKind
 from asynccache.core.slots import SLOT_BYTES
 from asynccache.runtime.completions import Completions
 from asynccache.runtime.driver import Driver
@@ -151,9 +152,14 @@ class Fetch:
             await self._ask_pools(auxiliary)
 
     def _first_needed(self, component: int) -> int:
-        """The first page that any end could need, also one before the anchor: windows only move on."""
-        needed = needed_pages(self.shape, component, self.shape.covered + self.shape.page_size)
-        return min((*needed, self._pages_of(self.shape.anchor)))
+        """The first page that any end could need, also one before the anchor."""
+        shape, anchor = self.shape, self._pages_of(self.shape.anchor)
+        first = self._pages_of(shape.covered)
+        if component == ComponentKind.SWA:
+            first = max(0, first + 1 - -(-shape.window // shape.page_size))
+            behind = shape._replace(window=shape.anchor - first * shape.page_size)
+            first = min(needed_pages(behind, component, shape.anchor), default=anchor)
+        return min(first, anchor)
 
     async def _ask_pools(self, questions: Sequence[tuple[PoolSpec, range]]) -> None:
         """Ask for some pages of several pools, in one call."""

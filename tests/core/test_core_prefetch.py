@@ -56,7 +56,7 @@ def assert_idle(run: SynchronousRuntime) -> None:
 
 # arithmetic
 
-SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa_run=0, mamba=True)
+SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa=(), mamba=True)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,12 @@ SHAPE = Shape(page_size=4, anchor=0, covered=0, length=32, window=8, swa_run=0, 
         (SHAPE, SWA, 4, (0,)),
         (SHAPE._replace(window=400), SWA, 32, range(8)),
         (SHAPE._replace(window=9), SWA, 32, (5, 6, 7)),
-        (SHAPE._replace(anchor=16, swa_run=8), SWA, 20, (4,)),
-        (SHAPE._replace(anchor=16, swa_run=0), SWA, 20, (3, 4)),
-        (SHAPE._replace(anchor=16, swa_run=4, window=12), SWA, 20, (2, 4)),
+        (SHAPE._replace(anchor=16, swa=((8, 16),)), SWA, 20, (4,)),
+        (SHAPE._replace(anchor=16), SWA, 20, (3, 4)),
+        (SHAPE._replace(anchor=16, swa=((12, 16),), window=12), SWA, 20, (2, 4)),
+        (SHAPE._replace(anchor=24, swa=((4, 8), (12, 16)), window=16), SWA, 20, (2, 4)),
+        (SHAPE._replace(anchor=24, swa=((4, 8), (12, 16)), window=16), SWA, 12, (0, 2)),
+        (SHAPE._replace(anchor=24, swa=((4, 24),), window=8), SWA, 16, ()),
         (SHAPE, MAMBA, 32, (7,)),
         (SHAPE._replace(mamba=False), MAMBA, 32, ()),
     ],
@@ -359,7 +362,7 @@ def anchored(window: int = 16, write_policy: str = "write_through") -> tuple[Syn
 
 def test_swa_the_window_partly_in_the_anchor() -> None:
     run, fetch = anchored()
-    assert fetch.shape.swa_run == 16
+    assert fetch.shape.swa == ((0, 16),)
     before = host_free(run)
     assert fetch.finish() == 24
     assert host_free(run) == [before[0] - 2, before[1] - 2]

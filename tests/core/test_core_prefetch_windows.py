@@ -109,7 +109,7 @@ def test_an_anchors_part_that_was_evicted_is_fetched_for_the_longest_end_that_st
     assert run.reach("abcd") == (0, 0), "its SWA is gone on both tiers"
     lose(run, missing)
     fetch = opened(run)
-    assert (fetch.shape.anchor, fetch.shape.swa_run) == (16, 0), "its FULL is not"
+    assert (fetch.shape.anchor, fetch.shape.swa) == (16, ()), "its FULL is not"
     assert fetch.finish() == end * 4
     assert run.reach(TEXT) == (0, end)
     if end:
@@ -122,7 +122,7 @@ def test_an_anchors_part_stays_while_the_fetch_runs_however_short_the_host_is() 
     insert(run, "abcd")
     lose(run, (0, 1, 2, 3))
     fetch = opened(run)
-    assert (fetch.shape.anchor, fetch.shape.swa_run) == (16, 16)
+    assert (fetch.shape.anchor, fetch.shape.swa) == (16, ((0, 16),))
     fetch.take_full(2)
     insert(run, *OTHERS[:4])
     assert run.reach("abcd") == (0, 4), "on the device it is gone, and without the pin it were on the host, too"
@@ -198,3 +198,19 @@ def test_a_window_that_does_not_fit_on_the_host_is_not_taken_in_part() -> None:
     assert run.reach(TEXT) == (0, 0)
     assert all((FULL, digest) in run.storage for digest in run.chain(SPACE, spell(TEXT)))
     assert_nothing_leaked(run)
+
+
+def test_of_a_window_that_is_there_in_part_only_the_rest_is_fetched() -> None:
+    """Also where what is gone lies between what is there and the anchor, and storage has no more than what is gone."""
+    run = stored()
+    insert(run, "abcd", TEXT)
+    world = run.core.world
+    node = next(iter(world.roots[SPACE].children.values()))  # type: ignore[union-attr]
+    (last,) = node.children.values()  # type: ignore[union-attr]
+    for place in (SWA, SWA + world.count):
+        world.vacate(last, place)
+    lose(run, (0, 1, 2, 3))
+    fetch = opened(run)
+    assert (fetch.shape.anchor, fetch.shape.swa) == (24, ((0, 16),))
+    assert fetch.finish() == 24
+    assert_read_back(run, TEXT)
