@@ -247,7 +247,8 @@ class Learned(NamedTuple):
 
     ``edges``: seconds at which the ages begin. ``requests``: how many it was told of. ``lessons``: how often it has
     worked out ``Curve.worth`` from them; 0: never, so all is worth the same. ``ghosts``: nodes that left and are
-    remembered. ``returned``: blocks that came back while they were. A block is 512 tokens.
+    remembered. ``returned``: blocks that came back while they were. A block is 512 tokens. ``leads``: whether it now
+    chooses by what it has learned; else what was used least recently goes, as that has found no less of late.
     """
 
     curves: tuple[Curve, ...]
@@ -256,6 +257,7 @@ class Learned(NamedTuple):
     lessons: int
     ghosts: int
     returned: float
+    leads: bool
 
 
 class Judged(NamedTuple):
@@ -291,9 +293,17 @@ class EvictionPolicy:
         microseconds."""
         raise NotImplementedError
 
+    def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
+        """Whether component ``c`` of ``node`` would go before that of ``other`` if both waited in one order. ``share``:
+        of the room that would be taken for it there, what is its own. ``now``: microseconds."""
+        return node.stamp[c] < other.stamp[c]
+
     def use(self, end: Node, forked: int, now: int) -> None:
         """A request that ended in ``end`` gives back what it held: it has used the path from the root. ``forked``: the
         page at which it left the ways of those before it; 0: nowhere. ``now``: the stamp of this use."""
+
+    def end(self, node: Node) -> None:
+        """The conversation that ``node`` is private to is over: it goes before the policy is asked."""
 
     def recall(self, parent: Node, page: bytes) -> int:
         """Where a node that began with ``page`` below ``parent`` ended when it left, in pages from the root; 0: that is

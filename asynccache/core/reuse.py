@@ -11,6 +11,7 @@ the policy learns while it runs; nothing need be known before.
   the probability that it is used until then to the time that it is expected to be held for that.
 * **Choice.** The worth of a class rises and then falls with age. So of a queue that is sorted by age the oldest or the
   newest cell is worth least, and of sixteen candidates the one that is worth least is worth least of all.
+* **Duel.** It chooses so only as long as that has found more of late than giving up the oldest; see ``duel``.
 
 Amounts are blocks of 512 tokens, so that curves do not depend on the page size. Counts fade, so that a new workload is
 learned anew. As long as fewer than a hundred requests have been seen all is worth the same, and the oldest goes.
@@ -26,6 +27,7 @@ from math import inf
 from operator import add
 from typing import ClassVar, Final
 
+from asynccache.core.duel import HEAT, Duel
 from asynccache.core.eviction import Curve, EvictionPolicy, Judged, Learned, Order, Queue
 from asynccache.core.keys import TOKEN_BYTES
 from asynccache.core.settings import CoreConfig
@@ -50,8 +52,12 @@ _COHORTS: Final = 128
 _BLOCK_TOKENS: Final = 512
 _GHOST_SHARE: Final = 8
 _MOST_GHOSTS = 1 << 17
+# A dictionary that grows, or had many entries replaced, moves all that it holds: 13 ms at the bound. So there are more.
+_SHARDS: Final = 64
 
-# ``Node.heat``: eight times the uses, up to 7, and the forks, up to 5; ``_CLASS`` and the heat after a use, by heat.
+# The lowest bits of ``Node.heat``: eight times the uses, up to 7, and the forks, up to 5; ``_CLASS`` and what they are
+# after a use, by these bits. Above them is the number of a drawn node.
+_HEAT: Final = (1 << HEAT) - 1
 _BY_USES = (0, 0, 1, 2, 3, 3, 3, 4)
 _BY_FORKS = (0, 5, 6, 6, 6, 7, 7, 7)
 _CLASS = tuple(_BY_FORKS[heat & 7] or _BY_USES[heat >> 3] for heat in range(64))
@@ -228,11 +234,12 @@ class _Ends:
 
 class _Lead:
     """The queue that the choice fell on, and until when it will fall there again, as long as nothing else changes and
-    the cheaper end stays in its bin."""
+    the cheaper end stays in its bin. ``ends``: None if the oldest cell goes; then it is as long as the oldest one of
+    that queue is older than ``until``."""
 
     __slots__ = ("ends", "queue", "until", "version")
 
-    def __init__(self, queue: Queue, ends: _Ends, until: int, version: int) -> None:
+    def __init__(self, queue: Queue, ends: _Ends | None, until: int, version: int) -> None:
         self.queue = queue
         self.ends = ends
         self.until = until
@@ -242,8 +249,8 @@ class _Lead:
 class P2c(EvictionPolicy):
     """The policy of one core. ``returned``: blocks that came back while they were remembered."""
 
-    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_most_pages", "_page_bytes", "_uses", "_version", "curves",
-                 "returned")  # fmt: skip
+    __slots__ = ("_blocks", "_fifo", "_ghosts", "_held", "_lessons", "_most_pages", "_page_bytes", "_uses", "_version",
+                 "curves", "duel", "returned")  # fmt: skip
 
     queues: ClassVar[int] = len(CLASSES)
     learns: ClassVar[bool] = True
@@ -253,37 +260,69 @@ class P2c(EvictionPolicy):
         self._page_bytes = config.page_size * TOKEN_BYTES
         self._blocks = config.page_size / _BLOCK_TOKENS
         self._most_pages = _GHOST_SHARE * (full.device + full.host)
-        self._version = self._uses = self._held = 0
-        self._ghosts: dict[int, Ghost] = {}
+        self._version = self._lessons = self._uses = self._held = 0
+        self._ghosts: tuple[dict[int, Ghost], ...] = tuple([{} for _ in range(_SHARDS)])
         self._fifo: deque[Ghost] = deque()
         self.curves = Curves()
+        self.duel = Duel(full.device + full.host, self.curves.worth, _EDGES)
         self.returned = 0.0
 
     def learned(self, now: int) -> Learned | None:
         return Learned(
-            self.curves.report(now), EDGES, self._uses, self._version, len(self._ghosts), self.returned
+            self.curves.report(now), EDGES, self._uses, self._lessons, sum(map(len, self._ghosts)), self.returned,
+            self.duel.leads,
         )  # fmt: skip
 
     def judge(self, node: Node, age: int) -> Judged | None:
-        kind = _CLASS[node.heat]
+        kind = _CLASS[node.heat & _HEAT]
         return Judged(CLASSES[kind], age / 1e6, self.curves.worth[kind][bin_of(age)])
 
     # the choice
 
     def queue(self, node: Node, c: int) -> int:
-        return _CLASS[node.heat]
+        return _CLASS[node.heat & _HEAT]
 
     def choose(self, order: Order, now: int) -> Node | None:
         lead: _Lead | None = order.note
-        if lead is not None and not order.changed and now < lead.until and lead.version == self._version:
+        if lead is not None and not order.changed and lead.version == self._version:
             slices, ends = lead.queue.slices, lead.ends
             if slices:
-                if not ends.newest:
-                    if slices[0].stamps[0] <= now - _EDGES[ends.bin]:
+                if ends is None:
+                    if slices[0].stamps[0] < lead.until:
                         return slices[0].nodes[0]
-                elif slices[-1].stamps[-1] > now - _ENDS[ends.bin]:
-                    return slices[-1].nodes[-1]
-        return self._compare(order, now)
+                elif now < lead.until:
+                    if not ends.newest:
+                        if slices[0].stamps[0] <= now - _EDGES[ends.bin]:
+                            return slices[0].nodes[0]
+                    elif slices[-1].stamps[-1] > now - _ENDS[ends.bin]:
+                        return slices[-1].nodes[-1]
+        return self._compare(order, now) if self.duel.leads else self._oldest(order)
+
+    def sooner(self, node: Node, other: Node, c: int, now: int, share: float) -> bool:
+        since, before = node.stamp[c], other.stamp[c]
+        if since < 0 or before < 0 or not self.duel.leads:
+            return since < before
+        worth = self.curves.worth
+        value = worth[_CLASS[node.heat & _HEAT]][bin_of(now - since)] * share
+        others = worth[_CLASS[other.heat & _HEAT]][bin_of(now - before)]
+        return value < others or (value == others and since < before)
+
+    def _oldest(self, order: Order) -> Node | None:
+        """The least recently used of all queues."""
+        best: Queue | None = None
+        least = second = _NEVER
+        for queue in order.rest:
+            if queue.slices:
+                stamp = queue.slices[0].stamps[0]
+                if best is None or stamp < least:
+                    best, least, second = queue, stamp, least
+                elif stamp < second:
+                    second = stamp
+        if best is None:
+            return None
+        order.note = _Lead(best, None, second, self._version)
+        order.changed = False
+        return best.oldest()
 
     def _compare(self, order: Order, now: int) -> Node | None:
         """``choose`` among all queues."""
@@ -328,19 +367,26 @@ class P2c(EvictionPolicy):
     # learning
 
     def use(self, end: Node, forked: int, now: int) -> None:
-        run = 0
+        run, drawn = 0, []
         heat = since = forks = -1
         node, parent = end, end.parent
         while parent is not None:
-            pages = node.end - parent.end
-            if not node.used and self._ghosts:
-                self._return(node, parent, now)
-            if node.heat != heat or node.used != since or (node.end <= forked) != forks:
+            pages, known = node.end - parent.end, node.heat
+            if not node.used:
+                if self._held:
+                    self._return(node, parent, now)
+                known = node.heat if node.heat > _HEAT else node.heat | self.duel.draw() << HEAT
+            if known & _HEAT != heat or node.used != since or (node.end <= forked) != forks:
                 if run:
                     self._count(heat, since, bool(forks), now, run)
-                heat, since, forks, run = node.heat, node.used, node.end <= forked, 0
+                heat, since, forks, run = known & _HEAT, node.used, node.end <= forked, 0
             run += pages
-            node.heat = (_USED_AND_FORKED if forks else _USED)[heat]
+            after = (_USED_AND_FORKED if forks else _USED)[heat]
+            if known > _HEAT:
+                node.heat = known - heat + after
+                drawn.append((node, _CLASS[after]))
+            else:
+                node.heat = after
             node.used = now
             node, parent = parent, parent.parent
         if not run:
@@ -349,7 +395,11 @@ class P2c(EvictionPolicy):
         self._uses += 1
         if not self._uses % _LEARN_EVERY:
             self.curves.learn(now)
+            self._lessons += 1
             self._version += 1
+        if drawn:
+            drawn.reverse()
+            self._version += self.duel.use(drawn, now)
 
     def _count(self, heat: int, since: int, forked: bool, now: int, pages: int) -> None:
         """Pages of this heat are used, for the first time since ``since``; 0: ever."""
@@ -358,15 +408,20 @@ class P2c(EvictionPolicy):
             self.curves.use(_CLASS[heat], since, now, blocks)
         self.curves.begin(_CLASS[(_USED_AND_FORKED if forked else _USED)[heat]], blocks)
 
+    def end(self, node: Node) -> None:
+        if node.heat > _HEAT:
+            self.duel.end(node)
+
     # ghosts
 
     def forget(self, node: Node, parent: Node, page: bytes, now: int) -> None:
         used = node.used
         if not used:
             return
-        pages, name, ghosts = node.end - parent.end, node.name or self._name_of(parent, page), self._ghosts
+        pages, name = node.end - parent.end, node.name or self._name_of(parent, page)
+        ghosts = self._ghosts[name % _SHARDS]
         if node.root.dead or name in ghosts:
-            self.curves.give_up(_CLASS[node.heat], used, now, pages * self._blocks)
+            self.curves.give_up(_CLASS[node.heat & _HEAT], used, now, pages * self._blocks)
             return
         ghosts[name] = ghost = (name, node.end, pages, node.heat, used)
         self._fifo.append(ghost)
@@ -377,24 +432,28 @@ class P2c(EvictionPolicy):
     def _forget_ghosts(self, now: int) -> None:
         """Forget the oldest until no more than may be are left. One that came back is in the line still; one that has
         left again since is another, unless all that is known of it is the same."""
-        ghosts, fifo, give_up, blocks = self._ghosts, self._fifo, self.curves.give_up, self._blocks
+        fifo, give_up, blocks = self._fifo, self.curves.give_up, self._blocks
         while self._held > self._most_pages or len(fifo) > _MOST_GHOSTS:
             ghost = fifo.popleft()
             name, _, pages, heat, used = ghost
+            ghosts = self._ghosts[name % _SHARDS]
             if ghosts.get(name) == ghost:
                 del ghosts[name]
                 self._held -= pages
-                give_up(_CLASS[heat], used, now, pages * blocks)
+                give_up(_CLASS[heat & _HEAT], used, now, pages * blocks)
 
     def recall(self, parent: Node, page: bytes) -> int:
-        ghost = self._ghosts.get(self._name_of(parent, page)) if self._ghosts else None
+        if not self._held:
+            return 0
+        name = self._name_of(parent, page)
+        ghost = self._ghosts[name % _SHARDS].get(name)
         return ghost[1] if ghost is not None else 0
 
     def _return(self, node: Node, parent: Node, now: int) -> None:
         """If ``node``, which is new, is remembered, it goes on from there."""
         if not node.name:
             node.name = self._name_of(parent, node.key[: self._page_bytes])
-        ghost = self._ghosts.pop(node.name, None)
+        ghost = self._ghosts[node.name % _SHARDS].pop(node.name, None)
         if ghost is None:
             return
         _, end, pages, heat, used = ghost
@@ -405,7 +464,7 @@ class P2c(EvictionPolicy):
         more = end - node.end if begins_alike else -1
         lost = more if more >= 0 else pages            # a longer node is not used again as a whole
         node.used = used if more >= 0 else 0
-        self.curves.give_up(_CLASS[heat], used, now, lost * self._blocks)
+        self.curves.give_up(_CLASS[heat & _HEAT], used, now, lost * self._blocks)
 
     def _name_of(self, parent: Node, page: bytes) -> int:
         """A number for the path that ends with ``page`` below ``parent``, the same for the same pages that begin

@@ -1,10 +1,11 @@
 """Making room on a tier: what is evicted, in which order, and when it is better to wait.
 
 Device: what was condemned ahead of time first, then the coldest, whether it has a host copy or not. Where that is an
-only copy, its backup is started and awaited; where the host has no room for it, what storage has goes without, what is
-in flight is awaited (what storage takes: unless it is late), and then claims are let go. Dropping an only copy is the
-last resort, and counted. Host: copies of what stays on the device first, so that both tiers together hold as much as
-they can; then the coldest. Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
+only copy, its backup is started and awaited, unless it would be the first to leave the host again. Where the host has
+no room for it, what storage has goes without, what is in flight is awaited (what storage takes: unless it is late), and
+then claims are let go. Dropping an only copy that the host would keep is the last resort, and counted. Host: copies of
+what stays on the device first, so that both tiers together hold as much as they can; then what the policy chooses.
+Nothing is evicted in vain: if evicting everything would not be enough, nothing is touched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asynccache.core.claims import Claims
 from asynccache.core.eviction import last_touch, take
 from asynccache.core.ledger import BACKUP_HOST, BACKUP_STORAGE, CLONE, HOST, LOAD_BACK, PREFETCH, Kind
 from asynccache.core.plan import Medium
-from asynccache.core.settings import WritePolicy
+from asynccache.core.settings import Access, WritePolicy
 from asynccache.core.states import ABSENT, PRESENT
 from asynccache.core.tree import Node
 from asynccache.core.world import EARLY, LATE, World
@@ -82,6 +83,9 @@ class RoomMaker:
         if node is None:
             return Room.SHORT
         if place < self._world.count and not self.is_expendable(node, place):
+            if self.is_outdone(node, place):
+                self._give_up(node, place)
+                return Room.FREE
             self._world.offer(node, place)
             if self._saving(place, need):
                 return Room.SAVING
@@ -93,6 +97,39 @@ class RoomMaker:
         """Whether nothing that is wanted is lost when this cell leaves the device."""
         world = self._world
         return not world.has_host or node.state[place + world.count] == PRESENT or not self._may_save(node, place)
+
+    def is_outdone(self, node: Node, place: int) -> bool:
+        """Whether all that the host would have to give up for a copy of this device cell would outlive it there: then
+        no copy is made, unless storage is to have it."""
+        world = self._world
+        host = place + world.count
+        if world.shelves[host].slots.left >= world.pages(node, place) or world.shelves[host].orders[EARLY].first.slices:
+            return False
+        if world.access is Access.WRITE and not self._is_stored(node, place):
+            return False
+        if place and world.is_candidate(node, 0) and not (self.is_expendable(node, 0) or self.is_outdone(node, 0)):
+            return False  # it would take FULL along
+        other = self.coldest(host, LATE)
+        if other is None:
+            return False
+        world.offer(other, host)
+        return world.policy.sooner(node, other, place, world.recency.time, self._share(node))
+
+    def _share(self, node: Node) -> float:
+        """Of the room that a copy of ``node`` takes on the host, what is its own: it takes one of all above it."""
+        above, place = node.parent, self._world.count
+        while above is not None and above.parent is not None and above.state[place] == ABSENT:
+            above = above.parent
+        start, parent = above.end if above is not None else 0, node.parent
+        assert parent is not None
+        return (node.end - parent.end) / (node.end - start)
+
+    def _give_up(self, node: Node, place: int) -> None:
+        """A device cell that is outdone leaves, and FULL of a leaf with it."""
+        if place and self._world.is_candidate(node, 0):
+            self._world.condemn(node, 0)
+        self._world.condemn(node, place)
+        self.evict(node, place)
 
     def _next_can_wait(self, place: int) -> bool:
         """Whether the next host copy to go is in storage, and was not made so that its device cell can go: who waits
@@ -113,6 +150,10 @@ class RoomMaker:
             if self.is_expendable(node, place):
                 missing -= world.pages(node, place)
                 self.evict(node, place)
+                continue
+            if self.is_outdone(node, place):
+                missing -= world.pages(node, place)
+                self._give_up(node, place)
                 continue
             saved = self._save(node)
             world.offer(node, place)
@@ -163,10 +204,11 @@ class RoomMaker:
     def coldest(self, place: int, late: int) -> Node | None:
         """Take out the candidate of an order that goes next, correcting where others wait on the way."""
         world, c = self._world, place % self._world.count
-        order, now = world.shelves[place].orders[late], world.recency.time
+        shelf, now = world.shelves[place], world.recency.time
+        order = shelf.orders[late]
         first = order.first
         while True:
-            node = first.oldest() if first.slices else world.policy.choose(order, now) if order.rest else None
+            node = first.oldest() if first.slices else shelf.policy.choose(order, now) if order.rest else None
             if node is None:
                 return None
             stamp = take(node, place)
@@ -202,5 +244,6 @@ class RoomMaker:
             return
         world.counters.evicted_device += pages
         saved = node.state[world.count + component] != ABSENT or world.stored(node) >> component & 1
+        saved = saved or (node.condemned & (1 | 1 << component) and self._may_save(node, component))
         if world.has_host and not saved and not node.root.dead and (self._wants_backup(node) or node.unsavable):
             world.counters.lost_pages += pages

@@ -266,8 +266,9 @@ class Transfers:
     # ahead of demand
 
     def save_coldest(self) -> None:
-        """Condemn the coldest leaves of the device, and start backups of those that need one, until free and condemned
-        pages pass the watermark. Where every page has its copy already nobody will have to wait, and nothing is done.
+        """Condemn the coldest leaves of the device, and start backups of those that are to have one, until free and
+        condemned pages pass the watermark. Where every page has its copy already nobody will have to wait, and nothing
+        is done.
 
         What is condemned takes room on both tiers, so the watermark is a share of the smaller one.
         """
@@ -276,7 +277,7 @@ class Transfers:
             return
         wanted = int(min(free.capacity, self._rooms[0]) * world.config.write_back_watermark) - free.left
         while wanted > world.condemned_pages and (node := self.room.coldest(0, LATE)) is not None:
-            expendable = self.room.is_expendable(node, 0)
+            expendable = self.room.is_expendable(node, 0) or self.room.is_outdone(node, 0)
             if not expendable and not self.save(node):
                 world.offer(node, 0)
                 return

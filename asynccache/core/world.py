@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asynccache.core import components
-from asynccache.core.eviction import Order, Queue, Recency, is_idle, withdraw
+from asynccache.core.eviction import EvictionPolicy, Lru, Order, Queue, Recency, is_idle, withdraw
 from asynccache.core.ghosts import Ghosts
 from asynccache.core.keys import HASH_BYTES, TOKEN_BYTES
 from asynccache.core.ledger import DEVICE, HOST, PINNED_TIERS, Ledger, Operation
@@ -38,15 +38,19 @@ _MASK = (1 << _BITS) - 1
 class Shelf:
     """One component on one tier: its slots, how many pages eviction could free, and the order it would take.
 
-    Device: what was condemned goes early. Host: copies of what stays on the device go early.
+    Device: what was condemned goes early. Host: copies of what stays on the device go early. ``policy``: what chooses
+    after that. The policy of the cache has a say where pages leave the last tier; what leaves a device that has a host
+    below it is not lost, and goes by recency. So the pages of a path leave the device together, and the host needs not
+    hold again what others of them have stayed behind on the device.
     """
 
-    __slots__ = ("evictable", "orders", "slots")
+    __slots__ = ("evictable", "orders", "policy", "slots")
 
-    def __init__(self, place: int, capacity: int, queues: int) -> None:
+    def __init__(self, place: int, capacity: int, policy: EvictionPolicy) -> None:
         self.slots = SlotPool(capacity)
         self.evictable = 0
-        self.orders = (Order(place, 0), Order(place, queues))
+        self.policy = policy
+        self.orders = (Order(place, 0), Order(place, type(policy).queues))
 
     def reachable(self) -> int:
         """Free slots, and those that eviction could free."""
@@ -87,7 +91,10 @@ class World:
         capacities = [c.device for c in config.components] + [c.host for c in config.components]
         self.recency = Recency()
         self.policy = make_policy(config)
-        self.shelves = [Shelf(place, capacity, type(self.policy).queues) for place, capacity in enumerate(capacities)]
+        above = self.count if self.has_host else 0
+        self.shelves = [
+            Shelf(place, capacity, Lru() if place < above else self.policy) for place, capacity in enumerate(capacities)
+        ]
         self.bits = tuple(tuple(c for c in range(self.count) if mask >> c & 1) for mask in range(1 << self.count))
         self.ledger = Ledger()
         self.roots: dict[bytes, Root] = {}
@@ -340,6 +347,8 @@ class World:
 
     def retire_early(self, node: Node) -> None:
         """The conversation that ``node`` is private to is over: its cells go before all others."""
+        if self.policy.learns:
+            self.policy.end(node)
         for c in range(self.count):
             self._withdraw_both(node, c)
             self.recency.end(node, c)

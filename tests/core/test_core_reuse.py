@@ -11,6 +11,7 @@ import pytest
 
 from asynccache.core import reuse
 from asynccache.core.cache import Ask, CacheCore, Grant
+from asynccache.core.duel import Duel
 from asynccache.core.eviction import EvictionPolicy, Learned, Order, take
 from asynccache.core.policies import POLICIES
 from asynccache.core.reuse import BINS, CLASSES, Curves, P2c, bin_of
@@ -109,6 +110,10 @@ WORKLOADS: dict[str, Callable[[], Requests]] = {
     "what was lately": lambda: lately(600),
     "a hundred": lambda: lately(99),
     "turns after what was lately": lambda: then(lately(300), conversations(600)),
+    "turns after a loop": lambda: then(loop(300), conversations(600)),
+    "what was lately after a loop": lambda: then(loop(300), lately(600)),
+    "what was lately after nothing twice": lambda: then(once(300), lately(600)),
+    "a loop after what was lately": lambda: then(lately(600), loop(600)),
     "what was lately after turns": lambda: then(conversations(300), lately(600)),
 }
 
@@ -117,7 +122,7 @@ WORKLOADS: dict[str, Callable[[], Requests]] = {
 @pytest.mark.parametrize("what", WORKLOADS)
 def test_it_is_never_far_below_lru(what: str, device: int) -> None:
     requests = WORKLOADS[what]()
-    assert hits("p2c", requests, device) >= hits("lru", requests, device) - 0.02
+    assert hits("p2c", requests, device) >= hits("lru", requests, device) - 0.005
 
 
 def test_it_keeps_what_comes_back_where_lru_keeps_what_was_last() -> None:
@@ -152,7 +157,7 @@ def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
     assert policy.returned > 0
     node = next(iter(run.core.world.roots[SPACE].children.values()))  # type: ignore[union-attr]
     assert node.end == 4, "it is cut where it was cut before"
-    assert node.heat >> 3 == 3
+    assert (node.heat & reuse._HEAT) >> 3 == 3
 
 
 def test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own() -> None:
@@ -260,14 +265,16 @@ def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None
         part = node.entry[0]
         assert part is not None
         assert part.queue is world.queue(node, 0, LATE)
-    assert {node.heat >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
+    assert {(node.heat & reuse._HEAT) >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
 
 
-def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be() -> None:
+def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every choice is the cheapest of all ends, and of equally cheap ones the oldest, worked out from nothing."""
+    monkeypatch.setattr(Duel, "use", lambda duel, path, now: False)
     run, asked = runtime("p2c", device=40), conversations(500)
     policy = run.core.world.policy
     assert isinstance(policy, P2c)
+    policy.duel.leads = True
     chosen = 0
 
     def check(order: Order, now: int) -> Node | None:
@@ -284,7 +291,7 @@ def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be() -> Non
             chosen += 1
         return node
 
-    run.core.world.policy = Checked(check, policy)
+    run.core.world.policy = run.core.world.shelves[0].policy = Checked(check, policy)
     for now, text in asked:
         run.core.at(now)
         run.insert(text)
@@ -295,6 +302,7 @@ def test_a_lead_is_over_when_others_are_as_cheap() -> None:
     """The end of one queue was the cheapest by far. It has gone, and what is next there is worth more than the ends of
     two other queues, which are equally cheap: both of them go before it."""
     policy, second = P2c(core_config(device=40, page_size=512)), 1_000_000
+    policy.duel.leads = True
     now, worth = 10_000 * second, policy.curves.worth
     worth[0][bin_of(1_000 * second)], worth[0][bin_of(10 * second)] = 0.1, 0.5
     worth[1][bin_of(1_000 * second)] = worth[2][bin_of(1_000 * second)] = 0.2
@@ -320,7 +328,7 @@ class Checked(EvictionPolicy):
 
     def __init__(self, choose: Callable[[Order, int], Node | None], policy: P2c) -> None:
         self.choose = choose  # type: ignore[method-assign, assignment]
-        self.queue, self.use = policy.queue, policy.use  # type: ignore[method-assign]
+        self.queue, self.use, self.end = policy.queue, policy.use, policy.end  # type: ignore[method-assign]
         self.forget, self.recall = policy.forget, policy.recall  # type: ignore[method-assign]
 
 

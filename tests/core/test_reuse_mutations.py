@@ -25,7 +25,7 @@ def checks() -> list[Callable[[Patch], None]]:
         lambda patch: laws.test_worth_rises_and_then_falls_and_is_less_where_less_is_used_again(),
         lambda patch: laws.test_a_use_counts_at_its_age_and_what_forks_is_a_class_of_its_own(),
         lambda patch: laws.test_what_comes_back_is_known_again_and_goes_on_from_where_it_was(),
-        lambda patch: laws.test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(),
+        laws.test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be,
         lambda patch: laws.test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used(),
         laws.test_ghosts_are_bounded_and_counted,
         lambda patch: laws.test_the_first_hundred_requests_are_those_of_lru(),
@@ -75,7 +75,7 @@ def the_newest_goes_while_nothing_is_known(patch: Patch) -> None:
     choose = P2c.choose
 
     def newest(policy: P2c, order: Order, now: int) -> Node | None:
-        if policy._version:
+        if policy._lessons:
             return choose(policy, order, now)
         queue = next((queue for queue in order.rest if queue.slices), None)
         return queue.newest() if queue is not None else None
@@ -96,7 +96,7 @@ def a_choice_is_kept_whatever_changes(patch: Patch) -> None:
 
     def kept(policy: P2c, order: Order, now: int) -> Node | None:
         lead = order.note
-        if lead is not None and lead.queue.slices:
+        if lead is not None and lead.ends is not None and lead.queue.slices:
             found: Node = lead.queue.newest() if lead.ends.newest else lead.queue.oldest()
             return found
         return compare(policy, order, now)
