@@ -75,7 +75,8 @@ def test_the_first_of_the_negative_tokens_is_named_wherever_it_stands(length: in
 
 
 def test_no_tokens_are_an_empty_key() -> None:
-    assert [as_key(empty) for empty in ([], b"", np.array([], np.int32), np.array([], np.int64))] == [b""] * 4
+    nothing: list[Any] = [[], b"", np.array([], np.int32), np.array([], np.int64)]
+    assert [as_key(tokens) for tokens in nothing] == [b""] * 4
 
 
 def test_namespaces_differ_in_everything_that_matters() -> None:
