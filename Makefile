@@ -78,7 +78,8 @@ test: style
 # Where there is no compiler there is nothing to test. One process, at the lowest priority: there is no hurry.
 test-compiled: $(VENV)/.installed-dev
 	@status=0; nice -n 19 $(BIN)/python hatch_build.py || status=$$?; if [ $$status = 2 ]; then exit 0; fi; \
-	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds
+	    [ $$status = 0 ] && nice -n 19 $(PYTEST) --core compiled -m "not soak" tests/core tests/worlds \
+	    tests/worker/test_messages.py tests/group/test_group_bytes.py
 
 check: style
 	$(call beside,types,not slow and not soak)

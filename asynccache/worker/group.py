@@ -585,7 +585,7 @@ class WorkerGroup:
         return done
 
     async def _store(self, batch: Sequence[BackupStorage]) -> Stored:
-        said = await self._call(lambda call: m.Store(call, tuple(batch)), m.Written)
+        said = await self._call(lambda call: m.Store.of(call, batch), m.Written)
         ops = {effect.op for effect in batch}
         for rank, one in said.items():
             if not ops.issuperset(one.failed) or min(one.pages, one.full_pages, one.bytes) < 0:

@@ -13,14 +13,14 @@ Laws:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asynccache.config import CacheConfig, Component, Full, Mamba, Sidecar, SlidingWindow
-from asynccache.core.plan import BackupHost, BackupStorage, Clone, Copy, LoadBack, Move, Status
+from asynccache.core.plan import BackupHost, BackupStorage, Clone, Copy, LoadBack, Move, Status, StoredPages
 from asynccache.errors import RankFailure
 from asynccache.storage.options import StoreOptions
 from asynccache.worker.contract import Asked, Read
@@ -136,10 +136,28 @@ class SendBatch(Message, tag=7):
     loads: tuple[int, ...] = ()
 
 
+class Backup(NamedTuple):
+    """A ``BackupStorage`` as it is sent. Its own annotations are no use to a decoder: a compiled core keeps of
+    ``tuple[StoredPages, ...]`` that it is a tuple."""
+
+    op: int
+    pages: tuple[StoredPages, ...]
+
+
 class Store(Call, tag=8):
     """Write host pages to the stores. Answered by ``Written``."""
 
-    batch: tuple[BackupStorage, ...]
+    batch: tuple[Backup, ...]
+
+    @classmethod
+    def of(cls, call: int, batch: Sequence[BackupStorage]) -> Store:
+        """``batch``, to be sent."""
+        return cls(call, tuple([Backup(*effect) for effect in batch]))
+
+    @property
+    def effects(self) -> list[BackupStorage]:
+        """What was sent."""
+        return [BackupStorage(*backup) for backup in self.batch]
 
 
 class GiveUp(Message, tag=9):

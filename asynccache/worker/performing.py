@@ -343,7 +343,7 @@ class Performer:
             self._own.give_up(order.op)
 
     async def _store(self, order: m.Store) -> m.Message:
-        stored = await self._own.store(order.batch)
+        stored = await self._own.store(order.effects)
         return m.Written(order.call, tuple(stored.failed), stored.pages, stored.full_pages, stored.bytes)
 
     async def _ask(self, order: m.Ask) -> m.Message:

@@ -10,7 +10,7 @@ from benchmarks.pages import main
 def test_it_prints_what_both_ways_take(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--calls", "3", "--rounds", "2", "--pages", "8", "--page-bytes", "1KiB"])
     title, head, *lines = capsys.readouterr().out.splitlines()
-    assert "8 pages of 1024 bytes a call" in title
+    assert "8 pages of 1024 bytes in a call" in title
     assert head.split() == ["stores", "Pages", "own"]
     rows = [line.split() for line in lines]
     assert [row[0] for row in rows] == ["exists", "put", "get"]

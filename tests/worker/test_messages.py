@@ -26,7 +26,7 @@ ORDERS: list[m.Message] = [
     m.Open(1, m.settings_of(CONFIG)), m.Ready(), m.Perform.of(BackupHost(7, MOVES), (1, 2)),
     m.Perform.of(LoadBack(8, MOVES)), m.Perform.of(Clone(9, MOVES, 8)), m.Forget(8),
     m.SendBatch(3, bytes(range(256)), (8,)),
-    m.Store(2, (BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),)),)), m.GiveUp(10),
+    m.Store.of(2, [BackupStorage(10, (StoredPages(0, bytes(32), bytes(4)),))]), m.GiveUp(10),
     m.Ask(3, (Asked("full", bytes(64)),)), m.Fetch(4, (Read("full", bytes(32), bytes(4)),), True),
     m.Delete(5, bytes(32)), m.Clear(6), m.Flush(7), m.Probe(bytes(32)),
     m.OpenStore(8, 2, "file:/c", {"name": "c"}, None), m.UseStore(2, 0), m.DropStore(9, 2), m.LeaveStore(2),
@@ -52,6 +52,16 @@ def test_all_messages_of_one_frame_come_back_as_they_were_sent_and_in_order() ->
     assert kinds == {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m.Message)} - {
         m.Message, m.Call, m.Answer, m.Hello, m.Welcome, m.Settings,
     }, "each kind of message is among them"  # fmt: skip
+
+
+def test_what_is_to_be_stored_comes_back_with_its_pages() -> None:
+    """Also where the core is compiled, whose annotations say less."""
+    pages = StoredPages(0, bytes(32), b"slot"), StoredPages(2, bytes(64), b"slots")
+    sent = [BackupStorage(10, pages), BackupStorage(11, ())]
+    (order,) = m.decode_orders(m.encode([m.Store.of(2, sent)]))
+    assert isinstance(order, m.Store)
+    assert order.effects == sent
+    assert [type(one) for one in order.effects[0].pages] == [StoredPages] * 2
 
 
 def test_a_configuration_comes_back_as_it_was_sent() -> None:
