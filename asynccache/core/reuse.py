@@ -52,6 +52,7 @@ _COHORTS: Final = 128
 _BLOCK_TOKENS: Final = 512
 _GHOST_SHARE: Final = 8
 _MOST_GHOSTS = 1 << 17
+_MOST_AT_ONCE: Final = 64
 # A dictionary that grows, or had many entries replaced, moves all that it holds: 13 ms at the bound. So there are more.
 _SHARDS: Final = 64
 
@@ -426,21 +427,23 @@ class P2c(EvictionPolicy):
         ghosts[name] = ghost = (name, node.end, pages, node.heat, used)
         self._fifo.append(ghost)
         self._held += pages
-        if self._held > self._most_pages or len(self._fifo) > _MOST_GHOSTS:
-            self._forget_ghosts(now)
+        self._forget_ghosts(now)
 
     def _forget_ghosts(self, now: int) -> None:
-        """Forget the oldest until no more than may be are left. One that came back is in the line still; one that has
-        left again since is another, unless all that is known of it is the same."""
-        fifo, give_up, blocks = self._fifo, self.curves.give_up, self._blocks
-        while self._held > self._most_pages or len(fifo) > _MOST_GHOSTS:
-            ghost = fifo.popleft()
-            name, _, pages, heat, used = ghost
+        """Forget ghosts, the oldest first, while there are too many. A ghost that came back is in the line still: its
+        entry goes when it is the first. At most ``_MOST_AT_ONCE`` entries go; the rest is for the calls to come."""
+        fifo = self._fifo
+        for _ in range(min(_MOST_AT_ONCE, len(fifo))):
+            name, _end, pages, heat, used = ghost = fifo[0]
             ghosts = self._ghosts[name % _SHARDS]
-            if ghosts.get(name) == ghost:
+            remembered = ghosts.get(name) == ghost
+            if remembered and self._held <= self._most_pages and len(fifo) <= _MOST_GHOSTS:
+                return
+            fifo.popleft()
+            if remembered:
                 del ghosts[name]
                 self._held -= pages
-                give_up(_CLASS[heat & _HEAT], used, now, pages * blocks)
+                self.curves.give_up(_CLASS[heat & _HEAT], used, now, pages * self._blocks)
 
     def recall(self, parent: Node, page: bytes) -> int:
         if not self._held:

@@ -148,13 +148,12 @@ def _taking_part(usual: Callable[..., Any]) -> Callable[..., Any]:
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
-        scaling: float | None = None, cache: Any = None, **given: Any,
+        *others: Any, **given: Any,
     ) -> Any:  # fmt: skip
-        if isinstance(cache, Attended):
+        if isinstance(given.get("cache"), Attended):
+            cache, scaling = given.pop("cache"), given.pop("scaling", None)
             return cache.attend(module, query, key, value, scaling, given), None
-        if cache is not None:
-            given["cache"] = cache
-        return usual(module, query, key, value, attention_mask, scaling=scaling, **given)
+        return usual(module, query, key, value, attention_mask, *others, **given)
 
     attention.asynccache = True  # type: ignore[attr-defined]
     return attention

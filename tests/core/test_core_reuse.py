@@ -147,6 +147,18 @@ def test_ghosts_are_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
         assert learned.returned == 0
 
 
+def test_the_line_of_ghosts_has_few_that_came_back_and_no_eviction_clears_all_of_it() -> None:
+    """A small cache in a loop: every ghost comes back, and leaves again."""
+    run = runtime("p2c", device=64)
+    policy = run.core.world.policy
+    assert isinstance(policy, P2c)
+    for now, text in loop(3000):
+        run.core.at(now)
+        run.insert(text)
+        assert policy._held <= policy._most_pages
+        assert len(policy._fifo) <= 2 * policy._most_pages
+
+
 def test_what_comes_back_is_known_again_and_goes_on_from_where_it_was() -> None:
     run = runtime("p2c", device=12)
     for now, text in enumerate(("abcd", "abcdef", "mnopqrst", "uvwxyz12", "abcdef")):

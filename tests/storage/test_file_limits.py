@@ -161,6 +161,24 @@ async def test_on_a_full_disk_writes_fail_for_a_while_and_reads_go_on(tmp_path: 
         await store.aclose()
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("noted", [True, False], ids=["another capacity", "no note"])
+async def test_on_a_full_disk_a_store_opens_though_its_capacity_cannot_be_noted(tmp_path: Path, noted: bool) -> None:
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        store = await open_at(disk / "s", "capacity=64MiB&segment=1MiB")
+        keys = keys_of(30)
+        assert set(await put(store, keys)) == {Result.HIT}
+        await store.aclose()
+        if not noted:
+            (disk / "s" / "capacity").unlink()
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        store = await open_at(disk / "s", "capacity=32MiB&segment=1MiB")
+        assert set(await get(store, keys)) == {Result.HIT}
+        await store.aclose()
+
+
 class HeldIO(ThreadIO):
     """Real I/O whose answers come when the test says so, with errors if it says so."""
 

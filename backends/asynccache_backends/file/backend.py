@@ -40,7 +40,7 @@ from asynccache.storage import (
 from asynccache_backends.file.aio import BatchIO, Moved, ThreadIO
 from asynccache_backends.file.blocks import Group
 from asynccache_backends.file.files import Folder
-from asynccache_backends.file.folder import FolderLock, capacity_of, claim, load_manifest
+from asynccache_backends.file.folder import FolderLock, claim, load_manifest, note_capacity, noted_capacity
 from asynccache_backends.file.janitor import Janitor
 from asynccache_backends.file.listing import stored_pages, written_before
 from asynccache_backends.file.operations import Operations
@@ -106,11 +106,14 @@ class FileBackend:
         try:
             folder = lock.folder
             manifest = await completed(load_manifest(folder, layout.schema))
-            capacity = await completed(capacity_of(folder, settings))
+            noted = await completed(noted_capacity(folder))
+            capacity = settings.capacity if settings.used or noted is None else noted
             direct = _use_direct(folder, settings.direct)
             state = StoreState(folder, manifest.seed, io, capacity, settings.segment, direct)
             store = cls(state, lock, layout.page_bytes)
             await store._recover()
+            if capacity != noted and settings.used:
+                await completed(note_capacity(folder, capacity))
         except BaseException as error:
             _release(store._state if store else None, io, lock)
             if isinstance(error, OSError):

@@ -21,9 +21,8 @@ import aiofiles.os
 from xxhash import xxh3_64_hexdigest
 
 from asynccache.errors import Unavailable
-from asynccache_backends.file.files import PRIVATE, Folder, make_folder
+from asynccache_backends.file.files import PRIVATE, Folder, NotPlain, make_folder
 from asynccache_backends.file.segments import list_segments
-from asynccache_backends.file.settings import Settings
 
 FORMAT = "asynccache file store"
 VERSION = 1
@@ -168,25 +167,32 @@ async def load_manifest(folder: Folder, schema: bytes) -> Manifest:
     return manifest
 
 
-async def capacity_of(folder: Folder, settings: Settings) -> int:
-    """Return how many bytes the store may take on the disk.
-
-    If the store is used, that is the capacity in ``settings``, and it is noted in the folder. If it is only looked at,
-    the noted capacity is returned, or that in ``settings`` if there is no readable note. It must not be cancelled: see
-    ``replace_file``.
+async def noted_capacity(folder: Folder) -> int | None:
+    """Return the capacity in bytes that ``note_capacity`` wrote last; None if there is no readable note. It must not be
+    cancelled: see ``replace_file``.
 
     Raises:
         OSError: the disk refuses, or something that is no plain file has the note's name.
     """
-    noted: int | None = None
-    if folder.has(CAPACITY):
-        text = await aiofiles.os.wrap(folder.read)(CAPACITY, MOST_MANIFEST)
-        noted = int(text) if text.isdigit() and len(text) < 20 else None
-    if not settings.used:
-        return settings.capacity if noted is None else noted
-    if noted != settings.capacity:
-        await replace_file(folder, CAPACITY, [str(settings.capacity).encode()])
-    return settings.capacity
+    if not folder.has(CAPACITY):
+        return None
+    text = await aiofiles.os.wrap(folder.read)(CAPACITY, MOST_MANIFEST)
+    return int(text) if text.isdigit() and len(text) < 20 else None
+
+
+async def note_capacity(folder: Folder, capacity: int) -> None:
+    """Note in the folder how many bytes the store may take, for those who only look at it. A disk that is full or
+    broken takes no note, and the store is as usable without. It must not be cancelled: see ``replace_file``.
+
+    Raises:
+        NotPlain: something that is no plain file has the note's name.
+    """
+    try:
+        await replace_file(folder, CAPACITY, [str(capacity).encode()])
+    except NotPlain:
+        raise
+    except OSError:
+        pass
 
 
 async def replace_file(folder: Folder, name: str, parts: list[bytes]) -> None:
