@@ -104,10 +104,8 @@ class Duel:
         return changed
 
     def end(self, node: Node) -> None:
-        """A drawn node goes before all others: both give it up."""
-        one = self._seen.get(node.heat >> HEAT)
-        if one is None or one.end != node.end:
-            return
+        """A drawn node, of the path that was used last, goes before all others: both give it up."""
+        one = self._seen[node.heat >> HEAT]
         if one.lately:
             del self._lately[one.number]
             self._leave_lately(one)

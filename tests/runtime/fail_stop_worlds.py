@@ -24,7 +24,7 @@ from asynccache import (
     Mamba,
     SlidingWindow,
 )
-from asynccache.core import backfilling, eviction, invalidation, reuse, slots, surveys, transfers
+from asynccache.core import backfilling, duel, eviction, invalidation, reuse, slots, surveys, transfers
 from asynccache.core.audit import check
 from asynccache.core.plan import Outcome, Status
 from asynccache.core.settings import CoreConfig
@@ -499,6 +499,21 @@ async def returning(here: Here) -> None:
     await here.cache.invalidate()
 
 
+async def scanned(here: Here) -> None:
+    """A few prompts come back at once and again, among many that never do, some of which are as long as there is room:
+    so what was learned leads, and says what is not worth a copy."""
+    random = here.random
+    for turn in range(6):
+        for seed in (0, 1, 0, 1):
+            await ask(here, text(2, seed))
+        for extra in range(4):
+            await ask(here, text(random.randint(1, 4), 200 + 10 * turn + extra))
+            await asyncio.sleep(0.3 * random.random())
+        if turn % 3 == 2:
+            await ask(here, text(14, 700 + turn))
+            await everybody(*(ask(here, prompt(random), timeout=0.5) for _ in range(5)))
+
+
 async def disturb(here: Here) -> None:
     cache, random = here.cache, here.random
     await asyncio.sleep(random.random() * 0.02)
@@ -551,7 +566,7 @@ def drawn(seed: int) -> Play:
 
 SEEDS = (
     1159, 835, 1137, 536, 841, 961, 504, 1112, 1017, 658, 1281, 545, 1215, 757, 945, 13, 44, 4, 71, 74, 95, 169,
-    80, 191, 197, 2007, 2011, 2274, 2533, 2554, 3015, 3329, 6387, 10543,
+    80, 191, 197, 1549, 2007, 2011, 2274, 2533, 2554, 3015, 3329, 6387, 10543,
 )  # fmt: skip
 PLAIN = {"device": 14, "host": 20}
 PLAYS: dict[str, Play] = {
@@ -568,6 +583,8 @@ PLAYS: dict[str, Play] = {
     "learning": Play(scenario=learning, shape={"device": 14, "eviction": "p2c"}, stored=False, grain=1),
     "learning windows": Play(scenario=learning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     "returning": Play(scenario=returning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
+    **{f"scanned {seed}": Play(scenario=scanned, shape={"device": 14, "host": 8, "eviction": "p2c"}, stored=False,
+                               grain=1, seed=seed) for seed in (1, 12)},
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
 }
@@ -667,8 +684,8 @@ def grained(steps: int) -> Iterator[None]:
         patch.object(surveys, "_SLICE", steps), patch.object(backfilling, "_SLICE", steps),
         patch.object(eviction, "_SLICE", 2), patch.object(reuse, "_LEARN_EVERY", 2),
         patch.object(reuse, "_COHORTS", 2), patch.object(reuse, "_MOST_GHOSTS", 4),
-        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(slots, "_SHORT", 4),
-        patch.object(parts_module, "REMEMBERED", 4),
+        patch.object(reuse, "_PRIOR_BLOCKS", 0.01), patch.object(duel, "_MOST_PAGES", 24),
+        patch.object(slots, "_SHORT", 4), patch.object(parts_module, "REMEMBERED", 4),
     ):  # fmt: skip
         yield
 
