@@ -105,11 +105,11 @@ class Duel:
 
     def end(self, node: Node) -> None:
         """A drawn node, of the path that was used last, goes before all others: both give it up."""
-        one = self._seen[node.heat >> HEAT]
-        if one.lately:
+        one = self._seen.get(node.heat >> HEAT)
+        if one is not None and one.lately:
             del self._lately[one.number]
             self._leave_lately(one)
-        if one.worthy and not one.kids:
+        if one is not None and one.worthy and not one.kids:
             self._withdraw(one)
             self._leave_worthy(one, -1)
 

@@ -585,6 +585,9 @@ PLAYS: dict[str, Play] = {
     "returning": Play(scenario=returning, shape={"device": 14, "host": 8, "swa": 10, "eviction": "p2c"}, grain=1),
     **{f"scanned {seed}": Play(scenario=scanned, shape={"device": 14, "host": 8, "eviction": "p2c"}, stored=False,
                                grain=1, seed=seed) for seed in (1, 12)},
+    "scanned and drawn": Play(scenario=scanned, shape={"device": 14, "host": 12, "eviction": "p2c"}, stored=False,
+                              grain=1, seed=2),
+    "scanned hostless": Play(scenario=scanned, shape={"device": 10, "eviction": "p2c"}, stored=False, grain=1, seed=1),
     "hostless": Play(scenario=forgotten, shape={"device": 14}, stored=False),
     **{f"drawn {seed}": drawn(seed) for seed in SEEDS},
 }
