@@ -56,7 +56,8 @@ class Moments:
             prompt(tally, request, *rest)
 
         def entered(breaker: Breaker, state: BreakerState) -> Permit:
-            if (state is BreakerState.CLOSED) is bool(len(self.changes) % 2):
+            of_a_store = breaker._threshold > 1  # a backend's own opens while there is no room: reads go on
+            if of_a_store and (state is BreakerState.CLOSED) is bool(len(self.changes) % 2):
                 self.changes.append(time.monotonic())
             return enter(breaker, state)
 
