@@ -179,6 +179,7 @@ def test_its_books_are_right_after_every_request(seed: int) -> None:
         assert len(policy.duel._seen) <= 2 * 40
 
 
+@pytest.mark.source
 def test_as_long_as_it_does_not_lead_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     def stays(duel: Duel, path: object, now: int) -> bool:
         return False

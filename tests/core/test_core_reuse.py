@@ -280,6 +280,7 @@ def test_a_cell_waits_in_the_queue_of_its_class_as_soon_as_it_was_used() -> None
     assert {(node.heat & reuse._HEAT) >> 3 for _, node in world.shelves[0].orders[LATE].entries()} == {1, 2}
 
 
+@pytest.mark.source
 def test_a_choice_that_is_not_worked_out_again_is_the_one_that_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every choice is the cheapest of all ends, and of equally cheap ones the oldest, worked out from nothing."""
     monkeypatch.setattr(Duel, "use", lambda duel, path, now: False)
