@@ -378,7 +378,7 @@ def test_a_browser_draws_it_in_light_and_dark(
 
 
 BENCHES = {
-    "tree": ["--nodes", "1000,2000", "--shapes", "0"],
+    "tree": ["--nodes", "1000,2000", "--shapes", "0", "--this-core"],
     "store": ["--page-sizes", "64KiB", "--bytes", "2MiB", "--repeat", "1"],
     "runtime": ["--calls", "100", "--duration", "1"],
     "ttft": ["--prefix", "256", "--layers", "2", "--width", "64", "--repeats", "1", "--requests", "2",

@@ -82,18 +82,29 @@ def _proxies(servers: Any) -> Iterator[list[SlowProxy]]:
 
 
 def s3(server: Any) -> Seen:
-    """Hung, killed and back with nothing, full in two ways, slow."""
+    """Hung, over a quota, slow."""
     with FullProxy(server.port) as proxy:
-        url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
-        return _course(
-            "s3", url, "timeout=3&slow=1",
+        return _s3(
+            server, proxy,
             Trouble("hung", server.hang, server.resume),
-            Trouble("killed", server.kill, server.start),
             Trouble("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None), 5.0, opens=False, gives=True),
-            Trouble("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None), 5.0, opens=False, gives=True),
             Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
-            environment=server.client_environment,
         )  # fmt: skip
+
+
+def s3_killed(server: Any) -> Seen:
+    """Killed and back with nothing; its disks full."""
+    with FullProxy(server.port) as proxy:
+        return _s3(
+            server, proxy,
+            Trouble("killed", server.kill, server.start),
+            Trouble("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None), 5.0, opens=False, gives=True),
+        )  # fmt: skip
+
+
+def _s3(server: Any, proxy: FullProxy, *troubles: Trouble) -> Seen:
+    url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
+    return _course("s3", url, "timeout=3&slow=1", *troubles, environment=server.client_environment)
 
 
 def ceph_full(server: Any) -> Seen:
@@ -139,7 +150,7 @@ def file_full(folder: Path) -> Seen:
 
 def file_faulty(folder: Path) -> Seen:
     """Calls fail, are late and lie, and so do copies."""
-    seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0),
+    seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0)._replace(lies=True),
                    words=("--faults", "0.2"))  # fmt: skip
     assert seen.report["storage"]["corrupt_pages"] > 0
     return seen

@@ -41,7 +41,7 @@ Standing = dict[str, Any]
 
 class Trouble(NamedTuple):
     """``hurt`` and ``heal`` do it to the store; between them ``seconds`` pass, or more. ``opens``: the breaker has to
-    open; ``gives``: pages have to come from it all the same."""
+    open; ``gives``: pages have to come from it all the same; ``lies``: some of them have to be wrong."""
 
     name: str
     hurt: Callable[[], object]
@@ -49,6 +49,7 @@ class Trouble(NamedTuple):
     seconds: float = 8.0
     opens: bool = True
     gives: bool = False
+    lies: bool = False
 
 
 @dataclass
@@ -189,7 +190,9 @@ def _endure(run: Run, trouble: Trouble) -> Phase:
 def _seen(trouble: Trouble, before: Standing, now: Standing) -> bool:
     """Whether all has come about that ``check`` asks of a trouble; on a busy machine that may take longer."""
     opened, given = now["breaker_opened"] > before["breaker_opened"], now["get_pages"] > before["get_pages"]
-    return now["timed"] > before["timed"] and (opened or not trouble.opens) and (given or not trouble.gives)
+    lied = now["corrupt_pages"] > before["corrupt_pages"]
+    return now["timed"] > before["timed"] and all((opened or not trouble.opens, given or not trouble.gives,
+                                                   lied or not trouble.lies))  # fmt: skip
 
 
 def alone(seconds: float = ALONE_SECONDS) -> dict[str, Any]:

@@ -26,7 +26,7 @@ Course = tuple[Callable[[], Any], Callable[[Any], Seen]]
 COURSES: dict[str, tuple[Course, ...]] = {
     "redis": ((RedisServer, courses.redis), (RedisServer, courses.redis_full)),
     "cluster": ((RedisCluster, courses.cluster), (RedisCluster, courses.cluster_full)),
-    "s3": ((MotoServer, courses.s3),),
+    "s3": ((MotoServer, courses.s3), (MotoServer, courses.s3_killed)),
     "mooncake": (
         (lambda: MooncakeMaster(segment=256), courses.mooncake),
         (lambda: MooncakeMaster(segment=256), courses.mooncake_slow),

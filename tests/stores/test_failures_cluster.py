@@ -14,6 +14,6 @@ def test_a_cluster_hung_and_killed(redis_cluster: Any) -> None:
     courses.cluster(redis_cluster)
 
 
-@pytest.mark.slow(18)
+@pytest.mark.soak
 def test_a_cluster_full_and_slow(redis_cluster: Any) -> None:
     courses.cluster_full(redis_cluster)

@@ -27,7 +27,7 @@ def test_a_mooncake_master_hung_and_killed() -> None:
         courses.mooncake(server)
 
 
-@pytest.mark.slow(22)
+@pytest.mark.soak
 def test_a_slow_mooncake_master_and_a_slow_owner() -> None:
     with master(256) as server:
         courses.mooncake_slow(server)

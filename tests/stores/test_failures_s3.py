@@ -10,9 +10,14 @@ import pytest
 from tests.stores import courses
 
 
-@pytest.mark.slow(45)
-def test_an_s3_server_hung_killed_full_and_slow(s3_server: Any) -> None:
+@pytest.mark.slow(30)
+def test_an_s3_server_hung_over_its_quota_and_slow(s3_server: Any) -> None:
     courses.s3(s3_server)
+
+
+@pytest.mark.soak
+def test_an_s3_server_killed_and_full(s3_server: Any) -> None:
+    courses.s3_killed(s3_server)
 
 
 @pytest.mark.slow(60)
