@@ -9,7 +9,7 @@ import pytest
 from tests.stores import courses
 
 
-@pytest.mark.slow(32)
+@pytest.mark.soak
 def test_a_cluster_hung_and_killed(redis_cluster: Any) -> None:
     courses.cluster(redis_cluster)
 

@@ -21,7 +21,7 @@ def master(segment: int) -> Iterator[MooncakeMaster]:
     yield from served(MooncakeMaster(segment=segment))
 
 
-@pytest.mark.slow(45)
+@pytest.mark.soak
 def test_a_mooncake_master_hung_and_killed() -> None:
     with master(256) as server:
         courses.mooncake(server)
