@@ -114,7 +114,7 @@ class Duel:
             self._leave_worthy(one, -1)
 
     def _find(self, node: Node) -> _Seen:
-        """What is known of a drawn node; if it was divided since, the first part goes on and the others are new."""
+        """Return a drawn node's entry. If the node was divided since, the first part keeps it, others get new ones."""
         one, pages = self._seen.get(node.heat >> HEAT), node.end - node.parent.end  # type: ignore[union-attr]
         if one is not None and one.end > node.end:
             self._held_lately -= (one.pages - pages) * one.lately
@@ -156,7 +156,7 @@ class Duel:
         del queue[bisect_left(queue, (one.used, one.number, one))]
 
     def _evict(self, now: int) -> bool:
-        """What is worth least of all that waits goes; whether there was any."""
+        """Evict the node that is worth least of all that wait. Returns whether there was any."""
         best, least, oldest, last = -1, 0.0, 0, False
         for kind, queue in enumerate(self._queues):
             if not queue:

@@ -3,7 +3,7 @@ seen, after it was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def redis_full(server: Any) -> Seen:
     with SlowProxy(server.port) as proxy:
         return _course(
             "redis", f"redis://{HOST}:{proxy.port}", "timeout=2&slow=0.5",
-            Trouble("full", lambda: limit("1mb"), lambda: limit("0"), seconds=5.0, opens=False, gives=True),
+            _full("full", lambda: limit("1mb"), lambda: limit("0")),
             Trouble("slow", lambda: proxy.late(0.8), lambda: proxy.late(0.0)),
         )  # fmt: skip
 
@@ -63,8 +63,8 @@ def cluster_full(servers: Any) -> Seen:
 
         return _course(
             "cluster", "redis://" + ",".join(f"{HOST}:{proxy.port}" for proxy in proxies), "timeout=2&slow=0.5",
-            Trouble("full", lambda: servers.say("CONFIG", "SET", "maxmemory", "1mb"),
-                    lambda: servers.say("CONFIG", "SET", "maxmemory", "0"), 5.0, opens=False, gives=True),
+            _full("full", lambda: servers.say("CONFIG", "SET", "maxmemory", "1mb"),
+                  lambda: servers.say("CONFIG", "SET", "maxmemory", "0")),
             Trouble("slow", lambda: late(0.8), lambda: late(0.0)),
         )  # fmt: skip
 
@@ -83,35 +83,33 @@ def _proxies(servers: Any) -> Iterator[list[SlowProxy]]:
 
 def s3(server: Any) -> Seen:
     """Hung, over a quota, slow."""
-    with FullProxy(server.port) as proxy:
-        return _s3(
-            server, proxy,
-            Trouble("hung", server.hang, server.resume),
-            Trouble("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None), 5.0, opens=False, gives=True),
-            Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
-        )  # fmt: skip
+    return _s3(server, lambda proxy: (
+        Trouble("hung", server.hang, server.resume),
+        _full("full (403)", lambda: proxy.full(QUOTA), lambda: proxy.full(None)),
+        Trouble("slow", lambda: proxy.late(1.5), lambda: proxy.late(0.0)),
+    ))  # fmt: skip
 
 
 def s3_killed(server: Any) -> Seen:
     """Killed and back with nothing; its disks full."""
+    return _s3(server, lambda proxy: (
+        Trouble("killed", server.kill, server.start),
+        _full("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None)),
+    ))  # fmt: skip
+
+
+def _s3(server: Any, troubles: Callable[[FullProxy], Sequence[Trouble]]) -> Seen:
+    """The course of these troubles, with a proxy before the server."""
     with FullProxy(server.port) as proxy:
-        return _s3(
-            server, proxy,
-            Trouble("killed", server.kill, server.start),
-            Trouble("full (507)", lambda: proxy.full(DISKS), lambda: proxy.full(None), 5.0, opens=False, gives=True),
-        )  # fmt: skip
-
-
-def _s3(server: Any, proxy: FullProxy, *troubles: Trouble) -> Seen:
-    url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
-    return _course("s3", url, "timeout=3&slow=1", *troubles, environment=server.client_environment)
+        url = server.url_at("failing").replace(f":{server.port}", f":{proxy.port}")
+        return _course("s3", url, "timeout=3&slow=1", *troubles(proxy), environment=server.client_environment)
 
 
 def ceph_full(server: Any) -> Seen:
     """Over a real quota: it takes nothing more, and gives what it has."""
     return _course(
         "ceph", server.url, "timeout=3&slow=1",
-        Trouble("full", lambda: server.limit(1 << 20), lambda: server.limit(0), 5.0, opens=False, gives=True),
+        _full("full", lambda: server.limit(1 << 20), lambda: server.limit(0)),
         environment=server.client_environment,
     )  # fmt: skip
 
@@ -150,11 +148,16 @@ def file_full(folder: Path) -> Seen:
 
 def file_faulty(folder: Path) -> Seen:
     """Calls fail, are late and lie, and so do copies."""
-    seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0)._replace(lies=True),
+    seen = _course("file", f"file:{folder}/faulty", "capacity=1GiB", _for_a_while("faulty", 6.0, lies=True),
                    words=("--faults", "0.2"))  # fmt: skip
     assert seen.report["storage"]["corrupt_pages"] > 0
     return seen
 
 
-def _for_a_while(name: str, seconds: float) -> Trouble:
-    return Trouble(name, lambda: None, lambda: None, seconds, opens=False, gives=True)
+def _for_a_while(name: str, seconds: float, lies: bool = False) -> Trouble:
+    return Trouble(name, lambda: None, lambda: None, seconds, opens=False, gives=True, lies=lies)
+
+
+def _full(name: str, fill: Callable[[], object], empty: Callable[[], object]) -> Trouble:
+    """The store takes nothing more, and gives what it has."""
+    return Trouble(name, fill, empty, 5.0, opens=False, gives=True)

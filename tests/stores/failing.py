@@ -188,7 +188,7 @@ def _endure(run: Run, trouble: Trouble) -> Phase:
 
 
 def _seen(trouble: Trouble, before: Standing, now: Standing) -> bool:
-    """Whether all has come about that ``check`` asks of a trouble; on a busy machine that may take longer."""
+    """Whether all has come about that is asked of a trouble; on a busy machine that may take longer."""
     opened, given = now["breaker_opened"] > before["breaker_opened"], now["get_pages"] > before["get_pages"]
     lied = now["corrupt_pages"] > before["corrupt_pages"]
     return now["timed"] > before["timed"] and all((opened or not trouble.opens, given or not trouble.gives,
